@@ -1,0 +1,1 @@
+"""The arithmetic. Standard library only, and no other room of the package."""

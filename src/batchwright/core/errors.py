@@ -1,0 +1,111 @@
+"""Every error a user can meet, as one tree. A class also says what the command line exits with.
+
+    BatchwrightError          exit 1
+    ├── PlanError             exit 2   also a ValueError: the numbers do not work out
+    │   ├── ConfigError                a file, a key or a value cannot be read
+    │   └── ScheduleError              a ramp or one of its stages does not work out
+    ├── NothingFitsError      exit 3
+    ├── EnvironmentFault      exit 4   a missing engine, permission or device
+    │   └── MissingExtraError          also an ImportError
+    └── RunError              exit 5   the user's code, a check or a run failed
+
+An error has three parts: what is wrong, with field names and numbers; the arithmetic; the nearest valid values and
+what they would mean. One error may carry several `violations`: all of them are collected before it is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One thing that does not work out: the message, the field it is about, what was given, what would be valid."""
+
+    message: str
+    field: str | None = None
+    given: Any = None
+    nearest: tuple[Any, ...] = ()
+
+
+class BatchwrightError(Exception):
+    """The root of the tree; `field`, `given` and `nearest` are those of the first violation.
+
+    >>> error = PlanError("global_batch_size=10 is not …", field="global_batch_size", given=10, nearest=(8, 12))
+    >>> error.nearest
+    (8, 12)
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        field: str | None = None,
+        given: Any = None,
+        nearest: Sequence[Any] = (),
+        violations: Sequence[Violation] = (),
+    ) -> None:
+        self.violations = tuple(violations) or (Violation(message, field, given, tuple(nearest)),)
+        self.field = self.violations[0].field
+        self.given = self.violations[0].given
+        self.nearest = self.violations[0].nearest
+        super().__init__("\n".join(v.message for v in self.violations))
+
+    def record(self) -> dict[str, Any]:
+        """The error as `--json` prints it."""
+        record: dict[str, Any] = {"type": type(self).__name__, "message": str(self), **_plain(self.violations[0])}
+        if len(self.violations) > 1:
+            record["violations"] = [{"message": v.message, **_plain(v)} for v in self.violations]
+        return record
+
+
+def _plain(v: Violation) -> dict[str, Any]:
+    given = v.given if isinstance(v.given, (int, float, str, bool, type(None))) else str(v.given)
+    return {"field": v.field, "given": given, "nearest": list(v.nearest)}
+
+
+class PlanError(BatchwrightError, ValueError):
+    """The request does not work out, or contradicts itself."""
+
+    exit_code = 2
+
+
+class ConfigError(PlanError):
+    """A file, a key or a value of the configuration cannot be understood."""
+
+
+class ScheduleError(PlanError):
+    """A ramp, or one of its stages, does not work out."""
+
+
+class NothingFitsError(BatchwrightError):
+    """No batch size runs within the memory there is."""
+
+    exit_code = 3
+
+
+class EnvironmentFault(BatchwrightError):
+    """Something outside the request is missing: an engine, a permission, a device."""
+
+    exit_code = 4
+
+
+class MissingExtraError(EnvironmentFault, ImportError):
+    """An optional part is not installed; the message names the extra that brings it."""
+
+
+class RunError(BatchwrightError):
+    """The user's code, a check or a run failed."""
+
+    exit_code = 5
+
+
+def raise_violations(kind: type[BatchwrightError], violations: Sequence[Violation]) -> None | NoReturn:
+    """Raise one `kind` with all violations, or do nothing when there are none."""
+    if violations:
+        raise kind(violations=violations)
+    return None

@@ -1,0 +1,106 @@
+"""Numbers as people write them: `4M` is 4,000,000 and `4Mi` is 4,194,304; exact, never through a float."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from .errors import ConfigError
+
+SUFFIXES: dict[str, int] = {"": 1} | {
+    letter + binary: (1024 if binary else 1000) ** power
+    for power, letters in enumerate(("kK", "mM", "gGbB", "tT"), start=1)
+    for letter in letters
+    for binary in ("", "i")
+}
+# Above this a count is a slip of the keyboard, and listing its divisors would no longer be instant.
+LARGEST_COUNT = 10**15
+
+_NUMBER = re.compile(r"([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([a-zA-Z]{0,2})", re.ASCII)
+
+
+def fraction(value: int | float | str | Fraction, field: str = "number") -> Fraction:
+    """The exact number behind `value`; a float counts as the decimal it prints as.
+
+    >>> fraction("2.5M"), fraction(0.1), fraction("1/8")
+    (Fraction(2500000, 1), Fraction(1, 10), Fraction(1, 8))
+    """
+    if isinstance(value, Fraction):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"{field}={value!r} is not a number.", field=field, given=value)
+    text = str(value).strip()
+    match = _NUMBER.fullmatch(text)
+    if match and match[2] in SUFFIXES:
+        return Fraction(match[1].replace(",", "").replace("_", "")) * SUFFIXES[match[2]]
+    if re.fullmatch(r"\d{1,15}/0*[1-9]\d{0,14}", text, re.ASCII):
+        return Fraction(text)
+    raise ConfigError(
+        f"{field}={text[:40]!r} is not a number. Write it as 1024, 1_000_000, 4M (4,000,000) or 4Mi (4,194,304).",
+        field=field,
+        given=value,
+    )
+
+
+def count(value: int | float | str | Fraction, field: str = "count", *, least: int = 1) -> int:
+    """A whole number of at least `least`, from an int or from text with a suffix.
+
+    >>> count("4M"), count("4Mi"), count("1e6"), count("2.4B")
+    (4000000, 4194304, 1000000, 2400000000)
+    """
+    number = fraction(value, field)
+    if number.denominator != 1:
+        below, above = number.__floor__(), number.__ceil__()
+        raise ConfigError(
+            f"{field}={value} is not a whole number. Nearest: {below:,} or {above:,}.",
+            field=field,
+            given=value,
+            nearest=[n for n in (below, above) if n >= least],
+        )
+    if number < least:
+        raise ConfigError(
+            f"{field}={value} is too small: the least is {least}.", field=field, given=value, nearest=[least]
+        )
+    if number > LARGEST_COUNT:
+        raise ConfigError(
+            f"{field}={str(value)[:40]} is too large: the most is {LARGEST_COUNT:,}.",
+            field=field,
+            given=str(value)[:40],
+            nearest=[LARGEST_COUNT],
+        )
+    return int(number)
+
+
+def percentage(value: int | float | str | Fraction, field: str = "tolerance") -> Fraction:
+    """A share between 0 and 1, from `10%` or `0.1`.
+
+    >>> percentage("10%"), percentage(0.25)
+    (Fraction(1, 10), Fraction(1, 4))
+    """
+    text = str(value).strip()
+    share = fraction(text[:-1], field) / 100 if text.endswith("%") else fraction(value, field)
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{field}={value} is not between 0% and 100%.", field=field, given=value, nearest=["10%"])
+    return share
+
+
+def positive(value: int | float | str | Fraction, field: str) -> float:
+    """A number above zero, such as a throughput or a time."""
+    number = fraction(value, field)
+    if number <= 0:
+        raise ConfigError(f"{field}={value} must be above zero.", field=field, given=value)
+    if number > 10**18:
+        raise ConfigError(f"{field}={str(value)[:40]} is too large.", field=field, given=str(value)[:40])
+    return float(number)
+
+
+def human(number: int) -> str:
+    """A short exact form where there is one (`50M`), else the number with commas.
+
+    >>> human(50_000_000), human(9_765_625), human(1024), human(2_400_000_000)
+    ('50M', '9,765,625', '1024', '2.4B')
+    """
+    for suffix, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if number >= factor and number % (factor // 10) == 0:
+            return f"{number / factor:g}{suffix}"
+    return f"{number:,}" if number >= 10_000 else str(number)
