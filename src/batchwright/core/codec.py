@@ -52,7 +52,9 @@ def _decode(kind: Any, data: Any) -> Any:
         return Fraction(data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return kind(**{f.name: _decode(hints[f.name], data[f.name]) for f in dataclasses.fields(kind) if f.name in data})
+        return kind(
+            **{f.name: _decode(hints[f.name], data[f.name]) for f in dataclasses.fields(kind) if f.name in data}
+        )
     return data
 
 

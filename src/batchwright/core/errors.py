@@ -109,3 +109,12 @@ def raise_violations(kind: type[BatchwrightError], violations: Sequence[Violatio
     if violations:
         raise kind(violations=violations)
     return None
+
+
+def either(values: Sequence[object]) -> str:
+    """Values as an error offers them.
+
+    >>> either((4, 8))
+    '4 or 8'
+    """
+    return " or ".join(str(v) for v in values)

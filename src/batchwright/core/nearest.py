@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import lru_cache
 
 
-@lru_cache(maxsize=64)
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending. Trial division by 2, 3 and 6k ± 1: 30 ms for a prime near 10^12.
 

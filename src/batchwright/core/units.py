@@ -42,8 +42,10 @@ def fraction(value: int | float | str | Fraction, field: str = "number") -> Frac
     )
 
 
-def count(value: int | float | str | Fraction, field: str = "count", *, least: int = 1) -> int:
-    """A whole number of at least `least`, from an int or from text with a suffix.
+def count(
+    value: int | float | str | Fraction, field: str = "count", *, least: int = 1, most: int = LARGEST_COUNT
+) -> int:
+    """A whole number from `least` to `most`, from an int or from text with a suffix.
 
     >>> count("4M"), count("4Mi"), count("1e6"), count("2.4B")
     (4000000, 4194304, 1000000, 2400000000)
@@ -52,21 +54,21 @@ def count(value: int | float | str | Fraction, field: str = "count", *, least: i
     if number.denominator != 1:
         below, above = number.__floor__(), number.__ceil__()
         raise ConfigError(
-            f"{field}={value} is not a whole number. Nearest: {below:,} or {above:,}.",
+            f"{field}={str(value)[:40]} is not a whole number. Nearest: {below:,} or {above:,}.",
             field=field,
             given=value,
-            nearest=[n for n in (below, above) if n >= least],
+            nearest=[n for n in (below, above) if least <= n <= most],
         )
     if number < least:
         raise ConfigError(
-            f"{field}={value} is too small: the least is {least}.", field=field, given=value, nearest=[least]
+            f"{field}={str(value)[:40]} is too small: the least is {least}.", field=field, given=value, nearest=[least]
         )
-    if number > LARGEST_COUNT:
+    if number > most:
         raise ConfigError(
-            f"{field}={str(value)[:40]} is too large: the most is {LARGEST_COUNT:,}.",
+            f"{field}={str(value)[:40]} is too large: the most is {most:,}.",
             field=field,
             given=str(value)[:40],
-            nearest=[LARGEST_COUNT],
+            nearest=[most],
         )
     return int(number)
 

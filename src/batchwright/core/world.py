@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
-from .errors import Violation
+from .errors import Violation, either
 from .nearest import nearest_divisors
 
 
@@ -36,8 +36,12 @@ class World:
 
     @property
     def nodes(self) -> int | None:
-        """Nodes of `devices_per_node` devices, or None where they are unknown or not filled whole."""
-        if self.devices_per_node is None or self.devices % self.devices_per_node:
+        """Nodes of `devices_per_node` devices; None where that is unknown or several nodes would not be full."""
+        if self.devices_per_node is None:
+            return None
+        if self.devices < self.devices_per_node:
+            return 1
+        if self.devices % self.devices_per_node:
             return None
         return self.devices // self.devices_per_node
 
@@ -75,7 +79,7 @@ class World:
     def violations(self) -> list[Violation]:
         """What does not divide: devices over nodes, experts over replicas."""
         found: list[Violation] = []
-        if self.devices_per_node is not None and self.devices > self.devices_per_node and self.nodes is None:
+        if self.devices_per_node is not None and self.nodes is None:
             step = self.replica_step
             below = self.data_parallel_size // step * step
             nearest = [n for n in (below, below + step) if n]
@@ -84,7 +88,7 @@ class World:
                     f"data_parallel_size={self.data_parallel_size} does not fill whole nodes: {self.data_parallel_size} × "
                     f"{self.model_parallel_size} devices per replica = {self.devices} devices, and {self.devices} / "
                     f"{self.devices_per_node} devices_per_node = {self.devices / self.devices_per_node:.2f} nodes. "
-                    f"Nearest data_parallel_size: {' or '.join(map(str, nearest))}.",
+                    f"Nearest data_parallel_size: {either(nearest)}.",
                     "data_parallel_size",
                     self.data_parallel_size,
                     tuple(nearest),
@@ -96,7 +100,7 @@ class World:
                 Violation(
                     f"expert_parallel={self.expert_parallel} does not divide data_parallel_size={self.data_parallel_size}: "
                     f"experts are spread over data-parallel ranks, and {self.data_parallel_size} / {self.expert_parallel} = "
-                    f"{self.data_parallel_size / self.expert_parallel:.2f}. Nearest: {' or '.join(map(str, nearest))}.",
+                    f"{self.data_parallel_size / self.expert_parallel:.2f}. Nearest: {either(nearest)}.",
                     "expert_parallel",
                     self.expert_parallel,
                     tuple(nearest),

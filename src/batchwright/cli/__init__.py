@@ -1,0 +1,121 @@
+"""The command line: one file per verb, loaded when it is called."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from batchwright import __version__
+
+# Verbs by the group that `--help` shows them in.
+GROUPS = {
+    "decide": {
+        "plan": "The rest of a batch from the numbers that are known.",
+        "rl": "Batches of reinforcement learning: prompts, responses, updates.",
+    },
+}
+_VERBS = [verb for verbs in GROUPS.values() for verb in verbs]
+
+
+class Verbs(click.Group):
+    """Verbs that are imported only when they run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return _VERBS
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _VERBS:
+            return None
+        from importlib import import_module
+
+        return import_module(f".{cmd_name}", __name__).command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in _VERBS:
+            from difflib import get_close_matches
+
+            close = get_close_matches(args[0], _VERBS, n=1)
+            hint = f" Did you mean {close[0]}?" if close else f" There are: {', '.join(_VERBS)}."
+            raise click.UsageError(f"{args[0][:60]!r} is not a verb.{hint}", ctx=ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for group, verbs in GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl(list(verbs.items()))
+
+
+@click.group(
+    cls=Verbs,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    no_args_is_help=False,
+    invoke_without_command=True,
+    epilog="\b\nExample:\n  batchwright plan --global-batch-size 1024 --nodes 16 --devices-per-node 8",
+)
+@click.version_option(__version__, message="batchwright %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """The batch size of a training job, from end to end.
+
+    Exit codes: 0 done, 1 a bug of ours, 2 invalid request, 3 nothing fits, 4 environment, 5 your code, a check or a
+    run failed, 130 interrupted.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run a command line and exit; no traceback of ours ever reaches a user."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        code = cli.main(args=words, prog_name="batchwright", standalone_mode=False)
+        sys.stdout.flush()
+        sys.exit(code if isinstance(code, int) else 0)
+    except (KeyboardInterrupt, click.Abort):
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except BrokenPipeError:
+        # The reader went away (`| head`): not an error, and nothing more can be written.
+        sys.stderr.close()
+        import os
+
+        os._exit(0)
+    except Exception as error:
+        sys.exit(_report(error, as_json="--json" in words))
+
+
+def _report(error: Exception, *, as_json: bool) -> int:
+    from batchwright.core.errors import BatchwrightError
+
+    if isinstance(error, BatchwrightError):
+        code, record = error.exit_code, error.record()
+        extra = {key: value for key, value in vars(error).items() if key == "nearby"}
+    elif isinstance(error, click.ClickException):
+        code, extra = 2, {}
+        record = {"type": "UsageError", "message": error.format_message(), "field": None, "given": None, "nearest": []}
+    else:
+        import traceback
+
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        code, extra = 1, {}
+        record = {
+            "type": type(error).__name__,
+            "message": f"This is a bug in batchwright ({type(error).__name__}: {error}; {last.filename}:{last.lineno}). "
+            "Please report it with the command line.",
+            "field": None,
+            "given": None,
+            "nearest": [],
+        }
+    if as_json:
+        click.echo(json.dumps({"schema": 1, "error": record, **extra}, indent=2, ensure_ascii=False))
+    else:
+        for line in record["message"].splitlines():
+            click.echo(f"error: {line}", err=True)
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            click.echo(f"See: {error.ctx.command_path} --help", err=True)
+    return code

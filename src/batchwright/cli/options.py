@@ -1,0 +1,49 @@
+"""Flags that several verbs share. Values stay text here: `core.request` reads them, so that every error is ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def stack(*options: Decorator) -> Decorator:
+    """Several options as one decorator, in the order they are listed."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def number(name: str, text: str, metavar: str = "N") -> Decorator:
+    """A flag that takes a number, possibly with a suffix."""
+    return click.option(name, metavar=metavar, help=text)
+
+
+batch_options = stack(
+    number("--global-batch-size", "Samples per optimizer step."),
+    number("--global-batch-size-tokens", "The same in tokens; needs --sequence-length."),
+    number("--sequence-length", "Tokens per sample."),
+    number("--micro-batch-size", "Samples per rank per forward/backward."),
+    number("--accumulation-steps", "Micro batches per rank per optimizer step."),
+    number("--max-micro-batch-size", "The largest micro batch that fits in memory."),
+)
+
+world_options = stack(
+    number("--nodes", "Nodes."),
+    number("--devices-per-node", "Devices (GPUs, TPU chips) in each node."),
+    number("--devices", "All devices, where nodes do not matter."),
+    number("--data-parallel-size", "Ranks that hold different samples."),
+    number("--tensor-parallel", "Devices that split each layer."),
+    number("--pipeline-parallel", "Pipeline stages."),
+    number("--context-parallel", "Devices that split each sequence."),
+    number("--expert-parallel", "Ranks that share experts; lives inside data parallelism."),
+)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

@@ -1,0 +1,162 @@
+"""`batchwright plan`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from batchwright.core import codec
+from batchwright.core.errors import PlanError
+from batchwright.core.nearby import Nearby, nearby
+from batchwright.core.pipeline import SCHEDULES
+from batchwright.core.plan import Plan, plan
+from batchwright.core.units import percentage
+
+from . import text
+from .config import PasteCommand, gather
+from .options import batch_options, json_option, number, stack, world_options
+
+_pipeline_options = stack(
+    number("--pipeline-schedule", f"{' | '.join(SCHEDULES)}.", "NAME"),
+    number("--pipeline-microbatches", "Pieces fed to the pipeline per step."),
+    number("--pipeline-style", "accumulation (Megatron: they are the accumulation steps) | inner (MaxText).", "NAME"),
+    number("--pipeline-group", "Interleaved: microbatches per group."),
+    number("--virtual-stages", "Interleaved and circular: visits of each device."),
+    click.option("--delayed-forwarding", is_flag=True, help="Circular: forward activations one step later."),
+)
+
+_loading_options = stack(
+    number("--hosts", "Hosts that can read; one per node unless given."),
+    number("--expansion-factor", "All hosts / reading hosts; below 1: fewer hosts go on with more stored shards.", "F"),
+    number("--loading-hosts", "How many of the hosts read."),
+    number("--stored-hosts", "How many hosts stored the position this job goes on from."),
+    click.option("--equal-rows", is_flag=True, help="Every reader fetches equally many rows."),
+)
+
+
+@click.command(
+    cls=PasteCommand,
+    epilog="\b\nExample:\n  batchwright plan --global-batch-size 1024 --nodes 16 --devices-per-node 8 \\\n"
+    "      --tensor-parallel 2 --max-micro-batch-size 6",
+)
+@click.argument("words", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
+@batch_options
+@world_options
+@_pipeline_options
+@_loading_options
+@number("--samples-per-second", "Measured throughput of the whole job.", "X")
+@number("--step-seconds", "Measured time of an optimizer step.", "X")
+@number("--round", "down | up: round the global batch to what divides, and say so.", "WAY")
+@click.option("--allow-ragged", is_flag=True, help="Accept a batch that does not divide: shares differ by one sample.")
+@number("--tolerance", "List batches and node counts this near that work, such as 10%.", "PERCENT")
+@json_option
+@click.pass_context
+def command(ctx: click.Context, words: tuple[str, ...], tolerance: str | None, as_json: bool, **flags: Any) -> None:
+    """The rest of a batch from the numbers that are known.
+
+    global batch = micro batch × accumulation steps × data-parallel size. Give any numbers you have, as flags, as
+    KEY=VALUE, in a file, or by pasting the command line of NeMo, MaxText or Hugging Face: the rest follows, each with
+    its source. Numbers take suffixes: 4M is 4,000,000 and 4Mi is 4,194,304.
+    """
+    request = gather(words, flags, ctx.meta["left_out"])
+    near = None if tolerance is None else nearby(request, percentage(tolerance))
+    try:
+        made = plan(request)
+    except PlanError as error:
+        if near and not as_json:
+            click.echo("\n".join(["nearby, and valid:", *_nearby(near)]))
+        if near is not None:
+            error.nearby = codec.encode(near)  # type: ignore[attr-defined]
+        raise
+    if as_json:
+        extra = {} if near is None else {"nearby": codec.encode(near)}
+        click.echo(json.dumps(made.to_json() | extra, indent=2, ensure_ascii=False))
+    else:
+        click.echo("\n".join(render(made, near)))
+
+
+def render(made: Plan, near: tuple[Nearby, ...] | None = None) -> list[str]:
+    """A plan for people: the equation, the numbers with their sources, what else would do, and notes."""
+    sign = "≤" if made.ragged else "="
+    lines = [
+        f"{made.global_batch_size} {sign} {made.micro_batch_size} micro × {made.accumulation_steps} accumulation × "
+        f"{made.data_parallel_size} data-parallel" + ("   (ragged)" if made.ragged else ""),
+        "",
+    ]
+    shown = [name for name in made.sources if made.sources[name] != "default" or name in _ALWAYS]
+    lines += text.table(
+        [(name, _value(getattr(made, name)), made.sources[name], made.reasons.get(name, "")) for name in shown],
+        right=[1],
+    )
+    if made.pipeline:
+        p = made.pipeline
+        lines += [
+            "",
+            f"pipeline: {p.schedule}, {p.stages} stages, {p.pipeline_microbatches} microbatches, "
+            f"{p.bubble_fraction:.1%} idle"
+            + (f" (recommended: {p.recommended_microbatches})" if p.recommended_microbatches else ""),
+        ]
+    load = made.loading
+    if load.hosts > 1 or load.expansion_factor != 1:
+        lines += ["", f"loading: {_loading(made)}"]
+    if made.alternatives:
+        lines += ["", "alternatives, best first:"]
+        lines += text.table(
+            [
+                (a.micro_batch_size, a.accumulation_steps, a.data_parallel_size, a.reason)
+                for a in made.alternatives[:_FEW]
+            ],
+            head=("micro", "accumulation", "data-parallel", ""),
+            right=[0, 1, 2],
+        )
+        if len(made.alternatives) > _FEW:
+            lines.append(f"  … and {len(made.alternatives) - _FEW} more: --json lists them")
+    if near is not None:
+        lines += ["", "nearby, and valid:", *_nearby(near)]
+    if made.notes:
+        lines += ["", "notes:", *text.notes(made.notes)]
+    return lines
+
+
+_ALWAYS = {"global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices"}
+_FEW = 6
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
+
+
+def _loading(made: Plan) -> str:
+    load = made.loading
+    rows = load.rows_per_loading_host
+    each = f"{rows} rows each" if isinstance(rows, int) else f"{rows[0]} or {rows[-1]} rows each"
+    words = f"load_batch_size {load.load_batch_size}; {load.loading_hosts} of {load.hosts} hosts read, {each}"
+    if load.read_amplification != 1:
+        words += f"; {load.read_amplification:.2f} rows read per row trained"
+    if load.stored_shards:
+        words += f"; host h goes on with stored shards h, h + {load.hosts}, … of {load.stored_shards}"
+    return words
+
+
+def _nearby(rows: tuple[Nearby, ...]) -> list[str]:
+    if not rows:
+        return ["  nothing within the tolerance"]
+    return text.table(
+        [
+            (
+                n.global_batch_size,
+                "" if n.nodes is None else n.nodes,
+                n.data_parallel_size,
+                "" if n.accumulation_steps is None else n.accumulation_steps,
+                f"{n.batch_change:+.1%}",
+                f"{n.ranks_change:+.1%}",
+            )
+            for n in rows[:12]
+        ],
+        head=("global", "nodes", "data-parallel", "accumulation", "batch", "ranks"),
+        right=range(6),
+    )

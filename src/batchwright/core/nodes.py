@@ -1,0 +1,494 @@
+"""On how many nodes each stage of a ramp runs: named objectives over one set of constraints.
+
+A stage of global batch B is legal on n nodes when the nodes hold a whole number of replicas, B is a whole number of
+micro batches on each, and the pipeline accepts that number. The policies choose among the legal counts:
+
+    launcher         what NeMo-Framework-Launcher computes: the largest count its two divisibility conditions allow,
+                     never falling as the batch grows, and all nodes for the largest batch
+    constant-work    nodes in proportion to the batch: a replica does the same work in every stage
+    min-node-hours   the cheapest choice, restarts included, optionally within a deadline
+    min-time         the fastest choice, restarts included, optionally within a budget of node-hours
+    constant         all nodes in every stage: what the saving is measured against
+
+The two optima may go up and down in nodes: nothing in their constraints forbids it. Among equals they prefer fewer
+changes of nodes, then fewer nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
+from typing import NamedTuple
+
+from .errors import ScheduleError, Violation, raise_violations
+from .nearest import divisors
+from .schedule import Segment
+from .throughput import Pair, StageSeconds, Throughput, cheapest_chain
+from .units import human
+from .world import World
+
+POLICIES = ("launcher", "constant-work", "min-node-hours", "min-time", "constant")
+
+# From stopping to training again: save, queue, start, load. An assumption; measure yours and say so.
+ASSUMED_RESTART_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A segment placed on nodes; `hours` are those of its steps, without restarts."""
+
+    index: int
+    global_batch_size: int
+    first_step: int
+    steps: int | None
+    start_sample: int
+    end_sample: int | None
+    sequence_length: int | None
+    nodes: int
+    data_parallel_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    ragged: bool
+    step_seconds: float | None
+    hours: float | None
+    node_hours: float | None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One life of the training processes: neighbouring stages on equal nodes."""
+
+    index: int
+    nodes: int
+    stages: tuple[int, ...]
+    first_step: int
+    start_sample: int
+    end_sample: int | None
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """All stages placed; totals count restarts, and are None where a time is unknown or the end is open."""
+
+    policy: str
+    stages: tuple[Stage, ...]
+    launches: tuple[Launch, ...]
+    restart_seconds: float
+    hours: float | None
+    node_hours: float | None
+    full_cluster_hours: float | None
+    full_cluster_node_hours: float | None
+    saved_node_hours: float | None
+    notes: tuple[str, ...]
+
+
+class _Fit(NamedTuple):
+    nodes: int
+    data_parallel_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    ragged: bool
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What every stage must satisfy, whatever chose its nodes."""
+
+    world: World
+    nodes: int
+    micro_batch_size: int | None
+    max_micro_batch_size: int | None
+    allow_ragged: bool
+    refusal: Callable[[int], str | None]
+
+    def replicas(self, nodes: int) -> int | None:
+        """The data-parallel size on so many nodes, or None where they hold no whole number of (expert) replicas."""
+        devices, size = nodes * (self.world.devices_per_node or 1), self.world.model_parallel_size
+        return None if devices % size or devices // size % self.world.expert_parallel else devices // size
+
+    def fit(self, batch: int, nodes: int) -> _Fit | None:
+        """How `batch` runs on `nodes`, or None."""
+        dp = self.replicas(nodes)
+        if not dp or batch < dp:
+            return None
+        share, ragged = -(-batch // dp), bool(batch % dp)
+        micro = self.micro_batch_size
+        if micro is not None:
+            sizes: Sequence[int] = (micro,)
+            ragged = ragged or bool(share % micro)
+        else:
+            cap = min(share, self.max_micro_batch_size or share)
+            # An exact share is cut into equal micro batches; a ragged one has fillers anyhow, so any size will do.
+            sizes = range(cap, 0, -1) if ragged else [d for d in reversed(divisors(share)) if d <= cap]
+        if ragged and not self.allow_ragged:
+            return None
+        for size in sizes:
+            accumulation = -(-share // size)
+            if self.refusal(accumulation) is None:
+                return _Fit(nodes, dp, size, accumulation, ragged)
+        return None
+
+    def fits(self, batch: int) -> Iterator[_Fit]:
+        """Every legal count of nodes, ascending. Without raggedness only divisors of the batch are looked at."""
+        counts: Iterator[int] | range = range(1, self.nodes + 1)
+        if not self.allow_ragged:
+            replicas, over = divmod(batch, self.micro_batch_size or 1)
+            size, per_node = self.world.model_parallel_size, self.world.devices_per_node or 1
+            counts = iter(
+                () if over else [d * size // per_node for d in divisors(replicas) if d * size % per_node == 0]
+            )
+        for nodes in counts:
+            if nodes > self.nodes:
+                return
+            if fit := self.fit(batch, nodes):
+                yield fit
+
+    def violation(self, batch: int, nodes: int, where: str) -> Violation:
+        """Why `fit` says no: the arithmetic, the nearest batches on these nodes and the nearest nodes for this batch."""
+        per_node, size, dp = self.world.devices_per_node or 1, self.world.model_parallel_size, self.replicas(nodes)
+        legal = [fit.nodes for fit in self.fits(batch)]
+        near = tuple(sorted(sorted(legal, key=lambda n: (abs(n - nodes), n))[:2]))
+        other = f"; or {_either(near)} nodes" if near else ""
+        if not dp:
+            message = (
+                f"{where}: nodes={nodes} hold no whole number of replicas: {nodes} × {per_node} = {nodes * per_node} "
+                f"devices, {size} per replica ({self.world.split() or 'one device'})"
+                f"{f', expert_parallel {self.world.expert_parallel}' if self.world.expert_parallel > 1 else ''}."
+            )
+            return Violation(message + (f" Nearest: {_either(near)} nodes." if near else ""), "nodes", nodes, near)
+        micro = self.micro_batch_size
+        quantum = dp * (micro or 1)
+        named = f"batch_quantum {quantum} ({micro} × {dp})" if micro else f"data_parallel_size {dp}"
+        if batch < (dp if self.allow_ragged else quantum):
+            what = f"global_batch_size={batch} is less than one micro batch on each replica: {named}"
+        elif batch % quantum and not self.allow_ragged:
+            what = f"global_batch_size={batch} is not a multiple of {named}"
+        else:
+            m = ceil(ceil(batch / dp) / (micro or 1))
+            reason = self.refusal(m) or f"none with micro_batch_size up to {self.max_micro_batch_size} is accepted"
+            what = f"global_batch_size={batch} gives accumulation_steps={m} on {named}, and {reason}"
+        # Looking further than a few hundred quanta would offer a batch that nobody meant.
+        at = batch // quantum
+        below = next((b for k in range(at, max(0, at - 512), -1) if self.fit(b := k * quantum, nodes)), None)
+        above = next((b for k in range(at + 1, at + 513) if self.fit(b := k * quantum, nodes)), None)
+        nearest = tuple(b for b in (below, above) if b)
+        return Violation(f"{where}: {what}. Nearest: {_either(nearest)}{other}.", "global_batch_size", batch, nearest)
+
+
+def _either(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers)) or "none"
+
+
+def feasible_nodes(
+    global_batch_size: int,
+    world: World,
+    *,
+    nodes: int,
+    micro_batch_size: int | None = None,
+    max_micro_batch_size: int | None = None,
+    allow_ragged: bool = False,
+    legal_microbatches: Callable[[int], str | None] | None = None,
+) -> tuple[int, ...]:
+    """All node counts up to `nodes` on which a batch is legal.
+
+    >>> feasible_nodes(1280, World(1, devices_per_node=8), nodes=16, micro_batch_size=4)
+    (1, 2, 4, 5, 8, 10)
+    """
+    rules = _Rules(
+        world, nodes, micro_batch_size, max_micro_batch_size, allow_ragged, legal_microbatches or _enough(world)
+    )
+    return tuple(fit.nodes for fit in rules.fits(global_batch_size))
+
+
+def _enough(world: World) -> Callable[[int], str | None]:
+    """The rule where no pipeline schedule is named: fewer microbatches than pipeline stages leave stages idle."""
+    p = world.pipeline_parallel
+    return lambda m: None if m >= p else f"{m} microbatches are fewer than the {p} pipeline stages"
+
+
+def launcher_nodes(batches: Sequence[int], world: World, *, nodes: int, micro_batch_size: int) -> tuple[int, ...]:
+    """NeMo-Framework-Launcher's node count for every batch, or its refusal; the stages are not checked otherwise.
+
+    Its second condition takes every device for a replica. The largest batch gets all nodes, unchecked. Context
+    parallelism does not enter.
+
+    >>> launcher_nodes([256, 512, 768, 1024, 1280], World(1, devices_per_node=8), nodes=10, micro_batch_size=4)
+    (8, 8, 8, 8, 10)
+    """
+    devices, replica = world.devices_per_node or 1, world.tensor_parallel * world.pipeline_parallel
+    sizes = sorted(set(batches), reverse=True)
+    if len(sizes) > 1 and devices < replica:
+        raise ScheduleError(
+            f"the launcher's rule has no answer where a replica spans nodes: tensor_parallel {world.tensor_parallel} × "
+            f"pipeline_parallel {world.pipeline_parallel} = {replica} devices, {devices} devices_per_node, so it counts "
+            "0 replicas on one node and divides by that. Nearest: node policy constant-work.",
+            field="policy",
+            given="launcher",
+            nearest=("constant-work",),
+        )
+    chosen, found = {sizes[0]: nodes}, list[Violation]()
+    cap = nodes
+    for batch in sizes[1:]:
+        quotient, over = divmod(batch, micro_batch_size * devices)
+        counts = () if over else reversed(divisors(quotient))
+        best = next(
+            (n for n in counts if n <= cap and batch % (micro_batch_size * (devices * n // replica)) == 0), None
+        )
+        if best is None:
+            quantum = micro_batch_size * devices
+            nearest = tuple(n for n in (batch // quantum * quantum, (batch // quantum + 1) * quantum) if n)
+            message = (
+                f"the launcher's rule has no node count for global_batch_size={batch}: it wants a multiple of "
+                f"micro_batch_size {micro_batch_size} × devices_per_node {devices} = {quantum} per node. "
+                f"Nearest: {_either(nearest)}; or node policy constant-work, which counts replicas, not devices."
+            )
+            found.append(Violation(message, "global_batch_size", batch, nearest))
+        else:
+            chosen[batch] = cap = best
+    raise_violations(ScheduleError, found)
+    return tuple(chosen[batch] for batch in batches)
+
+
+def place(
+    segments: Sequence[Segment],
+    world: World,
+    *,
+    nodes: int,
+    micro_batch_size: int | None = None,
+    max_micro_batch_size: int | None = None,
+    policy: str = "launcher",
+    throughput: Throughput | StageSeconds | None = None,
+    restart_seconds: float | None = None,
+    deadline_hours: float | None = None,
+    node_hours_budget: float | None = None,
+    allow_ragged: bool = False,
+    legal_microbatches: Callable[[int], str | None] | None = None,
+    stop_every_stage: bool = False,
+) -> NodePlan:
+    """Choose nodes for every stage by `policy`, check all of them, and count what it costs.
+
+    Without `micro_batch_size` a stage takes the largest legal one up to `max_micro_batch_size`.
+
+    >>> ramp = [Segment(0, 0, 384, 100), Segment(100, 38_400, 768, 100), Segment(200, 115_200, 1152, None)]
+    >>> world = World(1, devices_per_node=8, tensor_parallel=8)
+    >>> [stage.nodes for stage in place(ramp, world, nodes=288, micro_batch_size=4, policy="constant-work").stages]
+    [96, 192, 288]
+    """
+    limit = {"min-node-hours": deadline_hours, "min-time": node_hours_budget}.get(policy)
+    found = list(_request_violations(segments, nodes, micro_batch_size, max_micro_batch_size, policy, throughput))
+    for name, value, owner in (
+        ("deadline_hours", deadline_hours, "min-node-hours"),
+        ("node_hours_budget", node_hours_budget, "min-time"),
+    ):
+        if value is not None and policy != owner:
+            message = f"{name}={value} is a limit of the policy {owner}, and the policy is {policy}."
+            found.append(Violation(message, name, value, (owner,)))
+    raise_violations(ScheduleError, found)
+    rules = _Rules(
+        world, nodes, micro_batch_size, max_micro_batch_size, allow_ragged, legal_microbatches or _enough(world)
+    )
+    restart = ASSUMED_RESTART_SECONDS if restart_seconds is None else restart_seconds
+    batches = [segment.global_batch_size for segment in segments]
+    notes: list[str] = []
+    if policy == "launcher":
+        counts: Sequence[int] = _launcher(rules, batches, notes)
+    elif policy == "constant-work":
+        counts = _constant_work(rules, batches, notes)
+    elif isinstance(throughput, Throughput) and policy != "constant":
+        counts = _optimum(rules, segments, policy, throughput, restart, limit, stop_every_stage)
+    else:
+        counts = [nodes] * len(batches)
+    stages = _stages(rules, segments, counts, throughput)
+    launches = _launches(stages, stop_every_stage)
+    hours, node_hours = _totals(stages, restart, stop_every_stage)
+    full: tuple[float | None, float | None] = (None, None)
+    if isinstance(throughput, Throughput) and hours is not None:
+        if all(rules.fit(batch, nodes) for batch in batches):
+            everywhere = _stages(rules, segments, [nodes] * len(batches), throughput)
+            full = _totals(everywhere, restart, stop_every_stage)
+        else:
+            notes.append(f"no saving is stated: not every stage is legal on all {nodes} nodes.")
+    if throughput is not None:
+        notes += throughput.remarks([s.micro_batch_size for s in stages], [s.sequence_length for s in stages])
+        if restart_seconds is None and len(launches) > 1:
+            notes.append(f"a restart is assumed to take {restart:g} s (restart_seconds).")
+    for stage, segment in zip(stages, segments, strict=True):
+        rest = segment.global_batch_size - segment.shortfall
+        if segment.shortfall and rest % (stage.micro_batch_size * stage.data_parallel_size):
+            notes.append(f"the last step of stage {stage.index + 1} is cut to {rest} samples, and runs ragged.")
+    saved = full[1] - node_hours if full[1] is not None and node_hours is not None else None
+    return NodePlan(policy, stages, launches, restart, hours, node_hours, *full, saved, tuple(notes))
+
+
+def _request_violations(
+    segments: Sequence[Segment],
+    nodes: int,
+    micro: int | None,
+    max_micro: int | None,
+    policy: str,
+    throughput: Throughput | StageSeconds | None,
+) -> Iterator[Violation]:
+    if policy not in POLICIES:
+        yield Violation(f"policy={policy!r} is not known. One of: {', '.join(POLICIES)}.", "policy", policy, POLICIES)
+    if not segments:
+        yield Violation("a ramp needs at least one segment.", "segments", 0)
+    for name, value in (("nodes", nodes), ("micro_batch_size", micro), ("max_micro_batch_size", max_micro)):
+        if value is not None and value < 1:
+            yield Violation(f"{name}={value} is too small: the least is 1.", name, value, (1,))
+    if policy == "launcher" and micro is None:
+        yield Violation("the launcher's rule needs micro_batch_size; constant-work does not.", "micro_batch_size")
+    if isinstance(throughput, StageSeconds) and len(throughput.seconds) != len(segments):
+        message = f"step seconds are given for {len(throughput.seconds)} stages, and the ramp has {len(segments)}."
+        yield Violation(message, "throughput", len(throughput.seconds), (len(segments),))
+    if policy.startswith("min-"):
+        if not isinstance(throughput, Throughput):
+            message = (
+                f"{policy} needs the time of a step on any number of nodes: give fixed_seconds and per_sample_seconds of "
+                "a micro step, or a probe file. Times given per stage hold for one number of nodes only."
+            )
+            yield Violation(message, "throughput", nearest=("constant-work",))
+        if segments and segments[-1].steps is None:
+            message = f"{policy} needs an end: the last stage is open. Give the budget in samples or tokens."
+            yield Violation(message, "samples")
+
+
+def _launcher(rules: _Rules, batches: Sequence[int], notes: list[str]) -> tuple[int, ...]:
+    counts = launcher_nodes(batches, rules.world, nodes=rules.nodes, micro_batch_size=rules.micro_batch_size or 1)
+    for batch, count in sorted(set(zip(batches, counts, strict=True))):
+        cap = min(n for b, n in zip(batches, counts, strict=True) if b > batch) if batch < max(batches) else count
+        better = max((fit.nodes for fit in rules.fits(batch) if fit.nodes <= cap), default=count)
+        if better > count:
+            notes.append(
+                f"global_batch_size {batch} would be legal on {better} nodes: the launcher's rule takes every device for "
+                f"a replica, and stays at {count}."
+            )
+    return counts
+
+
+def _constant_work(rules: _Rules, batches: Sequence[int], notes: list[str]) -> list[int]:
+    """Exactly in proportion to the largest batch on all nodes, or the nearest legal count below, with a note."""
+    top, counts = max(batches), list[int]()
+    for i, batch in enumerate(batches):
+        exact, over = divmod(rules.nodes * batch, top)
+        if batch == top or (not over and rules.fit(batch, exact)):
+            counts.append(exact)
+            continue
+        # With none below, the exact number goes to the stage check, whose error says what is near.
+        count = max((fit.nodes for fit in rules.fits(batch) if fit.nodes <= exact), default=max(1, exact))
+        counts.append(count)
+        notes.append(
+            f"stage {i + 1}: {rules.nodes} nodes × {batch} / {top} = {rules.nodes * batch / top:g} is not a legal number "
+            f"of nodes; on {count}, the nearest below, a replica does {rules.nodes * batch / top / count:.2f} times the work."
+        )
+    return counts
+
+
+def _stages(
+    rules: _Rules, segments: Sequence[Segment], counts: Sequence[int], throughput: Throughput | StageSeconds | None
+) -> tuple[Stage, ...]:
+    """Every segment on its nodes, or one error with every stage that does not work out."""
+    fits = [rules.fit(segment.global_batch_size, n) for segment, n in zip(segments, counts, strict=True)]
+    bad = [i for i, fit in enumerate(fits) if fit is None]
+    raise_violations(ScheduleError, _stage_violations(rules, segments, counts, bad))
+    stages: list[Stage] = []
+    for i, (segment, fit) in enumerate(zip(segments, filter(None, fits), strict=True)):
+        seconds = None if throughput is None else _step_seconds(rules, throughput, i, segment, fit)
+        hours = None if seconds is None or segment.steps is None else seconds * segment.steps / 3600
+        node_hours = None if hours is None else hours * fit.nodes
+        steps = (segment.global_batch_size, segment.first_step, segment.steps)
+        samples = (segment.start_sample, segment.end_sample, segment.sequence_length)
+        stages.append(Stage(i, *steps, *samples, *fit, seconds, hours, node_hours))
+    return tuple(stages)
+
+
+def _stage_violations(
+    rules: _Rules, segments: Sequence[Segment], counts: Sequence[int], bad: Sequence[int]
+) -> list[Violation]:
+    found: list[Violation] = []
+    for i in bad:
+        where = f"ramp stage {i + 1} of {len(segments)} (from sample {human(segments[i].start_sample)})"
+        found.append(rules.violation(segments[i].global_batch_size, counts[i], where))
+    if found and len(segments) > 1:
+        rest = "Other stages are valid." if len(bad) < len(segments) else "No stage is valid."
+        found[-1] = replace(found[-1], message=f"{found[-1].message} {rest}")
+    return found
+
+
+def _step_seconds(
+    rules: _Rules, throughput: Throughput | StageSeconds, index: int, segment: Segment, fit: _Fit
+) -> float:
+    return throughput.step_seconds(
+        stage=index,
+        nodes=fit.nodes,
+        micro_batch_size=fit.micro_batch_size,
+        accumulation_steps=fit.accumulation_steps,
+        pipeline_parallel=rules.world.pipeline_parallel,
+        sequence_length=segment.sequence_length,
+    )
+
+
+def _launches(stages: Sequence[Stage], stop_every_stage: bool) -> tuple[Launch, ...]:
+    groups: list[list[Stage]] = []
+    for stage in stages:
+        if groups and groups[-1][-1].nodes == stage.nodes and not stop_every_stage:
+            groups[-1].append(stage)
+        else:
+            groups.append([stage])
+    return tuple(
+        Launch(i, g[0].nodes, tuple(s.index for s in g), g[0].first_step, g[0].start_sample, g[-1].end_sample)
+        for i, g in enumerate(groups)
+    )
+
+
+def _totals(stages: Sequence[Stage], restart: float, stop_every_stage: bool) -> tuple[float | None, float | None]:
+    """Hours and node-hours with restarts; a restart keeps the nodes of the stage it starts waiting."""
+    waits = [b.nodes for a, b in pairwise(stages) if a.nodes != b.nodes or stop_every_stage]
+    hours = [stage.hours for stage in stages if stage.hours is not None]
+    node_hours = [stage.node_hours for stage in stages if stage.node_hours is not None]
+    if len(hours) < len(stages):
+        return None, None
+    return sum(hours) + len(waits) * restart / 3600, sum(node_hours) + sum(waits) * restart / 3600
+
+
+# Time is counted in whole microseconds from here on: sums are exact, so ties are ties and dominance is certain.
+_MICROSECONDS = 10**6
+
+
+def _optimum(
+    rules: _Rules,
+    segments: Sequence[Segment],
+    policy: str,
+    throughput: Throughput,
+    restart: float,
+    limit: float | None,
+    stop_every_stage: bool,
+) -> list[int]:
+    """Both optima are one problem: (cost, weight) is (node time, time), or the other way round."""
+
+    def pair(nodes: int, time: int) -> Pair:
+        return (nodes * time, time) if policy == "min-node-hours" else (time, nodes * time)
+
+    options: list[dict[int, Pair]] = []
+    for i, segment in enumerate(segments):
+        fits = rules.fits(segment.global_batch_size)
+        times = ((fit.nodes, _step_seconds(rules, throughput, i, segment, fit)) for fit in fits)
+        options.append({n: pair(n, round(t * (segment.steps or 0) * _MICROSECONDS)) for n, t in times})
+    bad = [i for i, option in enumerate(options) if not option]
+    raise_violations(ScheduleError, _stage_violations(rules, segments, [rules.nodes] * len(segments), bad))
+    wait = round(restart * _MICROSECONDS)
+    most = None if limit is None else int(limit * 3600 * _MICROSECONDS)
+    counts = cheapest_chain(options, lambda nodes: pair(nodes, wait), always=stop_every_stage, limit=most)
+    if counts is None:
+        name, unit, other = (
+            ("deadline_hours", "hours", "min-time")
+            if policy == "min-node-hours"
+            else ("node_hours_budget", "node-hours", "min-node-hours")
+        )
+        lightest = _optimum(rules, segments, other, throughput, restart, None, stop_every_stage)
+        totals = _totals(_stages(rules, segments, lightest, throughput), restart, stop_every_stage)
+        nearest = ceil(10 * ((totals[0] if other == "min-time" else totals[1]) or 0)) / 10
+        message = f"{name}={limit:g} cannot be met on up to {rules.nodes} nodes: the least is {nearest:g} {unit}."
+        raise ScheduleError(message, field=name, given=limit, nearest=(nearest,))
+    return counts

@@ -1,0 +1,325 @@
+"""plan: from the numbers of a job that are known to all of them, each with where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from . import codec
+from .equation import Split, Unknowns, equation, solve
+from .errors import PlanError, Violation, either, raise_violations
+from .loading import Loading, loading
+from .nearest import divisors, nearest_divisors
+from .notes import notes_for
+from .pipeline import Pipeline, PipelineRule
+from .provenance import provenance
+from .request import Request, batch_in_samples, resolve_ranks, world_of
+from .world import World
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another way to the same batch, and what it would mean."""
+
+    micro_batch_size: int
+    accumulation_steps: int
+    data_parallel_size: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch that works out: every number, its source (given, derived, probed, default) and the reason."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    data_parallel_size: int
+    batch_quantum: int
+    ragged: bool
+    devices: int
+    nodes: int | None
+    devices_per_node: int | None
+    tensor_parallel: int
+    pipeline_parallel: int
+    context_parallel: int
+    expert_parallel: int
+    sequence_length: int | None
+    global_batch_size_tokens: int | None
+    max_micro_batch_size: int | None
+    samples_per_second: float | None
+    tokens_per_second: float | None
+    step_seconds: float | None
+    sources: Mapping[str, str]
+    reasons: Mapping[str, str]
+    pipeline: Pipeline | None
+    loading: Loading
+    alternatives: tuple[Alternative, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as `--json` prints it.
+
+        >>> plan(Request(micro_batch_size=4, accumulation_steps=8, devices=2)).to_json()["global_batch_size"]
+        64
+        """
+        return {"schema": codec.SCHEMA, **codec.encode(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that `to_json` wrote."""
+        return codec.decode(cls, data)
+
+    @property
+    def world(self) -> World:
+        """The devices of the plan."""
+        return World(
+            self.data_parallel_size,
+            self.devices_per_node,
+            self.tensor_parallel,
+            self.pipeline_parallel,
+            self.context_parallel,
+            self.expert_parallel,
+        )
+
+
+def plan(request: Request) -> Plan:
+    """Give the rest of the numbers, or raise a PlanError that shows what does not work out.
+
+    >>> p = plan(Request(global_batch_size=32, nodes=1, devices_per_node=2, max_micro_batch_size=2))
+    >>> p.micro_batch_size, p.accumulation_steps, p.data_parallel_size
+    (2, 8, 2)
+    """
+    ranks = resolve_ranks(request)
+    batch = batch_in_samples(request)
+    rule = _pipeline_rule(request)
+    unknowns = Unknowns(
+        batch,
+        request.micro_batch_size,
+        request.accumulation_steps,
+        ranks,
+        request.max_micro_batch_size,
+        world_of(request, ranks or 1),
+        rule if request.pipeline_style == "accumulation" else None,
+        request.sequence_length,
+    )
+    notes = list(request.notes)
+    unknowns = _rounded(request, unknowns, notes)
+    ragged = _ragged(request, unknowns)
+    splits = (ragged,) if ragged else solve(unknowns)
+    best = splits[0]
+    world = world_of(request, best.data_parallel_size)
+    if request.nodes and not world.devices_per_node and world.devices % request.nodes == 0:
+        world = replace(world, devices_per_node=world.devices // request.nodes)
+    raise_violations(PlanError, world.violations() + _node_violations(request, world))
+    size = unknowns.global_batch_size or best.product
+    samples_per_second, step_seconds = _speed(request, size)
+    result = Plan(
+        global_batch_size=size,
+        micro_batch_size=best.micro_batch_size,
+        accumulation_steps=best.accumulation_steps,
+        data_parallel_size=best.data_parallel_size,
+        batch_quantum=best.micro_batch_size * best.data_parallel_size,
+        ragged=ragged is not None,
+        devices=world.devices,
+        nodes=world.nodes,
+        devices_per_node=world.devices_per_node,
+        tensor_parallel=world.tensor_parallel,
+        pipeline_parallel=world.pipeline_parallel,
+        context_parallel=world.context_parallel,
+        expert_parallel=world.expert_parallel,
+        sequence_length=request.sequence_length,
+        global_batch_size_tokens=size * request.sequence_length if request.sequence_length else None,
+        max_micro_batch_size=request.max_micro_batch_size,
+        samples_per_second=samples_per_second,
+        tokens_per_second=samples_per_second * request.sequence_length
+        if samples_per_second and request.sequence_length
+        else None,
+        step_seconds=step_seconds,
+        sources={},
+        reasons={},
+        pipeline=_pipeline(request, rule, best, size),
+        loading=loading(
+            size,
+            hosts=request.hosts or world.nodes or 1,
+            expansion_factor=request.expansion_factor,
+            loading_hosts=request.loading_hosts,
+            stored_hosts=request.stored_hosts,
+            equal_rows=request.equal_rows,
+        ),
+        alternatives=tuple(_alternative(best, other) for other in splits[1:]),
+        notes=(),
+    )
+    sources, reasons = provenance(request, unknowns, result)
+    result = replace(result, sources=sources, reasons=reasons)
+    return replace(result, notes=(*notes, *notes_for(result, chosen=len(splits) > 1)))
+
+
+def _node_violations(request: Request, world: World) -> list[Violation]:
+    if request.nodes is None or world.nodes == request.nodes:
+        return []
+    near = nearest_divisors(world.devices, request.nodes)
+    return [
+        Violation(
+            f"nodes={request.nodes} does not hold the {world.devices} devices evenly: {world.devices} / {request.nodes} "
+            f"= {world.devices / request.nodes:.2f} devices per node. Nearest: {either(near)} nodes.",
+            "nodes",
+            request.nodes,
+            near,
+        )
+    ]
+
+
+def _rounded(request: Request, unknowns: Unknowns, notes: list[str]) -> Unknowns:
+    """Round the global batch to a multiple of what is known, when that was asked for by name."""
+    batch = unknowns.global_batch_size
+    if request.round is None or batch is None:
+        return unknowns
+    known = unknowns.known
+    quantum = 1
+    for value in known.values():
+        quantum *= value
+    rounded = batch // quantum * quantum if request.round == "down" else -(-batch // quantum) * quantum
+    if rounded == batch:
+        return unknowns
+    if rounded == 0:
+        raise PlanError(
+            f"global_batch_size={batch} rounds down to nothing: {equation(known)} = {quantum} is more than {batch}. "
+            f"Nearest: {quantum} (round up).",
+            field="global_batch_size",
+            given=batch,
+            nearest=(quantum,),
+        )
+    if len(known) == 3:  # all is given: only a product can be right, and rounding must not hide a contradiction
+        return unknowns
+    notes.append(
+        f"Rounded {request.round} as asked: global_batch_size {batch} -> {rounded}, a multiple of {equation(known)}"
+        f"{f' = {quantum}' if len(known) > 1 else ''}."
+    )
+    return replace(unknowns, global_batch_size=rounded)
+
+
+def _ragged(request: Request, unknowns: Unknowns) -> Split | None:
+    """A batch that does not divide, run exactly anyway: accumulation = ceil(ceil(batch / ranks) / micro)."""
+    batch, ranks = unknowns.global_batch_size, unknowns.data_parallel_size
+    if not request.allow_ragged or batch is None or ranks is None:
+        return None
+    share = -(-batch // ranks)
+    micro, steps = unknowns.micro_batch_size, unknowns.accumulation_steps
+    if batch % (ranks * (micro or 1) * (steps or 1)) == 0:
+        return None
+    if micro is None:
+        micro = -(-share // steps) if steps else min(share, unknowns.max_micro_batch_size or share)
+    needed = -(-share // micro)
+    reason = unknowns.pipeline.refusal(needed) if unknowns.pipeline else None
+    if reason or steps not in (None, needed):
+        problem = f"the pipeline refuses: {reason}" if reason else f"not {steps}"
+        raise PlanError(
+            f"global_batch_size={batch} on data_parallel_size={ranks} takes {needed} accumulation steps: shares of at "
+            f"most ceil({batch} / {ranks}) = {share} samples in micro batches of {micro}; {problem}. "
+            f"Nearest: accumulation_steps={needed}.",
+            field="accumulation_steps",
+            given=steps,
+            nearest=(needed,),
+        )
+    if unknowns.max_micro_batch_size and micro > unknowns.max_micro_batch_size:
+        raise PlanError(
+            f"micro_batch_size={micro} is more than max_micro_batch_size={unknowns.max_micro_batch_size}, the most that "
+            f"fits. Nearest: {unknowns.max_micro_batch_size}.",
+            field="micro_batch_size",
+            given=micro,
+            nearest=(unknowns.max_micro_batch_size,),
+        )
+    return Split(micro, needed, ranks)
+
+
+def _pipeline_rule(request: Request) -> PipelineRule | None:
+    if request.pipeline_parallel == 1:
+        return None
+    inner = request.pipeline_style == "inner"
+    schedule = request.pipeline_schedule or (
+        "circular" if inner else "interleaved" if request.virtual_stages > 1 else "1f1b"
+    )
+    return PipelineRule(
+        schedule, request.pipeline_parallel, request.virtual_stages, request.pipeline_group, request.delayed_forwarding
+    )
+
+
+def _pipeline(request: Request, rule: PipelineRule | None, split: Split, batch: int) -> Pipeline | None:
+    """The microbatches: the accumulation steps themselves, or pieces inside one of them."""
+    if rule is None:
+        return None
+    inner = request.pipeline_style == "inner"
+    pieces = split.accumulation_steps
+    if inner:
+        pieces = request.pipeline_microbatches or rule.stages * (2 if rule.delayed else 1)
+        quantum = split.micro_batch_size * split.data_parallel_size
+        legal = [m for m in divisors(quantum) if rule.refusal(m) is None]
+        if pieces not in legal:
+            reason = rule.refusal(pieces) or (
+                f"they do not divide the {quantum} samples of one accumulation step: {quantum} / {pieces} = "
+                f"{quantum / pieces:.2f}"
+            )
+            near = [n for n in (max((m for m in legal if m < pieces), default=0), min(m for m in legal if m > pieces))
+                    if n] if any(m > pieces for m in legal) else legal[-1:]  # fmt: skip
+            raise PlanError(
+                f"pipeline_microbatches={pieces}: {reason}. "
+                + (f"Nearest: {either(near)}." if near else f"No number of microbatches works with {quantum} samples."),
+                field="pipeline_microbatches",
+                given=pieces,
+                nearest=near,
+            )
+    elif request.pipeline_microbatches not in (None, pieces):
+        raise PlanError(
+            f"pipeline_microbatches={request.pipeline_microbatches} contradicts accumulation_steps={pieces}: in "
+            f"pipeline_style accumulation they are the same number. Nearest: {pieces}, or pipeline_style inner.",
+            field="pipeline_microbatches",
+            given=request.pipeline_microbatches,
+            nearest=(pieces,),
+        )
+    whole = split.micro_batch_size if inner else -(-batch // split.data_parallel_size)
+    tokens = whole * (request.sequence_length or 4096)
+    most = request.max_micro_batch_size if not inner else None
+    candidates = [m for m in divisors(whole) if most is None or whole // m <= most]
+    return Pipeline(
+        schedule=rule.schedule,
+        stages=rule.stages,
+        virtual_stages=rule.virtual_stages,
+        pipeline_microbatches=pieces,
+        bubble_fraction=float(rule.bubble(pieces)),
+        pipeline_style=request.pipeline_style,
+        recommended_microbatches=rule.best(candidates, tokens),
+    )
+
+
+def _speed(request: Request, batch: int) -> tuple[float | None, float | None]:
+    """step_seconds = global_batch_size / samples_per_second: either gives the other."""
+    speed, seconds = request.samples_per_second, request.step_seconds
+    if speed and seconds and abs(batch / speed - seconds) > 0.01 * seconds:  # 1%: both are rounded by people
+        raise PlanError(
+            f"step_seconds={seconds:g} contradicts samples_per_second: {batch} / {speed:g} = {batch / speed:.4g} s. "
+            f"Nearest: step_seconds={batch / speed:.4g}.",
+            field="step_seconds",
+            given=seconds,
+            nearest=(batch / speed,),
+        )
+    if speed:
+        return speed, batch / speed
+    return (batch / seconds, seconds) if seconds else (None, None)
+
+
+def _alternative(best: Split, other: Split) -> Alternative:
+    micro, steps, ranks = other.micro_batch_size, other.accumulation_steps, other.data_parallel_size
+    parts: list[str] = []
+    if micro < best.micro_batch_size:
+        parts.append("less memory per device")
+    elif micro > best.micro_batch_size:
+        parts.append("more memory per device")
+    if steps > best.accumulation_steps:
+        parts.append(f"{steps / best.accumulation_steps:g}× the micro steps")
+    elif steps < best.accumulation_steps:
+        parts.append(f"{best.accumulation_steps / steps:g}× fewer micro steps")
+    if ranks != best.data_parallel_size:
+        parts.append(f"{ranks} rank{'s' * (ranks > 1)} instead of {best.data_parallel_size}")
+    return Alternative(micro, steps, ranks, "; ".join(parts))

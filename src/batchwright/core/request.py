@@ -1,0 +1,252 @@
+"""What is known of a job, read strictly: every field has one kind, and is refused with a reason when it is not that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from .errors import ConfigError, PlanError, Violation, either, raise_violations
+from .nearest import nearest_multiples
+from .pipeline import SCHEDULES
+from .units import count, fraction, positive
+from .world import World
+
+# The most that a field may be: far above any job, low enough that everything below stays instant.
+LARGEST_BATCH = 10**12
+LARGEST_WORLD = 10**7
+LARGEST_PARALLEL = 10**5
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is known of a job; None is unknown. `origins` says where a value was given, for people to read."""
+
+    global_batch_size: int | None = None
+    global_batch_size_tokens: int | None = None
+    sequence_length: int | None = None
+    micro_batch_size: int | None = None
+    accumulation_steps: int | None = None
+    max_micro_batch_size: int | None = None
+    data_parallel_size: int | None = None
+    devices: int | None = None
+    nodes: int | None = None
+    devices_per_node: int | None = None
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    pipeline_schedule: str | None = None
+    pipeline_style: str = "accumulation"
+    pipeline_microbatches: int | None = None
+    pipeline_group: int | None = None
+    virtual_stages: int = 1
+    delayed_forwarding: bool = False
+    hosts: int | None = None
+    expansion_factor: Fraction | None = None
+    loading_hosts: int | None = None
+    stored_hosts: int | None = None
+    equal_rows: bool = False
+    samples_per_second: float | None = None
+    step_seconds: float | None = None
+    round: str | None = None
+    allow_ragged: bool = False
+    origins: Mapping[str, str] = field(default_factory=dict[str, str])
+    notes: tuple[str, ...] = ()
+
+
+def _choice(*names: str) -> Callable[[Any, str], str]:
+    def read(value: Any, name: str) -> str:
+        if value not in names:
+            raise ConfigError(
+                f"{name}={str(value)[:40]!r} is not one of {', '.join(names)}.", field=name, given=value, nearest=names
+            )
+        return value
+
+    return read
+
+
+def _switch(value: Any, name: str) -> bool:
+    words = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+    if str(value).lower() not in words:
+        raise ConfigError(f"{name}={str(value)[:40]!r} is not true or false.", field=name, given=value)
+    return words[str(value).lower()]
+
+
+_batch = partial(count, most=LARGEST_BATCH)
+_world_size = partial(count, most=LARGEST_WORLD)
+_parallel = partial(count, most=LARGEST_PARALLEL)
+
+# How each field is read: the one place that knows what a value may be.
+READERS: Mapping[str, Callable[[Any, str], Any]] = {
+    "global_batch_size": _batch,
+    "global_batch_size_tokens": count,
+    "sequence_length": partial(count, most=10**9),
+    "micro_batch_size": _batch,
+    "accumulation_steps": _batch,
+    "max_micro_batch_size": _batch,
+    "data_parallel_size": _world_size,
+    "devices": _world_size,
+    "nodes": _world_size,
+    "devices_per_node": _parallel,
+    "tensor_parallel": _parallel,
+    "pipeline_parallel": _parallel,
+    "context_parallel": _parallel,
+    "expert_parallel": _parallel,
+    "pipeline_schedule": _choice(*SCHEDULES),
+    "pipeline_style": _choice("accumulation", "inner"),
+    "pipeline_microbatches": _batch,
+    "pipeline_group": _parallel,
+    "virtual_stages": _parallel,
+    "delayed_forwarding": _switch,
+    "hosts": _world_size,
+    "expansion_factor": fraction,
+    "loading_hosts": _world_size,
+    "stored_hosts": _world_size,
+    "equal_rows": _switch,
+    "samples_per_second": positive,
+    "step_seconds": positive,
+    "round": _choice("down", "up"),
+    "allow_ragged": _switch,
+}
+
+
+def read_request(
+    values: Mapping[str, Any], *, origins: Mapping[str, str] | None = None, notes: Iterable[str] = ()
+) -> Request:
+    """A Request from raw values (ints or text such as `4M`); all that is wrong with them is said at once.
+
+    >>> read_request({"global_batch_size": "1Ki", "nodes": 2}).global_batch_size
+    1024
+    """
+    wrong: list[Violation] = []
+    read: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name not in READERS:
+            wrong.append(unknown_key(name, value, READERS))
+            continue
+        try:
+            read[name] = READERS[name](value, name)
+        except ConfigError as error:
+            wrong.extend(error.violations)
+    raise_violations(ConfigError, wrong)
+    return Request(**read, origins=dict(origins or {}), notes=tuple(notes))
+
+
+def unknown_key(name: str, value: Any, known: Iterable[str], where: str = "") -> Violation:
+    """A violation for a key nobody knows, with the closest ones there are."""
+    close = get_close_matches(name, list(known), n=2, cutoff=0.6)
+    hint = f" Did you mean {either(close)}?" if close else ""
+    return Violation(f"{name[:60]} is not a known key{where}.{hint}", name[:60], value, tuple(close))
+
+
+def resolve_ranks(request: Request) -> int | None:
+    """The data-parallel size from whichever of devices, nodes and ranks are known, or None.
+
+    >>> resolve_ranks(Request(nodes=16, devices_per_node=8, tensor_parallel=2))
+    64
+    """
+    replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
+    split = world_of(request, 1).split() or "1"
+    devices = request.devices
+    wrong: list[Violation] = []
+    if request.nodes and request.devices_per_node:
+        product = request.nodes * request.devices_per_node
+        if devices is not None and devices != product:
+            wrong.append(
+                Violation(
+                    f"devices={devices} contradicts nodes {request.nodes} × devices_per_node "
+                    f"{request.devices_per_node} = {product}. Nearest: devices={product}.",
+                    "devices",
+                    devices,
+                    (product,),
+                )
+            )
+        devices = product
+    if devices is not None and devices % replica:
+        near = nearest_multiples(replica, devices)
+        wrong.append(
+            Violation(
+                f"devices={devices} is not a whole number of replicas: {split} = {replica} devices each, and {devices} / "
+                f"{replica} = {devices / replica:.2f}. Nearest: {either(near)} devices.",
+                "devices",
+                devices,
+                near,
+            )
+        )
+        raise_violations(PlanError, wrong)
+    if devices is None:
+        return request.data_parallel_size
+    ranks = devices // replica
+    if request.data_parallel_size is not None and request.data_parallel_size != ranks:
+        wrong.append(
+            Violation(
+                f"data_parallel_size={request.data_parallel_size} contradicts {devices} devices / ({split}) = {ranks}. "
+                f"Nearest: data_parallel_size={ranks}, or {request.data_parallel_size * replica} devices.",
+                "data_parallel_size",
+                request.data_parallel_size,
+                (ranks,),
+            )
+        )
+    raise_violations(PlanError, wrong)
+    return ranks
+
+
+def world_of(request: Request, ranks: int) -> World:
+    """The world of a request once its data-parallel size is known."""
+    per_node = request.devices_per_node
+    if per_node is None and request.nodes and request.devices and request.devices % request.nodes == 0:
+        per_node = request.devices // request.nodes
+    return World(
+        ranks,
+        per_node,
+        request.tensor_parallel,
+        request.pipeline_parallel,
+        request.context_parallel,
+        request.expert_parallel,
+    )
+
+
+def batch_in_samples(request: Request) -> int | None:
+    """The global batch in samples, from samples or tokens, or None."""
+    tokens, length = request.global_batch_size_tokens, request.sequence_length
+    if tokens is None:
+        return request.global_batch_size
+    if length is None:
+        raise PlanError(
+            f"global_batch_size_tokens={tokens:,} needs sequence_length to become samples.",
+            field="sequence_length",
+            nearest=(2048, 4096, 8192),
+        )
+    if tokens % length:
+        below, above = tokens // length, tokens // length + 1
+        hint = ""
+        binary = {10**6: 2**20, 10**3: 2**10, 10**9: 2**30}
+        for decimal, power in binary.items():
+            meant = tokens // decimal * power
+            if tokens % decimal == 0 and tokens // decimal < 1000 and meant % length == 0:
+                suffix = {2**10: "Ki", 2**20: "Mi", 2**30: "Gi"}[power]
+                hint = f" Did you mean {tokens // decimal}{suffix} = {meant:,} ({meant // length})?"
+        raise PlanError(
+            f"global_batch_size_tokens={tokens:,} is {tokens / length:.2f} samples at sequence_length={length}. Nearest: "
+            + " or ".join(f"{n * length:,} tokens ({n})" for n in (below, above) if n)
+            + f".{hint}",
+            field="global_batch_size_tokens",
+            given=tokens,
+            nearest=[n * length for n in (below, above) if n],
+        )
+    if request.global_batch_size is not None and request.global_batch_size * length != tokens:
+        raise PlanError(
+            f"global_batch_size_tokens={tokens:,} contradicts global_batch_size {request.global_batch_size} × "
+            f"sequence_length {length} = {request.global_batch_size * length:,}. Nearest: global_batch_size="
+            f"{tokens // length}.",
+            field="global_batch_size_tokens",
+            given=tokens,
+            nearest=(request.global_batch_size * length,),
+        )
+    return tokens // length

@@ -1,0 +1,192 @@
+"""Batches of reinforcement learning as one graph: prompts -> responses -> updates -> micro batches.
+
+    round:   prompts × generations = responses, all sampled from one policy
+    update:  an equal part of the round's prompts, each with its whole group of responses
+    micro:   what one data-parallel rank pushes through at once
+    lag:     updates between the policy that sampled a response and the one that learns from it; at worst
+             (updates − 1) + rounds_ahead × updates, with updates counted over all iterations of a round
+
+Every count says whether it counts prompts or responses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import PlanError, Violation, either, raise_violations
+from .nearest import nearest_divisors, nearest_multiples
+
+
+@dataclass(frozen=True)
+class RLPlan:
+    """One round of reinforcement learning, to the last response."""
+
+    prompts_per_round: int
+    generations_per_prompt: int
+    responses_per_round: int
+    updates_per_pass: int
+    iterations: int
+    updates_per_round: int
+    prompts_per_update: int
+    responses_per_update: int
+    data_parallel_size: int
+    train_micro_responses: int
+    train_micro_prompts: int | None
+    accumulation_steps: int
+    rollout_micro_prompts: int
+    rollout_micro_responses: int
+    rollout_micro_steps: int
+    rounds_ahead: int
+    on_policy: bool
+    worst_policy_lag_updates: int
+    notes: tuple[str, ...] = ()
+
+
+def rl(
+    *,
+    prompts: int,
+    generations: int,
+    train_micro_prompts: int | None = None,
+    train_micro_responses: int | None = None,
+    rollout_micro_prompts: int | None = None,
+    updates: int = 1,
+    iterations: int = 1,
+    rounds_ahead: int = 0,
+    data_parallel_size: int = 1,
+) -> RLPlan:
+    """The batch of an RL job; a micro batch of None means no micro-batching.
+
+    >>> plan = rl(prompts=32, generations=8, train_micro_prompts=4)
+    >>> plan.responses_per_update, plan.accumulation_steps, plan.on_policy
+    (256, 8, True)
+    """
+    wrong: list[Violation] = []
+    if prompts % updates:
+        near = nearest_divisors(prompts, updates)
+        wrong.append(
+            Violation(
+                f"updates={updates} would split a prompt's group of responses: {prompts} prompts / {updates} updates = "
+                f"{prompts / updates:.2f} prompts each. Nearest: {either(near)} updates.",
+                "updates",
+                updates,
+                near,
+            )
+        )
+        raise_violations(PlanError, wrong)
+    prompts_per_update = prompts // updates
+    responses = prompts_per_update * generations
+    if train_micro_prompts is not None and train_micro_responses is not None:
+        if train_micro_prompts * generations != train_micro_responses:
+            wrong.append(
+                Violation(
+                    f"train_micro_prompts={train_micro_prompts} contradicts train_micro_responses="
+                    f"{train_micro_responses}: {train_micro_prompts} prompts × {generations} generations = "
+                    f"{train_micro_prompts * generations} responses. Give one of them.",
+                    "train_micro_responses",
+                    train_micro_responses,
+                    (train_micro_prompts * generations,),
+                )
+            )
+    if responses % data_parallel_size:
+        near = nearest_divisors(responses, data_parallel_size)
+        wrong.append(
+            Violation(
+                f"data_parallel_size={data_parallel_size} does not divide the {responses} responses of an update "
+                f"({prompts_per_update} prompts × {generations} generations): {responses} / {data_parallel_size} = "
+                f"{responses / data_parallel_size:.2f}. Nearest: {either(near)}.",
+                "data_parallel_size",
+                data_parallel_size,
+                near,
+            )
+        )
+        raise_violations(PlanError, wrong)
+    share = responses // data_parallel_size
+    unit, micro = "train_micro_responses", train_micro_responses or share
+    if train_micro_prompts is not None:
+        unit, micro = "train_micro_prompts", train_micro_prompts * generations
+    if share % micro:
+        # Valid sizes in the unit that was used: divisors of the rank's share, whole groups where prompts are counted.
+        if unit == "train_micro_prompts":
+            whole = share // generations if share % generations == 0 else 0
+            near = nearest_divisors(whole, train_micro_prompts or 1) if whole else ()
+            in_words = f"{train_micro_prompts} prompts × {generations} generations = {micro} responses"
+        else:
+            near, in_words = nearest_divisors(share, micro), f"{micro} responses"
+        wrong.append(
+            Violation(
+                f"{unit}={train_micro_prompts or micro} is not a whole part of an update: {in_words}, and the {share} "
+                f"responses of a rank ({responses} / {data_parallel_size}) / {micro} = {share / micro:.2f}. "
+                + (
+                    f"Nearest: {either(near)}." if near else "No number of whole groups divides it: count in responses."
+                ),
+                unit,
+                train_micro_prompts or micro,
+                near,
+            )
+        )
+    rollout = prompts if rollout_micro_prompts is None else rollout_micro_prompts
+    if prompts % rollout:
+        near = nearest_divisors(prompts, rollout)
+        wrong.append(
+            Violation(
+                f"rollout_micro_prompts={rollout} does not divide the round's {prompts} prompts: {prompts} / {rollout} "
+                f"= {prompts / rollout:.2f}. Nearest: {either(near)}, or prompts {either(nearest_multiples(rollout, prompts))}.",
+                "rollout_micro_prompts",
+                rollout,
+                near,
+            )
+        )
+    raise_violations(PlanError, wrong)
+
+    updates_per_round = updates * iterations
+    on_policy = updates_per_round == 1 and rounds_ahead == 0
+    return RLPlan(
+        prompts_per_round=prompts,
+        generations_per_prompt=generations,
+        responses_per_round=prompts * generations,
+        updates_per_pass=updates,
+        iterations=iterations,
+        updates_per_round=updates_per_round,
+        prompts_per_update=prompts_per_update,
+        responses_per_update=responses,
+        data_parallel_size=data_parallel_size,
+        train_micro_responses=micro,
+        train_micro_prompts=micro // generations if micro % generations == 0 else None,
+        accumulation_steps=share // micro,
+        rollout_micro_prompts=rollout,
+        rollout_micro_responses=rollout * generations,
+        rollout_micro_steps=prompts // rollout,
+        rounds_ahead=rounds_ahead,
+        on_policy=on_policy,
+        worst_policy_lag_updates=(updates_per_round - 1) + rounds_ahead * updates_per_round,
+        notes=_notes(generations, micro, share, updates_per_round, rounds_ahead, rollout < prompts),
+    )
+
+
+def _notes(
+    generations: int, micro: int, share: int, updates_per_round: int, rounds_ahead: int, rolls_in_parts: bool
+) -> tuple[str, ...]:
+    notes: list[str] = []
+    if generations == 1:
+        notes.append(
+            "generations=1: estimators that compare the responses of one prompt (GRPO, RLOO) get zero advantage; they "
+            "need at least 2."
+        )
+    if micro % generations and generations > 1:
+        notes.append(
+            f"A training micro batch of {micro} responses cuts groups of {generations} in two. That is exact as long "
+            "as advantages are computed per group before the update is split; no group crosses an update."
+        )
+    if micro < share and not rolls_in_parts:
+        notes.append("Accumulation does not reduce the memory of generation: that takes rollout_micro_prompts.")
+    if updates_per_round > 1:
+        notes.append(
+            f"Off-policy from the second update on: {updates_per_round} updates learn from one round, so the loss "
+            "needs an importance ratio (with clipping), and the first update alone is on-policy."
+        )
+    if rounds_ahead:
+        notes.append(
+            f"Responses wait up to {rounds_ahead} round{'s' * (rounds_ahead > 1)} before they are learned from: "
+            "correct for the policy that sampled them, and count dropped groups, which shrink the update."
+        )
+    return tuple(notes)

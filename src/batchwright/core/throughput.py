@@ -1,0 +1,328 @@
+"""How long an optimizer step takes on a number of nodes: a model, a measured curve, or times given per stage.
+
+A step of m micro batches on p pipeline stages, on n nodes:
+
+    step = (m + (p - 1) / v) × micro_step(micro_batch_size)            compute, with the pipeline's bubble
+         + sync_latency_seconds × ceil(log2 n)                         a tree's depth
+         + sync_seconds × 2 (n - 1) / n                                a ring's volume
+
+`micro_step` is a + b × micro_batch_size, or a line through measured points. `sync_seconds` is the time to send all of a
+device's gradients once over its node's link. One node synchronises inside the node: that part belongs to `micro_step`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
+from statistics import median
+from typing import Any, TypeAlias
+
+from .errors import ConfigError, Violation, raise_violations
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """The time of a step from few named parameters; `measured` points replace a + b × micro_batch_size.
+
+    >>> model = Throughput(fixed_seconds=0.02, per_sample_seconds=0.01, sync_latency_seconds=0.001, sync_seconds=0.1)
+    >>> round(model.step_seconds(nodes=4, micro_batch_size=2, accumulation_steps=8), 6)
+    0.472
+    """
+
+    fixed_seconds: float = 0.0
+    per_sample_seconds: float = 0.0
+    measured: tuple[tuple[int, float], ...] = ()
+    """(micro_batch_size, seconds of one micro step), in ascending order of size."""
+    sync_latency_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    virtual_stages: int = 1
+    sequence_length: int | None = None
+    """The length the times hold for; another length counts by its tokens (attention's extra cost is left out)."""
+
+    def __post_init__(self) -> None:
+        found = [
+            Violation(f"{name}={value} must not be below zero.", name, value, (0,))
+            for name in ("fixed_seconds", "per_sample_seconds", "sync_latency_seconds", "sync_seconds")
+            if (value := getattr(self, name)) < 0
+        ]
+        sizes = [size for size, _ in self.measured]
+        if sizes != sorted(set(sizes)) or any(size < 1 or seconds <= 0 for size, seconds in self.measured):
+            message = f"measured={list(self.measured)} needs sizes from 1 in ascending order, and times above zero."
+            found.append(Violation(message, "measured", list(self.measured)))
+        if self.measured and (self.fixed_seconds or self.per_sample_seconds):
+            message = "measured points and fixed_seconds or per_sample_seconds are two answers: give one."
+            found.append(Violation(message, "measured", list(self.measured)))
+        if not self.measured and self.fixed_seconds + self.per_sample_seconds <= 0:
+            message = "a throughput needs fixed_seconds and per_sample_seconds, or measured points."
+            found.append(Violation(message, "per_sample_seconds", self.per_sample_seconds))
+        if self.virtual_stages < 1:
+            message = f"virtual_stages={self.virtual_stages} is too small: the least is 1."
+            found.append(Violation(message, "virtual_stages", self.virtual_stages, (1,)))
+        raise_violations(ConfigError, found)
+
+    @classmethod
+    def from_probe(cls, record: Mapping[str, Any], **parameters: Any) -> Throughput:
+        """The curve of a probe file: the timed trials that fit; of one size, those made for throughput count first.
+
+        >>> trial = {"micro_batch_size": 4, "status": "fits", "step_seconds": 0.5}
+        >>> Throughput.from_probe({"trials": [trial, {"micro_batch_size": 8, "status": "oom"}]}).measured
+        ((4, 0.5),)
+        """
+        trials: list[Mapping[str, Any]] = list(record.get("trials", ()))
+        timed = [t for t in trials if t.get("status") == "fits" and t.get("step_seconds")]
+        points: list[tuple[int, float]] = []
+        for size in sorted({int(t["micro_batch_size"]) for t in timed}):
+            runs = [t for t in timed if t["micro_batch_size"] == size]
+            for_throughput = [t for t in runs if t.get("purpose") == "throughput"]
+            points.append((size, float(median(t["step_seconds"] for t in for_throughput or runs))))
+        if not points:
+            raise ConfigError(
+                f"the probe file has no timed trial: {len(trials)} trials, none with status fits and step_seconds.",
+                field="trials",
+                given=len(trials),
+            )
+        return cls(measured=tuple(points), **parameters)
+
+    def micro_step_seconds(self, micro_batch_size: float) -> float:
+        """One forward and backward: exact at measured sizes, linear in between.
+
+        Above the largest measured size the last slope goes on (with one point: in proportion), which `remarks` says;
+        below the smallest, its time is taken, an upper bound.
+
+        >>> curve = Throughput(measured=((2, 0.3), (4, 0.5)))
+        >>> [round(curve.micro_step_seconds(size), 3) for size in (1, 2, 3, 4, 8)]
+        [0.3, 0.3, 0.4, 0.5, 0.9]
+        """
+        if not self.measured:
+            return self.fixed_seconds + self.per_sample_seconds * micro_batch_size
+        points = self.measured
+        at = bisect_left(points, micro_batch_size, key=lambda point: point[0])
+        if at < len(points) and (at == 0 or points[at][0] == micro_batch_size):
+            return points[at][1]
+        if len(points) == 1:
+            return points[0][1] * micro_batch_size / points[0][0]
+        (x0, y0), (x1, y1) = points[at - 1 : at + 1] if at < len(points) else points[-2:]
+        slope = (y1 - y0) / (x1 - x0)
+        if at < len(points):
+            return y0 + slope * (micro_batch_size - x0)
+        # Noise can make the last slope negative; a larger micro batch is never predicted to be faster than a measured.
+        return y1 + max(0.0, slope) * (micro_batch_size - x1)
+
+    def sync_step_seconds(self, nodes: int) -> float:
+        """The part of a step that gradients spend between nodes.
+
+        >>> Throughput(per_sample_seconds=1.0, sync_latency_seconds=0.5, sync_seconds=4.0).sync_step_seconds(4)
+        7.0
+        """
+        return self.sync_latency_seconds * (nodes - 1).bit_length() + self.sync_seconds * 2 * (nodes - 1) / nodes
+
+    def step_seconds(
+        self,
+        *,
+        nodes: int,
+        micro_batch_size: int,
+        accumulation_steps: int,
+        pipeline_parallel: int = 1,
+        sequence_length: int | None = None,
+        stage: int = 0,
+    ) -> float:
+        """One optimizer step; `stage` makes no difference here.
+
+        >>> model = Throughput(per_sample_seconds=0.5)
+        >>> model.step_seconds(nodes=1, micro_batch_size=1, accumulation_steps=8, pipeline_parallel=3)
+        5.0
+        """
+        size: float = micro_batch_size
+        if sequence_length and self.sequence_length and sequence_length != self.sequence_length:
+            size = micro_batch_size * sequence_length / self.sequence_length
+        slots = accumulation_steps + (pipeline_parallel - 1) / self.virtual_stages
+        return slots * self.micro_step_seconds(size) + self.sync_step_seconds(nodes)
+
+    def remarks(self, micro_batch_sizes: Iterable[int], sequence_lengths: Iterable[int | None] = ()) -> tuple[str, ...]:
+        """What a reader of the predicted times must know.
+
+        >>> Throughput(measured=((4, 0.5),)).remarks([8])
+        ('micro_batch_size 8 is above the largest measured size 4: its time is extrapolated. Probe it.',)
+        """
+        found: list[str] = []
+        if self.measured:
+            least, largest = self.measured[0][0], self.measured[-1][0]
+            sizes = sorted(set(micro_batch_sizes))
+            if above := [str(size) for size in sizes if size > largest]:
+                found.append(
+                    f"micro_batch_size {', '.join(above)} is above the largest measured size {largest}: "
+                    "its time is extrapolated. Probe it."
+                )
+            if below := [str(size) for size in sizes if size < least]:
+                found.append(
+                    f"micro_batch_size {', '.join(below)} is below the smallest measured size {least}: "
+                    "its time is taken as that size's, an upper bound."
+                )
+        if self.sequence_length:
+            for other in sorted({length for length in sequence_lengths if length and length != self.sequence_length}):
+                found.append(
+                    f"times at sequence_length {other} are scaled by tokens from {self.sequence_length}; attention's "
+                    "extra cost is left out."
+                )
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Step times given stage by stage, as a paper or a log states them: true for the nodes they were measured on only.
+
+    >>> StageSeconds((0.57, 0.58, 0.64)).step_seconds(stage=2)
+    0.64
+    """
+
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.seconds or min(self.seconds) <= 0:
+            raise ConfigError(
+                f"step seconds per stage must be above zero: {list(self.seconds)}.", field="seconds", given=self.seconds
+            )
+
+    def step_seconds(self, *, stage: int, **_: Any) -> float:
+        """The given time of a stage's step, whatever the placement."""
+        return self.seconds[stage]
+
+    def remarks(self, micro_batch_sizes: Iterable[int], sequence_lengths: Iterable[int | None] = ()) -> tuple[str, ...]:
+        """What a reader of the times must know: the same shape as `Throughput.remarks`."""
+        return ("step times are given per stage, and hold for the nodes they were measured on.",)
+
+
+Pair: TypeAlias = tuple[int, int]  # (cost, weight)
+_Link: TypeAlias = "tuple[int, _Link] | None"  # the nodes chosen so far, last first
+
+
+def cheapest_chain(
+    options: Sequence[Mapping[int, Pair]],
+    start: Callable[[int], Pair],
+    *,
+    always: bool = False,
+    limit: int | None = None,
+) -> list[int] | None:
+    """The nodes for each stage at the least total cost, of total weight up to `limit`; None where there are none.
+
+    A stage's `options` are {nodes: (cost, weight)}; a `start` on other nodes than before (`always`: at every boundary)
+    costs extra. Integers only, so ties are ties: among equal costs fewer changes win, then fewer nodes.
+
+    >>> stages = [{1: (10, 10), 2: (12, 6)}, {2: (20, 10)}]
+    >>> cheapest_chain(stages, lambda nodes: (1, 1)), cheapest_chain(stages, lambda nodes: (3, 1))
+    ([1, 2], [2, 2])
+    """
+    # The order of preference becomes one number, cost | changes | nodes: wide enough that no sum runs over.
+    counts = sorted({n for option in options for n in option})
+    change = (len(options) * counts[-1]).bit_length()
+    shift = change + len(options).bit_length()
+    starts = {n: start(n) for n in counts}
+    chain = _Chain(
+        [{n: ((cost << shift) + n, weight) for n, (cost, weight) in option.items()} for option in options],
+        {n: ((cost << shift) + (1 << change), weight) for n, (cost, weight) in starts.items()},
+        {n: (cost << shift, weight) if always else (0, 0) for n, (cost, weight) in starts.items()},
+    )
+    return chain.path(chain.to_go(1, 0)) if limit is None else chain.within(limit)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    options: Sequence[Mapping[int, Pair]]
+    move: Mapping[int, Pair]
+    stay: Mapping[int, Pair]
+
+    def to_go(self, q: int, p: int) -> list[dict[int, tuple[int, int]]]:
+        """For every stage and count of nodes: the least q × cost + p × weight from there on, and the next count.
+
+        The best move to other nodes is the same wherever one comes from, so a stage costs one pass over its options.
+        """
+        move = {n: q * cost + p * weight for n, (cost, weight) in self.move.items()}
+        stay = {n: q * cost + p * weight for n, (cost, weight) in self.stay.items()}
+        table: list[dict[int, tuple[int, int]]] = []
+        after: dict[int, tuple[int, int]] = {}
+        for option in reversed(self.options):
+            moved = min(((value + move[n], n) for n, (value, _) in after.items()), default=(0, 0))
+            now: dict[int, tuple[int, int]] = {}
+            for n, (cost, weight) in option.items():
+                value, then = moved
+                if n in after and (kept := after[n][0] + stay[n]) <= value:
+                    value, then = kept, n
+                now[n] = (value + q * cost + p * weight, then)
+            table.append(now)
+            after = now
+        return table[::-1]
+
+    def path(self, table: Sequence[Mapping[int, tuple[int, int]]]) -> list[int]:
+        """The counts that `to_go` found best."""
+        at = min(table[0], key=lambda n: (table[0][n][0], n))
+        counts: list[int] = []
+        for row in table:
+            counts.append(at)
+            at = row[at][1]
+        return counts
+
+    def total(self, counts: Sequence[int]) -> Pair:
+        """(cost, weight) of a choice."""
+        pairs = [option[n] for option, n in zip(self.options, counts, strict=True)]
+        pairs += [self.stay[b] if a == b else self.move[b] for a, b in pairwise(counts)]
+        return sum(cost for cost, _ in pairs), sum(weight for _, weight in pairs)
+
+    def within(self, limit: int) -> list[int] | None:
+        """The cheapest choice of weight up to `limit`, exactly: a shortest path with a resource.
+
+        Labels (weight, cost, nodes so far) go from stage to stage. One is dropped when another on the same nodes is no
+        worse in both, when its lightest completion breaks the limit, or when a Lagrangian bound shows that it cannot
+        beat the best choice known. The problem is NP-hard: in the worst case labels grow exponentially.
+        """
+        free = self.path(self.to_go(1, 0))
+        low = self.total(free)
+        if low[1] <= limit:
+            return free
+        lightest = self.to_go(0, 1)
+        high = self.total(self.path(lightest))
+        if high[1] > limit:
+            return None
+        while True:  # p / q closes in on the slope of the convex hull where it crosses the limit
+            q, p = low[1] - high[1], high[0] - low[0]
+            bound = self.to_go(q, p)
+            cost, weight = found = self.total(self.path(bound))
+            if q * cost + p * weight >= q * low[0] + p * low[1]:
+                break
+            low, high = (found, high) if weight > limit else (low, found)
+        ceiling = q * high[0] + p * limit
+        labels: dict[int, list[tuple[int, int, _Link]]] = {}
+        for i, option in enumerate(self.options):
+            front = _undominated([label for row in labels.values() for label in row])
+            front.sort(key=lambda label: q * label[1] + p * label[0])
+            now: dict[int, list[tuple[int, int, _Link]]] = {}
+            for n, (cost, weight) in option.items():
+                room, top = limit - lightest[i][n][0], ceiling - bound[i][n][0]
+                arriving: list[tuple[int, int, _Link]] = [] if i else [(0, 0, None)]
+                for row, (c, w) in ((front, self.move[n]), (labels.get(n, ()), self.stay[n])):
+                    for before_weight, before_cost, link in row:
+                        if q * (before_cost + c) + p * (before_weight + w) > top:
+                            if row is front:  # ascending in just this
+                                break
+                        elif before_weight + w <= room:
+                            arriving.append((before_weight + w, before_cost + c, link))
+                if arriving:
+                    now[n] = [(w + weight, c + cost, (n, link)) for w, c, link in _undominated(arriving)]
+            labels = now
+        *_, link = min((label for row in labels.values() for label in row), key=itemgetter(1))
+        counts: list[int] = []
+        while link is not None:
+            counts.append(link[0])
+            link = link[1]
+        return counts[::-1]
+
+
+def _undominated(labels: list[tuple[int, int, _Link]]) -> list[tuple[int, int, _Link]]:
+    """The labels that no other one matches in both weight and cost."""
+    kept: list[tuple[int, int, _Link]] = []
+    for label in sorted(labels, key=itemgetter(0, 1)):
+        if not kept or label[1] < kept[-1][1]:
+            kept.append(label)
+    return kept

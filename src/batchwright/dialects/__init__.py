@@ -1,0 +1,142 @@
+"""Other people's spellings, read into ours: one small file per framework.
+
+A key is renamed where its meaning is ours (`keys`), or worked out from several (`special`, `resolve`). Values keep
+where they were given, and a later level (file < override < flag) wins over an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.request import READERS, unknown_key
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value, where it was given (for people to read), and how strongly: the higher level wins."""
+
+    value: Any
+    origin: str = ""
+    level: int = 0
+
+
+Fields = dict[str, Given]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one framework spells a batch.
+
+    `resolve(special, fields)` gets the special keys that were used and all fields known so far; it returns the fields
+    that follow, and notes.
+    """
+
+    name: str
+    title: str
+    keys: Mapping[str, str]
+    special: frozenset[str] = frozenset()
+    resolve: Callable[[Fields, Fields], tuple[Fields, list[str]]] | None = None
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Our fields, notes on how they were read, and the keys that have nothing to do with a batch."""
+
+    fields: Fields
+    notes: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+def dialects() -> tuple[Dialect, ...]:
+    """All dialects that are read."""
+    from . import huggingface, maxtext, nemo
+
+    return (nemo.DIALECT, maxtext.DIALECT, huggingface.DIALECT)
+
+
+def is_foreign(key: str) -> bool:
+    """Whether some framework spells a batch with this key."""
+    return any(key in d.keys or key in d.special for d in dialects())
+
+
+def resolve(entries: Iterable[tuple[str, Given]], *, lenient: bool = False) -> Resolved:
+    """Our fields from keys in any spelling; `lenient` leaves out keys nobody knows instead of refusing them.
+
+    >>> resolve([("data.micro_batch_size", Given(4))]).fields["micro_batch_size"].value
+    4
+    """
+    wrong: list[Violation] = []
+    fields: Fields = {}
+    specials: dict[str, Fields] = {}
+    ignored: list[str] = []
+    known = dialects()
+    used: list[str] = []
+    all_keys = [*READERS, *(k for d in known for k in (*d.keys, *d.special))]
+    for key, given in entries:
+        dialect = next((d for d in known if key in d.special), None)
+        if dialect is not None:
+            _put(specials.setdefault(dialect.name, {}), key, given, wrong)
+            continue
+        dialect = next((d for d in known if key in d.keys), None)
+        if key in READERS:
+            _put(fields, key, given, wrong)
+        elif dialect is not None:
+            used.append(dialect.title)
+            _put(fields, dialect.keys[key], given, wrong)
+        else:
+            unknown = unknown_key(key, given.value, all_keys)
+            if lenient and not _is_a_slip(key, unknown):
+                ignored.append(key)
+            else:
+                wrong.append(unknown)
+    raise_violations(ConfigError, wrong)
+    notes: list[str] = []
+    for dialect in known:
+        if dialect.resolve and (dialect.name in specials or dialect.title in used):
+            derived, said = dialect.resolve(specials.get(dialect.name, {}), fields)
+            notes.extend(said)
+            for name, given in derived.items():
+                _put(fields, name, given, wrong)
+    raise_violations(ConfigError, wrong)
+    return Resolved(fields, tuple(notes), tuple(ignored))
+
+
+def _is_a_slip(key: str, unknown: Violation) -> bool:
+    """A key that is one letter from one we know was meant to be it, even among many that are not for us."""
+    from difflib import SequenceMatcher
+
+    return any(SequenceMatcher(None, key, str(close)).ratio() > 0.9 for close in unknown.nearest)
+
+
+def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> None:
+    there = fields.get(name)
+    if there is None or there.level < given.level:
+        fields[name] = given
+    elif there.level == given.level and str(there.value) != str(given.value):
+        wrong.append(
+            Violation(
+                f"{name} is given twice and differently: {there.value} ({there.origin or 'as a value'}) and {given.value} "
+                f"({given.origin or 'as a value'}). Leave one out.",
+                name,
+                given.value,
+                (there.value, given.value),
+            )
+        )
+
+
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys.
+
+    >>> flatten({"data": {"micro_batch_size": 4}})
+    {'data.micro_batch_size': 4}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

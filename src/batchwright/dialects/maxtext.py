@@ -1,0 +1,146 @@
+"""MaxText: `per_device_batch_size` counts *all* devices, may be below 1, and the mesh is `ici_…` × `dcn_…`.
+
+    global batch = devices × per_device_batch_size × gradient_accumulation_steps
+    micro_batch_size here = per_device_batch_size × devices per replica (tensor × pipeline × context)
+
+Where MaxText truncates (`int(devices × per_device)`), a size that is not whole is refused here.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from batchwright.core.errors import ConfigError, PlanError, either
+from batchwright.core.units import count, fraction
+
+from . import Dialect, Fields, Given
+
+# Axes of the mesh, by what they do to a batch.
+_AXES = {
+    "data": "data_parallel_size",
+    "fsdp": "data_parallel_size",
+    "fsdp_transpose": "data_parallel_size",
+    "expert": "data_parallel_size",
+    "tensor": "tensor_parallel",
+    "tensor_transpose": "tensor_parallel",
+    "tensor_sequence": "tensor_parallel",
+    "sequence": "tensor_parallel",
+    "autoregressive": "tensor_parallel",
+    "context": "context_parallel",
+    "pipeline": "pipeline_parallel",
+}
+_MESH = {f"{scope}_{axis}_parallelism": axis for scope in ("ici", "dcn") for axis in _AXES}
+
+_SPECIAL = {"per_device_batch_size", "expansion_factor_real_data", "num_pipeline_microbatches", *_MESH}
+
+
+def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
+    notes: list[str] = []
+    found = _mesh(special, fields)
+
+    def known(name: str, default: int) -> int:
+        given = found.get(name) or fields.get(name)
+        return default if given is None else count(given.value, name)
+
+    replica = known("tensor_parallel", 1) * known("pipeline_parallel", 1) * known("context_parallel", 1)
+    if "per_device_batch_size" in special:
+        given = special["per_device_batch_size"]
+        size = fraction(given.value, "per_device_batch_size")
+        micro = size * replica
+        devices = _devices(fields)
+        if micro > 0 and micro.denominator == 1:
+            words = f"{given.origin} × {replica} devices per replica" if replica > 1 else given.origin
+            found["micro_batch_size"] = Given(int(micro), words, given.level)
+        elif micro > 0 and devices and (size * devices).denominator == 1:
+            # A whole batch, but not one of whole micro batches: the equation says what to do about it.
+            whole = int(size * devices) * known("accumulation_steps", 1)
+            found["global_batch_size"] = Given(whole, f"{given.origin} × {devices} devices", given.level)
+        else:
+            near = [n for n in (micro.__floor__(), micro.__ceil__()) if n > 0] or [1]
+            raise PlanError(
+                f"per_device_batch_size={given.value} is not a whole micro batch: it counts all devices, so × {replica} "
+                f"device{'s' * (replica > 1)} per replica = {float(micro):g} samples. Nearest: "
+                f"{either([_decimal(Fraction(n, replica)) for n in near])} (micro batch {either(near)}); below 1 it "
+                "takes tensor, pipeline or context parallelism. MaxText would truncate the batch.",
+                field="per_device_batch_size",
+                given=str(given.value),
+                nearest=[_decimal(Fraction(n, replica)) for n in near],
+            )
+        if replica > 1:
+            notes.append(
+                f"MaxText's per_device_batch_size counts every device: {size} × {replica} devices per replica = "
+                f"micro_batch_size {micro}."
+            )
+        if size < 1:
+            notes.append(
+                f"MaxText reads one row per device when per_device_batch_size is below 1 and throws "
+                f"{float(1 - size):.0%} of them away; here exactly the global batch is read."
+            )
+    if "expansion_factor_real_data" in special:
+        given = special["expansion_factor_real_data"]
+        factor = fraction(given.value, "expansion_factor_real_data")
+        if factor == 0 or (factor < 0 and factor != -1):
+            raise ConfigError(
+                f"expansion_factor_real_data={given.value} is neither -1 (every host reads) nor above zero.",
+                field="expansion_factor_real_data",
+                given=str(given.value),
+                nearest=(-1, 1),
+            )
+        found["expansion_factor"] = Given(Fraction(1) if factor == -1 else factor, given.origin, given.level)
+    if known("pipeline_parallel", 1) > 1:
+        found["pipeline_style"] = Given("inner", "MaxText", -1)
+        pieces = special.get("num_pipeline_microbatches")
+        if pieces and str(pieces.value) != "-1":
+            found["pipeline_microbatches"] = pieces
+    return found, notes
+
+
+def _mesh(special: Fields, fields: Fields) -> Fields:
+    """Axis sizes multiplied; one -1 per scope fills up, so a mesh with none tells the number of devices."""
+    sizes: dict[str, int] = {}
+    fills = False
+    origin: list[str] = []
+    level = 0
+    for key, axis in _MESH.items():
+        if key not in special:
+            continue
+        given = special[key]
+        level = max(level, given.level)
+        if str(given.value) == "-1":
+            fills = True
+            continue
+        size = count(given.value, key)
+        origin.append(f"{key}={size}")
+        sizes[_AXES[axis]] = sizes.get(_AXES[axis], 1) * size
+        if axis == "expert":
+            sizes["expert_parallel"] = sizes.get("expert_parallel", 1) * size
+    told = {"devices", "data_parallel_size", "nodes"} & set(fields)
+    if fills or told or not any(_AXES[_MESH[key]] == "data_parallel_size" for key in special if key in _MESH):
+        sizes.pop("data_parallel_size", None)  # the rest of the devices: derived from their number
+    words = " ".join(origin)
+    return {name: Given(size, words, level) for name, size in sizes.items()}
+
+
+def _devices(fields: Fields) -> int | None:
+    if "devices" in fields:
+        return count(fields["devices"].value, "devices")
+    if {"nodes", "devices_per_node"} <= set(fields):
+        return count(fields["nodes"].value, "nodes") * count(fields["devices_per_node"].value, "devices_per_node")
+    return None
+
+
+def _decimal(value: Fraction) -> str:
+    return str(float(value)) if float(value) == value else str(value)
+
+
+DIALECT = Dialect(
+    name="maxtext",
+    title="MaxText",
+    keys={
+        "max_target_length": "sequence_length",
+        "num_pipeline_repeats": "virtual_stages",
+        "pipeline_delay_activation_forwarding": "delayed_forwarding",
+    },
+    special=frozenset(_SPECIAL),
+    resolve=_resolve,
+)

@@ -1,0 +1,58 @@
+"""A command line of another tool, pasted after `batchwright VERB`: what concerns the batch is kept, the rest named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from . import is_foreign
+
+# A line that starts with one of these was written for another program.
+_PROGRAMS = frozenset({"nemo", "python", "python3", "torchrun", "accelerate", "deepspeed", "srun"})
+
+
+def unpaste(
+    words: list[str], own_flags: Collection[str], is_ours: Callable[[str], bool]
+) -> tuple[list[str], tuple[str, ...]]:
+    """Rewrite foreign flags as `key=value`; returns the words for our own parser and those that were left out.
+
+    `--per_device_train_batch_size 2` is understood anywhere. A whole pasted line may hold anything.
+
+    >>> unpaste("nemo llm pretrain --factory llama3_8b data.micro_batch_size=4".split(), (), lambda key: False)
+    (['data.micro_batch_size=4'], ('nemo', 'llm', 'pretrain', '--factory', 'llama3_8b'))
+    """
+    pasted = bool(words) and words[0].rsplit("/", 1)[-1] in _PROGRAMS
+    kept: list[str] = []
+    left: list[str] = []
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        flag, equals, value = word.partition("=")
+        takes_next = not equals and at < len(words) and not words[at].startswith("-") and "=" not in words[at]
+        if flag in own_flags:
+            kept.append(word)
+            continue
+        if word.startswith("--") and len(word) > 2:
+            key = flag[2:].replace("-", "_")
+            if is_foreign(key) or (pasted and is_ours(key)):
+                if takes_next:
+                    value, equals = words[at], "="
+                    at += 1
+                kept.append(f"{key}={value}" if equals else word)
+                continue
+            if not pasted:
+                kept.append(word)
+                continue
+            left.append(word)
+            if takes_next:
+                left.append(words[at])
+                at += 1
+        elif pasted and equals and not word.startswith("-"):
+            kept.append(word.lstrip("+"))  # Hydra's + and ++ add a key
+        elif pasted and at > 1 and words[at - 2] in own_flags:
+            kept.append(word)  # the value of one of our own flags
+        elif pasted:
+            left.append(word)
+        else:
+            kept.append(word)
+    return kept, tuple(left)

@@ -1,0 +1,1 @@
+"""What runs inside a training process: the global order, sampler, loader and step. Needs torch and numpy."""
