@@ -3,9 +3,9 @@
 The names here need the standard library only; `batchwright.runtime` and others bring their own dependencies.
 """
 
-from typing import TYPE_CHECKING, Any
-
 __version__ = "0.1.0"
+
+TYPE_CHECKING = False  # type checkers read it as true; typing itself would cost more than all the rest
 
 if TYPE_CHECKING:
     from .api import Nearby as Nearby
@@ -36,7 +36,7 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'batchwright' has no attribute {name!r}")
     from importlib import import_module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any, NoReturn
 
@@ -112,7 +111,9 @@ def _report(error: Exception, *, as_json: bool) -> int:
             "nearest": [],
         }
     if as_json:
-        click.echo(json.dumps({"schema": 1, "error": record, **extra}, indent=2, ensure_ascii=False))
+        from .options import print_json
+
+        print_json({"schema": 1, "error": record, **extra})
     else:
         for line in record["message"].splitlines():
             click.echo(f"error: {line}", err=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -49,14 +48,14 @@ def gather(words: tuple[str, ...], flags: Mapping[str, Any], left_out: tuple[str
     wrong: list[Violation] = []
     for word in words:
         key, equals, value = word.partition("=")
-        if equals and not Path(word).exists():
+        if equals and not os.path.exists(word):
             key = key.strip()
             lenient = lenient or dialects.is_foreign(key)
             if value.strip().lower() in ("null", "none", "~", ""):
                 continue
             entries.append((_native(key), dialects.Given(value.strip().strip("'\""), f"{key}={value}", 1)))
         else:
-            tree = read_file(Path(word))
+            tree = read_file(word)
             ours = all(str(section) in SECTIONS for section in tree)
             for name, item in dialects.flatten(tree).items():
                 if item is None or (ours and not SECTIONS[name.split(".")[0]]):
@@ -83,40 +82,40 @@ def gather(words: tuple[str, ...], flags: Mapping[str, Any], left_out: tuple[str
     )
 
 
-def read_file(path: Path) -> Mapping[str, Any]:
+def read_file(path: str) -> Mapping[str, Any]:
     """A YAML, JSON or TOML file as a mapping; anything else about it is an error that names it."""
+    shown = path[:120]
     try:
-        if path.is_dir():
-            raise ConfigError(f"{path} is a directory, not a file.", field="file", given=str(path))
-        if path.stat().st_size > LARGEST_FILE:
-            raise ConfigError(f"{path} is larger than {LARGEST_FILE >> 20} MiB: not a configuration.", field="file")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
+        if not os.path.isfile(path):
+            raise OSError("there is no such file" if not os.path.exists(path) else "it is not a regular file")
+        if os.path.getsize(path) > LARGEST_FILE:
+            raise OSError(f"it is larger than {LARGEST_FILE >> 20} MiB")
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{str(path)[:120]!r} is neither key=value nor a file that can be read: {reason}.",
-            field="file",
-            given=str(path)[:120],
+            f"{shown!r} is neither key=value nor a file that can be read: {error}.", field="file", given=shown
         ) from None
     tree = _parse(path, text)
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path} holds no keys: the top level has to be a mapping.", field="file", given=str(path))
+        raise ConfigError(f"{shown} holds no keys: the top level has to be a mapping.", field="file", given=shown)
     _refuse_deep(path, tree)
     return tree
 
 
-def _parse(path: Path, text: str) -> Any:
+def _parse(path: str, text: str) -> Any:
+    kind = os.path.splitext(path)[1][1:]
     try:
-        if path.suffix == ".json":
+        if kind == "json":
+            import json
+
             return json.loads(text)
-        if path.suffix == ".toml":
+        if kind == "toml":
             import tomllib
 
             return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()}: {error}.", field="file") from None
+        raise ConfigError(f"{path} is not valid {kind.upper()}: {error}.", field="file", given=path) from None
     import yaml
 
     try:
@@ -125,10 +124,10 @@ def _parse(path: Path, text: str) -> Any:
         problem = str(getattr(error, "problem", None) or error).splitlines()[0]
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark else ""
-        raise ConfigError(f"{path} is not plain YAML: {problem}{where}.", field="file", given=str(path)) from None
+        raise ConfigError(f"{path} is not plain YAML: {problem}{where}.", field="file", given=path) from None
 
 
-def _refuse_deep(path: Path, tree: Mapping[Any, Any]) -> None:
+def _refuse_deep(path: str, tree: Mapping[Any, Any]) -> None:
     """Anchors can make a small file endless: bound depth and size before anything walks it."""
     level: list[Mapping[Any, Any]] = [tree]
     for _ in range(16):
@@ -137,7 +136,7 @@ def _refuse_deep(path: Path, tree: Mapping[Any, Any]) -> None:
             return
         if len(level) > 10_000:
             break
-    raise ConfigError(f"{path} is nested too deeply or too widely for a configuration.", field="file", given=str(path))
+    raise ConfigError(f"{path} is nested too deeply or too widely for a configuration.", field="file", given=path)
 
 
 def _native(key: str) -> str:

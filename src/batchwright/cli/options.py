@@ -46,4 +46,12 @@ world_options = stack(
     number("--expert-parallel", "Ranks that share experts; lives inside data parallelism."),
 )
 
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print one JSON document; everything printed with --json goes through here."""
+    import json
+
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from batchwright.core import codec
 from batchwright.core.errors import PlanError
-from batchwright.core.nearby import Nearby, nearby
 from batchwright.core.pipeline import SCHEDULES
 from batchwright.core.plan import Plan, plan
 from batchwright.core.units import percentage
 
 from . import text
 from .config import PasteCommand, gather
-from .options import batch_options, json_option, number, stack, world_options
+from .options import batch_options, json_option, number, print_json, stack, world_options
+
+if TYPE_CHECKING:
+    from batchwright.core.nearby import Nearby
 
 _pipeline_options = stack(
     number("--pipeline-schedule", f"{' | '.join(SCHEDULES)}.", "NAME"),
@@ -61,7 +62,11 @@ def command(ctx: click.Context, words: tuple[str, ...], tolerance: str | None, a
     its source. Numbers take suffixes: 4M is 4,000,000 and 4Mi is 4,194,304.
     """
     request = gather(words, flags, ctx.meta["left_out"])
-    near = None if tolerance is None else nearby(request, percentage(tolerance))
+    near = None
+    if tolerance is not None:
+        from batchwright.core.nearby import nearby
+
+        near = nearby(request, percentage(tolerance))
     try:
         made = plan(request)
     except PlanError as error:
@@ -72,7 +77,7 @@ def command(ctx: click.Context, words: tuple[str, ...], tolerance: str | None, a
         raise
     if as_json:
         extra = {} if near is None else {"nearby": codec.encode(near)}
-        click.echo(json.dumps(made.to_json() | extra, indent=2, ensure_ascii=False))
+        print_json(made.to_json() | extra)
     else:
         click.echo("\n".join(render(made, near)))
 

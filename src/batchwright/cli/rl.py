@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
@@ -14,7 +13,7 @@ from batchwright.core.rl import RLPlan, rl
 from batchwright.core.units import count
 
 from . import text
-from .options import json_option, number
+from .options import json_option, number, print_json
 
 # MaxText's keys; its micro batches count prompts, and -1 turns one off.
 _MAXTEXT = {
@@ -49,7 +48,7 @@ def command(words: tuple[str, ...], as_json: bool, **flags: Any) -> None:
     """
     made = rl(**_values(words, flags))
     if as_json:
-        click.echo(json.dumps({"schema": codec.SCHEMA, **codec.encode(made)}, indent=2, ensure_ascii=False))
+        print_json({"schema": codec.SCHEMA, **codec.encode(made)})
     else:
         click.echo("\n".join(render(made)))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from collections.abc import Sequence
 
 
@@ -28,6 +26,9 @@ def table(rows: Sequence[Sequence[object]], *, head: Sequence[str] = (), right: 
 
 def notes(items: Sequence[str]) -> list[str]:
     """Notes as wrapped bullets."""
+    import shutil
+    import textwrap
+
     width = max(40, min(100, shutil.get_terminal_size().columns))
     lines: list[str] = []
     for item in items:

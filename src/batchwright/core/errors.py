@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class RunError(BatchwrightError):
     exit_code = 5
 
 
-def raise_violations(kind: type[BatchwrightError], violations: Sequence[Violation]) -> None | NoReturn:
+def raise_violations(kind: type[BatchwrightError], violations: Sequence[Violation]) -> None:
     """Raise one `kind` with all violations, or do nothing when there are none."""
     if violations:
         raise kind(violations=violations)

@@ -39,6 +39,7 @@ def provenance(request: Request, unknowns: Unknowns, plan: Plan) -> tuple[dict[s
         sources["accumulation_steps"] = "default"
     if unknowns.global_batch_size is None and unknowns.data_parallel_size is None:
         sources["data_parallel_size"] = "default"
+        reasons["data_parallel_size"] = f"one node of {plan.devices_per_node}" if plan.devices_per_node else "one device"
     if unknowns.global_batch_size != request.global_batch_size and request.round:
         sources["global_batch_size"], reasons["global_batch_size"] = "derived", f"rounded {request.round} as asked"
     return sources, reasons

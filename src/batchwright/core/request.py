@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -140,6 +139,8 @@ def read_request(
 
 def unknown_key(name: str, value: Any, known: Iterable[str], where: str = "") -> Violation:
     """A violation for a key nobody knows, with the closest ones there are."""
+    from difflib import get_close_matches  # only wrong input pays for it
+
     close = get_close_matches(name, list(known), n=2, cutoff=0.6)
     hint = f" Did you mean {either(close)}?" if close else ""
     return Violation(f"{name[:60]} is not a known key{where}.{hint}", name[:60], value, tuple(close))
