@@ -12,12 +12,16 @@ if TYPE_CHECKING:
     from .api import Plan as Plan
     from .api import nearby as nearby
     from .api import plan as plan
+    from .api import ramp as ramp
     from .core.errors import BatchwrightError as BatchwrightError
     from .core.errors import ConfigError as ConfigError
     from .core.errors import MissingExtraError as MissingExtraError
     from .core.errors import PlanError as PlanError
+    from .core.errors import ScheduleError as ScheduleError
+    from .core.ramp import Ramp as Ramp
     from .core.rl import RLPlan as RLPlan
     from .core.rl import rl as rl
+    from .core.schedule import Schedule as Schedule
 
 # Where each public name lives; looked up on first use, so that `import batchwright` costs next to nothing.
 _HOMES = {
@@ -28,8 +32,12 @@ _HOMES = {
     "Plan": "api",
     "PlanError": "core.errors",
     "RLPlan": "core.rl",
+    "Ramp": "core.ramp",
+    "Schedule": "core.schedule",
+    "ScheduleError": "core.errors",
     "nearby": "api",
     "plan": "api",
+    "ramp": "api",
     "rl": "core.rl",
 }
 

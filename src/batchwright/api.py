@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 from . import dialects
-from .core import codec
 from .core.nearby import Nearby
 from .core.nearby import nearby as _nearby
 from .core.plan import Plan as _Plan
 from .core.plan import plan as _plan
-from .core.request import Request, read_request
+from .core.request import READERS, Request, read_request
 from .core.units import percentage
+
+if TYPE_CHECKING:
+    from .core.ramp import Ramp
 
 
 class Plan(_Plan):
@@ -25,8 +27,8 @@ class Plan(_Plan):
         return nemo.write_recipe(self, recipe)
 
 
-def request(source: object = None, /, **given: Any) -> Request:
-    """What is known of a job: from a mapping of keys in any spelling or a NeMo recipe, and from keywords, which win."""
+def _resolve(source: object, given: Mapping[str, Any], own: Collection[str]) -> dialects.Resolved:
+    """Keys of a mapping in any spelling or of a NeMo recipe, and keywords, which win."""
     entries: list[tuple[str, dialects.Given]] = []
     lenient = False
     if source is not None:
@@ -38,10 +40,16 @@ def request(source: object = None, /, **given: Any) -> Request:
             keys, lenient = nemo.read_recipe(source), True
         entries += [(key, dialects.Given(value, key, 0)) for key, value in keys.items()]
     entries += [(key, dialects.Given(value, "", 1)) for key, value in given.items() if value is not None]
-    resolved = dialects.resolve(entries, lenient=lenient)
-    values = {name: g.value for name, g in resolved.fields.items()}
-    origins = {name: g.origin for name, g in resolved.fields.items() if g.origin}
-    return read_request(values, origins=origins, notes=resolved.notes)
+    return dialects.resolve(entries, own=own, lenient=lenient)
+
+
+def _request(resolved: dialects.Resolved) -> Request:
+    fields = {name: given for name, given in resolved.fields.items() if name in READERS}
+    return read_request(
+        {name: given.value for name, given in fields.items()},
+        origins={name: given.origin for name, given in fields.items() if given.origin},
+        notes=resolved.notes,
+    )
 
 
 def plan(source: object = None, /, **given: Any) -> Plan:
@@ -51,7 +59,7 @@ def plan(source: object = None, /, **given: Any) -> Plan:
     >>> p.micro_batch_size, p.accumulation_steps, p.data_parallel_size
     (4, 4, 64)
     """
-    made = _plan(request(source, **given))
+    made = _plan(_request(_resolve(source, given, READERS)))
     return Plan(**{name: getattr(made, name) for name in made.__dataclass_fields__})
 
 
@@ -61,7 +69,19 @@ def nearby(source: object = None, /, *, tolerance: str | float, **given: Any) ->
     >>> nearby(global_batch_size=1000, micro_batch_size=3, data_parallel_size=64, tolerance="5%")[0].global_batch_size
     960
     """
-    return _nearby(request(source, **given), percentage(tolerance))
+    return _nearby(_request(_resolve(source, given, READERS)), percentage(tolerance))
 
 
-__all__ = ["Nearby", "Plan", "codec", "nearby", "plan", "request"]
+def ramp(source: object = None, /, **given: Any) -> Ramp:
+    """A batch that grows: every stage with its nodes, cost and learning rate. Names are those of `batchwright ramp`'s flags.
+
+    >>> r = ramp(linear=(256, 128, "50M"), global_batch_size=1024)
+    >>> r.at_sample(30_000_000).global_batch_size
+    640
+    """
+    from .core.ramp import ramp as make
+    from .core.ramp_request import RAMP_READERS, read_ramp
+
+    resolved = _resolve(source, given, [*READERS, *RAMP_READERS])
+    wanted = read_ramp({name: g.value for name, g in resolved.fields.items() if name in RAMP_READERS})
+    return make(_request(resolved), wanted)

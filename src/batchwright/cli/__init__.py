@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -13,6 +15,7 @@ from batchwright import __version__
 GROUPS = {
     "decide": {
         "plan": "The rest of a batch from the numbers that are known.",
+        "ramp": "A batch that grows: stages, nodes, cost, learning rate.",
         "rl": "Batches of reinforcement learning: prompts, responses, updates.",
     },
 }
@@ -40,6 +43,12 @@ class Verbs(click.Group):
             hint = f" Did you mean {close[0]}?" if close else f" There are: {', '.join(_VERBS)}."
             raise click.UsageError(f"{args[0][:60]!r} is not a verb.{hint}", ctx=ctx)
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise BrokenPipeError("the reader went away") from None  # without errno, at which click would exit with 1
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for group, verbs in GROUPS.items():
@@ -69,23 +78,31 @@ def cli(ctx: click.Context) -> None:
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command line and exit; no traceback of ours ever reaches a user."""
     words = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a word may hold bytes that are no text
     try:
-        code = cli.main(args=words, prog_name="batchwright", standalone_mode=False)
+        code = _run(words)
         sys.stdout.flush()
-        sys.exit(code if isinstance(code, int) else 0)
-    except (KeyboardInterrupt, click.Abort):
-        sys.stderr.write("interrupted\n")
-        sys.exit(130)
-    except click.exceptions.Exit as done:
-        sys.exit(done.exit_code)
     except BrokenPipeError:
         # The reader went away (`| head`): not an error, and nothing more can be written.
-        sys.stderr.close()
-        import os
-
         os._exit(0)
+    sys.exit(code)
+
+
+def _run(words: list[str]) -> int:
+    try:
+        code = cli.main(args=words, prog_name="batchwright", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, click.Abort):
+        sys.stderr.write("interrupted\n")
+        return 130
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except BrokenPipeError:
+        raise
     except Exception as error:
-        sys.exit(_report(error, as_json="--json" in words))
+        return _report(error, as_json="--json" in words)
 
 
 def _report(error: Exception, *, as_json: bool) -> int:
@@ -110,13 +127,16 @@ def _report(error: Exception, *, as_json: bool) -> int:
             "given": None,
             "nearest": [],
         }
-    if as_json:
-        from .options import print_json
+    try:
+        if as_json:
+            from .options import print_json
 
-        print_json({"schema": 1, "error": record, **extra})
-    else:
-        for line in record["message"].splitlines():
-            click.echo(f"error: {line}", err=True)
-        if isinstance(error, click.UsageError) and error.ctx is not None:
-            click.echo(f"See: {error.ctx.command_path} --help", err=True)
+            print_json({"schema": 1, "error": record, **extra})
+        else:
+            for line in record["message"].splitlines():
+                click.echo(f"error: {line}", err=True)
+            if isinstance(error, click.UsageError) and error.ctx is not None:
+                click.echo(f"See: {error.ctx.command_path} --help", err=True)
+    except BrokenPipeError:
+        os._exit(code)
     return code

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -11,9 +12,10 @@ import click
 from batchwright import dialects
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.request import READERS, Request, read_request, unknown_key
+from batchwright.core.units import LONGEST
 from batchwright.dialects.paste import unpaste
 
-# The sections of batchwright.yaml, and which fields live in those that a plan reads.
+# The sections of batchwright.yaml and their fields; a verb takes those it reads.
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "batch": (
         "global_batch_size", "global_batch_size_tokens", "sequence_length", "micro_batch_size", "accumulation_steps",
@@ -25,24 +27,51 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "pipeline_group", "virtual_stages", "delayed_forwarding",
     ),
     "loading": ("hosts", "expansion_factor", "loading_hosts", "stored_hosts", "equal_rows"),
-    "ramp": (), "nodes": (), "launch": (), "task": (),
+    "ramp": (
+        "linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling", "recipe",
+        "allow_falling", "samples", "tokens", "last_step", "lr", "lr_scaling", "optimizer", "lr_horizon_steps",
+        "lr_horizon_samples",
+    ),
+    "nodes": (
+        "node_policy", "micro_step_seconds", "sync_seconds", "stage_seconds", "restart_seconds", "deadline_hours",
+        "node_hours_budget", "stop_every_stage",
+    ),
+    "launch": (), "task": (),
 }  # fmt: skip
 _NATIVE = {f"{section}.{name}": name for section, names in SECTIONS.items() for name in names}
-LARGEST_FILE = 2**22
+LARGEST_FILE = 2**18  # a few times the largest in use (MaxText's base.yml): more would not be read in a second
+MOST_KEYS = 10_000
 
 
 class PasteCommand(click.Command):
     """A verb that also takes another tool's flags, or its whole command line."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own = {flag for p in self.get_params(ctx) for flag in (*p.opts, *p.secondary_opts)}
-        words, left = unpaste(args, own, lambda key: key in READERS)
+        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
+        own = {flag: not p.is_flag for p in options for flag in (*p.opts, *p.secondary_opts)}
+        words, left = unpaste(args, own, lambda key: f"--{key.replace('_', '-')}" in own)
         ctx.meta["left_out"] = left
         return super().parse_args(ctx, words)
 
 
-def gather(words: tuple[str, ...], flags: Mapping[str, Any], left_out: tuple[str, ...] = ()) -> Request:
-    """The request that files, overrides and flags make together."""
+@dataclass(frozen=True)
+class Gathered:
+    """Raw values by our names, where each was given, and notes on how they were read."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    notes: tuple[str, ...]
+
+    def request(self) -> Request:
+        """The part that describes a batch and its world."""
+        values = {name: value for name, value in self.values.items() if name in READERS}
+        return read_request(values, origins=self.origins, notes=self.notes)
+
+
+def gather(
+    words: tuple[str, ...], flags: Mapping[str, Any], left_out: tuple[str, ...] = (), own: Collection[str] = READERS
+) -> Gathered:
+    """What files, overrides and flags say together, of the fields that a verb reads (`own`)."""
     entries: list[tuple[str, dialects.Given]] = []
     lenient = bool(left_out)
     wrong: list[Violation] = []
@@ -51,34 +80,42 @@ def gather(words: tuple[str, ...], flags: Mapping[str, Any], left_out: tuple[str
         if equals and not os.path.exists(word):
             key = key.strip()
             lenient = lenient or dialects.is_foreign(key)
+            if key.split(".")[0] in SECTIONS and "." in key and key not in _NATIVE and not dialects.is_foreign(key):
+                wrong.append(unknown_key(key, value, _NATIVE))
+                continue
             if value.strip().lower() in ("null", "none", "~", ""):
                 continue
             entries.append((_native(key), dialects.Given(value.strip().strip("'\""), f"{key}={value}", 1)))
         else:
             tree = read_file(word)
             ours = all(str(section) in SECTIONS for section in tree)
+            lenient = lenient or not ours
             for name, item in dialects.flatten(tree).items():
                 if item is None or (ours and not SECTIONS[name.split(".")[0]]):
                     continue
                 if ours and name not in _NATIVE:
-                    wrong.append(unknown_key(name, item, _NATIVE, f" of {word}"))
-                    continue
-                lenient = lenient or not ours
-                entries.append((_native(name), dialects.Given(item, f"{word}: {name}", 0)))
+                    wrong.append(unknown_key(name, _scalar(item), _NATIVE, f" of {word}"))
+                else:
+                    entries.append((_native(name), dialects.Given(_scalar(item), f"{word}: {name}", 0)))
     raise_violations(ConfigError, wrong)
     entries += [
         (name, dialects.Given(value, f"--{name.replace('_', '-')}", 2))
         for name, value in flags.items()
         if value is not None and value is not False
     ]
-    resolved = dialects.resolve(entries, lenient=lenient)
+    resolved = dialects.resolve(entries, own={*own, *_NATIVE.values()}, lenient=lenient)
     notes = list(resolved.notes)
     if left_out or resolved.ignored:
         notes.append("Left out, as it does not concern the batch: " + _brief([" ".join(left_out), *resolved.ignored]))
-    return read_request(
-        {name: given.value for name, given in resolved.fields.items()},
-        origins={name: given.origin for name, given in resolved.fields.items()},
-        notes=notes,
+    # A file may hold what other verbs read; somebody who types a key expects it to count.
+    unread = sorted(name for name, given in resolved.fields.items() if name not in own and given.level > 0)
+    if unread:
+        notes.append(f"Not read by this verb: {', '.join(unread)}. See batchwright --help.")
+    fields = {name: given for name, given in resolved.fields.items() if name in own}
+    return Gathered(
+        {name: given.value for name, given in fields.items()},
+        {name: given.origin for name, given in fields.items()},
+        tuple(notes),
     )
 
 
@@ -89,7 +126,7 @@ def read_file(path: str) -> Mapping[str, Any]:
         if not os.path.isfile(path):
             raise OSError("there is no such file" if not os.path.exists(path) else "it is not a regular file")
         if os.path.getsize(path) > LARGEST_FILE:
-            raise OSError(f"it is larger than {LARGEST_FILE >> 20} MiB")
+            raise OSError(f"it is larger than {LARGEST_FILE >> 10} KiB")
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, ValueError) as error:
@@ -109,7 +146,7 @@ def _parse(path: str, text: str) -> Any:
         if kind == "json":
             import json
 
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=_unique)
         if kind == "toml":
             import tomllib
 
@@ -118,10 +155,17 @@ def _parse(path: str, text: str) -> Any:
         raise ConfigError(f"{path} is not valid {kind.upper()}: {error}.", field="file", given=path) from None
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Plain YAML, where a key that is given twice is refused instead of the last one taken."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            _unique((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
-        problem = str(getattr(error, "problem", None) or error).splitlines()[0]
+        return yaml.load(text, Loader)
+    except Exception as error:  # a tag with a wrong value raises whatever the value ran into: KeyError, IndexError …
+        problem = next(iter(str(getattr(error, "problem", None) or error).splitlines()), type(error).__name__)
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark else ""
         raise ConfigError(f"{path} is not plain YAML: {problem}{where}.", field="file", given=path) from None
@@ -130,13 +174,34 @@ def _parse(path: str, text: str) -> Any:
 def _refuse_deep(path: str, tree: Mapping[Any, Any]) -> None:
     """Anchors can make a small file endless: bound depth and size before anything walks it."""
     level: list[Mapping[Any, Any]] = [tree]
+    size = 0
     for _ in range(16):
+        size += sum(len(m) for m in level)
+        if size > MOST_KEYS:
+            break
         level = [v for m in level for v in m.values() if isinstance(v, Mapping)]
         if not level:
             return
-        if len(level) > 10_000:
-            break
     raise ConfigError(f"{path} is nested too deeply or too widely for a configuration.", field="file", given=path)
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key[:60]} is given twice")
+        found[key] = value
+    return found
+
+
+def _scalar(value: Any) -> Any:
+    """A value that can be shown; anything else by its kind only, as a few lines of YAML can make endless lists."""
+    items = value if isinstance(value, list) else [value]
+    if len(items) > 1000 or not all(isinstance(item, (int, float, str)) for item in items):
+        return f"a {type(value).__name__}"
+    if any(isinstance(item, int) and item.bit_length() > 4 * LONGEST for item in items):
+        return f"a number of more than {LONGEST} digits"
+    return value
 
 
 def _native(key: str) -> str:

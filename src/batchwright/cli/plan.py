@@ -61,7 +61,7 @@ def command(ctx: click.Context, words: tuple[str, ...], tolerance: str | None, a
     KEY=VALUE, in a file, or by pasting the command line of NeMo, MaxText or Hugging Face: the rest follows, each with
     its source. Numbers take suffixes: 4M is 4,000,000 and 4Mi is 4,194,304.
     """
-    request = gather(words, flags, ctx.meta["left_out"])
+    request = gather(words, flags, ctx.meta["left_out"]).request()
     near = None
     if tolerance is not None:
         from batchwright.core.nearby import nearby

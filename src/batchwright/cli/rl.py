@@ -10,7 +10,6 @@ from batchwright.core import codec
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.request import unknown_key
 from batchwright.core.rl import RLPlan, rl
-from batchwright.core.units import count
 
 from . import text
 from .options import json_option, number, print_json
@@ -25,7 +24,6 @@ _MAXTEXT = {
     "rl.num_iterations": "iterations",
     "num_iterations": "iterations",
 }
-_OFF = ("-1", "none", "null", "off")
 
 
 @click.command(epilog="\b\nExample:\n  batchwright rl --prompts 32 --generations 8 --train-micro-prompts 4")
@@ -53,27 +51,20 @@ def command(words: tuple[str, ...], as_json: bool, **flags: Any) -> None:
         click.echo("\n".join(render(made)))
 
 
-def _values(words: tuple[str, ...], flags: dict[str, Any]) -> dict[str, int]:
-    raw: dict[str, Any] = {}
+def _values(words: tuple[str, ...], flags: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     wrong: list[Violation] = []
     for word in words:
         key, _, value = word.partition("=")
         name = _MAXTEXT.get(key, key)
         if name not in flags:
             wrong.append(unknown_key(key, value, [*_MAXTEXT, *flags]))
-        else:
-            raw[name] = value
-    raw |= {name: value for name, value in flags.items() if value is not None}
-    values: dict[str, int] = {}
-    for name, value in raw.items():
-        if "micro" in name and str(value).lower() in _OFF:
-            continue
-        try:
-            values[name] = count(value, name, least=0 if name == "rounds_ahead" else 1, most=10**12)
-        except ConfigError as error:
-            wrong.extend(error.violations)
+        elif values.setdefault(name, value) != value:
+            message = f"{name} is given twice and differently: {values[name][:40]} and {value[:40]}. Leave one out."
+            wrong.append(Violation(message, name, value[:40]))
+    values |= {name: value for name, value in flags.items() if value is not None}
     for name in ("prompts", "generations"):
-        if name not in raw:
+        if name not in values:
             wrong.append(Violation(f"{name} is needed: --{name} N.", name))
     raise_violations(ConfigError, wrong)
     return values

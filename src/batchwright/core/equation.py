@@ -8,14 +8,15 @@ microbatches are the accumulation steps, the trade-off of `core.pipeline` ranks 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from math import prod
 
-from .errors import PlanError, Violation, either
-from .nearest import divisors, nearest_divisors, nearest_multiples
+from .errors import PlanError, either
+from .nearest import divisors, nearest_divisors
 from .pipeline import PipelineRule
-from .world import World
 
+_TRIES = 200  # batches tried on each side of one that has no split; the legal numbers of a pipeline lie far closer
 MOST_ALTERNATIVES = 1000  # enough for every divisor of any batch in use; three free numbers can give millions
 
 
@@ -39,14 +40,17 @@ class Split:
 
 @dataclass(frozen=True)
 class Unknowns:
-    """What is known of the equation (None where unknown), and what the world and the pipeline allow."""
+    """What is known of the equation (None where unknown), and what the world and the pipeline allow.
+
+    A data-parallel size that is not known has to be a multiple of `rank_step`.
+    """
 
     global_batch_size: int | None
     micro_batch_size: int | None
     accumulation_steps: int | None
     data_parallel_size: int | None
     max_micro_batch_size: int | None = None
-    world: World = field(default_factory=lambda: World(1))
+    rank_step: int = 1
     pipeline: PipelineRule | None = None
     sequence_length: int | None = None
 
@@ -69,18 +73,21 @@ def solve(given: Unknowns) -> tuple[Split, ...]:
     """
     batch = given.global_batch_size
     if batch is None:
-        return (_smallest(given),)
+        smallest = _smallest(given)
+        if _refusals(given, smallest):
+            raise _refused(given, smallest)
+        return (smallest,)
     known = given.known
-    product = 1
-    for value in known.values():
-        product *= value
+    product = prod(known.values())
     if len(known) == 3 and product != batch:
         raise _contradiction(batch, known, product)
     if batch % product:
         raise _indivisible(given, batch, product)
     found = tuple(islice(_ranked(given, batch), MOST_ALTERNATIVES))
     if not found:
-        raise _refused(given, batch)
+        free = Unknowns(batch, given.micro_batch_size, given.accumulation_steps, given.data_parallel_size)
+        splits = islice(_splits(free, batch), MOST_ALTERNATIVES)
+        raise _refused(given, min(splits, key=lambda split: len(_refusals(given, split))))
     return found
 
 
@@ -97,15 +104,12 @@ def _smallest(given: Unknowns) -> Split:
     steps = given.accumulation_steps
     if steps is None:
         rule = given.pipeline
-        steps = 1 if rule is None else next(m for m in range(rule.stages, 10**9) if rule.refusal(m) is None)
-    split = Split(micro, steps, given.data_parallel_size or given.world.replica_step)
-    if _illegal(given, split):
-        raise _refused(given, split.product)
-    return split
+        steps = 1 if rule is None else next(m for m in count(rule.stages) if rule.refusal(m) is None)
+    return Split(micro, steps, given.data_parallel_size or given.rank_step)
 
 
 def _ranked(given: Unknowns, batch: int) -> Iterator[Split]:
-    splits = (s for s in _splits(given, batch) if not _illegal(given, s))
+    splits = (s for s in _splits(given, batch) if not _refusals(given, s))
     rule = given.pipeline
     if rule is None or given.data_parallel_size is None:
         return splits
@@ -136,67 +140,71 @@ def _splits(given: Unknowns, batch: int) -> Iterator[Split]:
                     yield Split(m, a, rest // a)
 
 
-def _illegal(given: Unknowns, split: Split) -> list[Violation]:
-    wrong: list[Violation] = []
+def _refusals(given: Unknowns, split: Split) -> list[str]:
+    """Why a split is not allowed, in words; none when it is."""
+    reasons: list[str] = []
     limit = given.max_micro_batch_size
     if limit is not None and split.micro_batch_size > limit:
-        wrong.append(
-            Violation(
-                f"micro_batch_size={split.micro_batch_size} is more than max_micro_batch_size={limit}, the most that "
-                f"fits. Nearest: {limit}.",
-                "micro_batch_size",
-                split.micro_batch_size,
-                (limit,),
-            )
+        reasons.append(
+            f"micro_batch_size={split.micro_batch_size} is more than max_micro_batch_size={limit}, the most that fits"
         )
-    if given.pipeline is not None:
-        reason = given.pipeline.refusal(split.accumulation_steps)
-        if reason:
-            near = given.pipeline.nearest(split.accumulation_steps)
-            wrong.append(
-                Violation(
-                    f"accumulation_steps={split.accumulation_steps} are the pipeline's microbatches, and {reason}. "
-                    f"Nearest: {either(near)}.",
-                    "accumulation_steps",
-                    split.accumulation_steps,
-                    near,
-                )
-            )
-    world = given.world
-    if given.data_parallel_size is None:
-        step = world.replica_step
-        if (world.devices_per_node and split.data_parallel_size % step) or (
-            split.data_parallel_size % world.expert_parallel
-        ):
-            wrong.append(
-                Violation(
-                    f"data_parallel_size={split.data_parallel_size} does not fit the world: whole nodes of "
-                    f"{world.devices_per_node or 'any'} devices hold {step} replicas, expert_parallel is "
-                    f"{world.expert_parallel}.",
-                    "data_parallel_size",
-                    split.data_parallel_size,
-                )
-            )
-    return wrong
+    refusal = given.pipeline.refusal(split.accumulation_steps) if given.pipeline else None
+    if refusal:
+        reasons.append(f"accumulation_steps={split.accumulation_steps} are the pipeline's microbatches, and {refusal}")
+    if given.data_parallel_size is None and split.data_parallel_size % given.rank_step:
+        reasons.append(
+            f"data_parallel_size={split.data_parallel_size} is not a multiple of {given.rank_step}, which whole nodes and "
+            "expert_parallel take"
+        )
+    return reasons
 
 
-def _refused(given: Unknowns, batch: int) -> PlanError:
-    """Divisible, but nothing that divides it is allowed: say why for the closest split."""
-    free = Unknowns(batch, given.micro_batch_size, given.accumulation_steps, given.data_parallel_size)
-    closest = min(
-        islice(_splits(free, batch), MOST_ALTERNATIVES),
-        key=lambda s: len(_illegal(given, s)),
-        default=Split(given.micro_batch_size or 1, given.accumulation_steps or 1, given.data_parallel_size or 1),
-    )
-    wrong = _illegal(given, closest)
-    head = f"global_batch_size={batch} has no split that is allowed with {equation(given.known) or 'these limits'}"
-    first = wrong[0]
+def _refused(given: Unknowns, closest: Split) -> PlanError:
+    """Divisible, but nothing that divides it is allowed: why not for the closest split, and which number would do."""
+    head = f"global_batch_size={closest.product} has no split that is allowed"
+    if given.known:
+        head += f" with {equation(given.known)}"
+    name, near = "global_batch_size", ()
+    for name in (*(n for n in ("micro_batch_size", "accumulation_steps") if n in given.known), "global_batch_size"):
+        near = _nearest(given, name)
+        if near:
+            break
     return PlanError(
-        violations=[
-            Violation(f"{head}. {first.message}", first.field, first.given, first.nearest),
-            *wrong[1:],
-        ]
+        f"{head}: {'; '.join(_refusals(given, closest))}." + (f" Nearest: {name} {either(near)}." if near else ""),
+        field=name,
+        given=getattr(given, name),
+        nearest=near,
     )
+
+
+def _nearest(given: Unknowns, name: str) -> tuple[int, ...]:
+    """The values of one number on both sides of the given one with which all the others work out."""
+    batch, wanted = given.global_batch_size, getattr(given, name)
+    if name == "global_batch_size":
+        return () if batch is None else _nearest_batches(given, batch)
+    if batch is None:  # then the others are free: only the limit itself stands in the way
+        found = (given.max_micro_batch_size,) if name == "micro_batch_size" else ()
+        if name == "accumulation_steps" and given.pipeline:
+            found = given.pipeline.nearest(wanted)
+        return tuple(n for n in found if n and not _refusals(given, _smallest(replace(given, **{name: n}))))
+    others = prod(value for other, value in given.known.items() if other != name)
+    works = [n for n in divisors(batch // others) if any(_ranked(replace(given, **{name: n}), batch))]
+    return (*[n for n in works if n < wanted][-1:], *[n for n in works if n > wanted][:1])
+
+
+def _nearest_batches(given: Unknowns, batch: int) -> tuple[int, ...]:
+    """The batches on both sides of `batch` that have a split: multiples of what is known, tried outwards."""
+    quantum = prod(given.known.values()) * (given.rank_step if given.data_parallel_size is None else 1)
+    times = batch // quantum
+    if given.max_micro_batch_size and {"accumulation_steps", "data_parallel_size"} <= set(given.known):
+        times = min(times, given.max_micro_batch_size)
+
+    def works(k: int) -> bool:
+        return k * quantum != batch and any(_ranked(given, k * quantum))
+
+    below = next((k for k in range(times, max(0, times - _TRIES), -1) if works(k)), None)
+    above = next((k for k in range(times + 1, times + _TRIES) if works(k)), None)
+    return tuple(k * quantum for k in (below, above) if k)
 
 
 def _contradiction(batch: int, known: dict[str, int], product: int) -> PlanError:
@@ -224,13 +232,15 @@ def _indivisible(given: Unknowns, batch: int, product: int) -> PlanError:
     known = given.known
     free = [name for name in _WHOLE if name not in known]
     what, unit = _WHOLE[free[0]] if len(free) == 1 else (f"samples for {equation(known)}", "×")
-    near = nearest_multiples(product, batch)
+    near = _nearest_batches(given, batch)
     shown = " or ".join(f"{n} ({n // product} {_one(unit, n // product)})" for n in near)
     arithmetic = f"{equation(known)} = {product}, and " if len(known) > 1 else ""
     message = (
         f"global_batch_size={batch} is not a whole number of {what}: {arithmetic}{batch} / {product} = "
-        f"{batch / product:.2f}. Nearest: {shown}."
+        f"{batch / product:.2f}."
     )
+    if near:
+        message += f" Nearest: {shown}."
     for name in ("data_parallel_size", "micro_batch_size"):
         if name in known:
             others = product // known[name]

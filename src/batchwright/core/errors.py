@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 
@@ -64,7 +65,9 @@ class BatchwrightError(Exception):
 
 
 def _plain(v: Violation) -> dict[str, Any]:
-    given = v.given if isinstance(v.given, (int, float, str, bool, type(None))) else str(v.given)
+    given = v.given if isinstance(v.given, (int, str, bool, type(None))) else str(v.given)
+    if isinstance(v.given, float) and isfinite(v.given):  # JSON knows no NaN
+        given = v.given
     return {"field": v.field, "given": given, "nearest": list(v.nearest)}
 
 

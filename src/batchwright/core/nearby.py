@@ -6,13 +6,20 @@ wait for a machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import islice
+from math import lcm
 
 from .errors import PlanError
+from .plan import plan
 from .request import Request, batch_in_samples, resolve_ranks, world_of
+from .world import World
 
 MOST_ROWS = 200
+MOST_COUNTS = 10_000  # rank counts looked at on each side
+
+_LIMITS = ("max_micro_batch_size", "expansion_factor", "loading_hosts", "stored_hosts")
 
 
 @dataclass(frozen=True)
@@ -43,21 +50,45 @@ def nearby(request: Request, tolerance: Fraction) -> tuple[Nearby, ...]:
         )
     low, high = (batch * (1 - tolerance)).__ceil__(), (batch * (1 + tolerance)).__floor__()
     factor = (request.micro_batch_size or 1) * (request.accumulation_steps or 1)
-    step = world_of(request, ranks).replica_step
-    first = max(step, -(-(ranks * (1 - tolerance)).__ceil__() // step) * step)
+    world = world_of(request, ranks)
+    step = lcm(world.replica_step, world.expert_parallel)
+    reach = min((ranks * tolerance).__floor__(), MOST_COUNTS * step)
+    first = max(step, -(-(ranks - reach) // step) * step)
     found: list[tuple[int, int, int]] = []  # (distance × batch × ranks, batch, ranks): integers, so that ties are exact
-    for other in range(first, (ranks * (1 + tolerance)).__floor__() + 1, step):
-        if other % request.expert_parallel:
-            continue
+    for other in range(first, ranks + reach + 1, step):
         quantum = factor * other
         closest = max(1, (2 * batch + quantum) // (2 * quantum))
-        reach = MOST_ROWS if other == ranks else 0  # on the ranks asked for: every batch that works
-        for k in range(max(1, closest - reach), closest + reach + 1):
+        more = MOST_ROWS if other == ranks else 0  # on the ranks asked for: every batch that works
+        for k in range(max(1, closest - more), closest + more + 1):
             if low <= k * quantum <= high:
                 distance = abs(k * quantum - batch) * ranks + abs(other - ranks) * batch
                 found.append((distance, k * quantum, other))
     found.sort()
-    return tuple(_row(request, batch, ranks, size, other) for _, size, other in found[:MOST_ROWS])
+    rows = (_row(request, batch, ranks, size, other) for _, size, other in found)
+    return tuple(islice((row for row in rows if _works(request, world, row)), MOST_ROWS))
+
+
+def _works(request: Request, world: World, row: Nearby) -> bool:
+    """What divides can still break a limit, a pipeline's rule or the loading: only a plan knows."""
+    if request.pipeline_parallel == 1 and all(getattr(request, name) is None for name in _LIMITS):
+        return True
+    other = replace(
+        request,
+        global_batch_size=row.global_batch_size,
+        global_batch_size_tokens=None,
+        data_parallel_size=row.data_parallel_size,
+        devices=None,
+        nodes=None,
+        devices_per_node=world.devices_per_node,
+        step_seconds=None,
+        round=None,
+        allow_ragged=False,
+    )
+    try:
+        plan(other)
+    except PlanError:
+        return False
+    return True
 
 
 def _row(request: Request, batch: int, ranks: int, size: int, other: int) -> Nearby:

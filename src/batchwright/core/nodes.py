@@ -18,14 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import ceil
-from typing import NamedTuple
 
-from .errors import ScheduleError, Violation, raise_violations
+from .chain import Pair, cheapest_chain
+from .errors import ScheduleError, Violation, either, raise_violations
+from .fitting import Fit, StageRules, enough_microbatches
 from .nearest import divisors
 from .schedule import Segment
-from .throughput import Pair, StageSeconds, Throughput, cheapest_chain
+from .throughput import StageSeconds, Throughput
 from .units import human
 from .world import World
 
@@ -37,7 +38,12 @@ ASSUMED_RESTART_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Stage:
-    """A segment placed on nodes; `hours` are those of its steps, without restarts."""
+    """A segment placed on nodes; `hours` are those of its steps, without restarts.
+
+    >>> stage = place([Segment(0, 0, 512, 10)], World(1, devices_per_node=8), nodes=4, micro_batch_size=4).stages[0]
+    >>> stage.data_parallel_size, stage.accumulation_steps, stage.end_sample
+    (32, 4, 5120)
+    """
 
     index: int
     global_batch_size: int
@@ -58,7 +64,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Launch:
-    """One life of the training processes: neighbouring stages on equal nodes."""
+    """One life of the training processes: neighbouring stages on equal nodes.
+
+    >>> ramp = [Segment(0, 0, 256, 10), Segment(10, 2560, 512, None)]
+    >>> place(ramp, World(1, devices_per_node=8), nodes=8, micro_batch_size=4).launches[0].stages
+    (0, 1)
+    """
 
     index: int
     nodes: int
@@ -70,7 +81,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """All stages placed; totals count restarts, and are None where a time is unknown or the end is open."""
+    """All stages placed; totals count restarts, and are None where a time is unknown or the end is open.
+
+    >>> model = Throughput(fixed_seconds=0.1, per_sample_seconds=0.2)
+    >>> place([Segment(0, 0, 64, 3600)], World(1), nodes=16, micro_batch_size=4, throughput=model).node_hours
+    14.4
+    """
 
     policy: str
     stages: tuple[Stage, ...]
@@ -82,130 +98,6 @@ class NodePlan:
     full_cluster_node_hours: float | None
     saved_node_hours: float | None
     notes: tuple[str, ...]
-
-
-class _Fit(NamedTuple):
-    nodes: int
-    data_parallel_size: int
-    micro_batch_size: int
-    accumulation_steps: int
-    ragged: bool
-
-
-@dataclass(frozen=True)
-class _Rules:
-    """What every stage must satisfy, whatever chose its nodes."""
-
-    world: World
-    nodes: int
-    micro_batch_size: int | None
-    max_micro_batch_size: int | None
-    allow_ragged: bool
-    refusal: Callable[[int], str | None]
-
-    def replicas(self, nodes: int) -> int | None:
-        """The data-parallel size on so many nodes, or None where they hold no whole number of (expert) replicas."""
-        devices, size = nodes * (self.world.devices_per_node or 1), self.world.model_parallel_size
-        return None if devices % size or devices // size % self.world.expert_parallel else devices // size
-
-    def fit(self, batch: int, nodes: int) -> _Fit | None:
-        """How `batch` runs on `nodes`, or None."""
-        dp = self.replicas(nodes)
-        if not dp or batch < dp:
-            return None
-        share, ragged = -(-batch // dp), bool(batch % dp)
-        micro = self.micro_batch_size
-        if micro is not None:
-            sizes: Sequence[int] = (micro,)
-            ragged = ragged or bool(share % micro)
-        else:
-            cap = min(share, self.max_micro_batch_size or share)
-            # An exact share is cut into equal micro batches; a ragged one has fillers anyhow, so any size will do.
-            sizes = range(cap, 0, -1) if ragged else [d for d in reversed(divisors(share)) if d <= cap]
-        if ragged and not self.allow_ragged:
-            return None
-        for size in sizes:
-            accumulation = -(-share // size)
-            if self.refusal(accumulation) is None:
-                return _Fit(nodes, dp, size, accumulation, ragged)
-        return None
-
-    def fits(self, batch: int) -> Iterator[_Fit]:
-        """Every legal count of nodes, ascending. Without raggedness only divisors of the batch are looked at."""
-        counts: Iterator[int] | range = range(1, self.nodes + 1)
-        if not self.allow_ragged:
-            replicas, over = divmod(batch, self.micro_batch_size or 1)
-            size, per_node = self.world.model_parallel_size, self.world.devices_per_node or 1
-            counts = iter(
-                () if over else [d * size // per_node for d in divisors(replicas) if d * size % per_node == 0]
-            )
-        for nodes in counts:
-            if nodes > self.nodes:
-                return
-            if fit := self.fit(batch, nodes):
-                yield fit
-
-    def violation(self, batch: int, nodes: int, where: str) -> Violation:
-        """Why `fit` says no: the arithmetic, the nearest batches on these nodes and the nearest nodes for this batch."""
-        per_node, size, dp = self.world.devices_per_node or 1, self.world.model_parallel_size, self.replicas(nodes)
-        legal = [fit.nodes for fit in self.fits(batch)]
-        near = tuple(sorted(sorted(legal, key=lambda n: (abs(n - nodes), n))[:2]))
-        other = f"; or {_either(near)} nodes" if near else ""
-        if not dp:
-            message = (
-                f"{where}: nodes={nodes} hold no whole number of replicas: {nodes} × {per_node} = {nodes * per_node} "
-                f"devices, {size} per replica ({self.world.split() or 'one device'})"
-                f"{f', expert_parallel {self.world.expert_parallel}' if self.world.expert_parallel > 1 else ''}."
-            )
-            return Violation(message + (f" Nearest: {_either(near)} nodes." if near else ""), "nodes", nodes, near)
-        micro = self.micro_batch_size
-        quantum = dp * (micro or 1)
-        named = f"batch_quantum {quantum} ({micro} × {dp})" if micro else f"data_parallel_size {dp}"
-        if batch < (dp if self.allow_ragged else quantum):
-            what = f"global_batch_size={batch} is less than one micro batch on each replica: {named}"
-        elif batch % quantum and not self.allow_ragged:
-            what = f"global_batch_size={batch} is not a multiple of {named}"
-        else:
-            m = ceil(ceil(batch / dp) / (micro or 1))
-            reason = self.refusal(m) or f"none with micro_batch_size up to {self.max_micro_batch_size} is accepted"
-            what = f"global_batch_size={batch} gives accumulation_steps={m} on {named}, and {reason}"
-        # Looking further than a few hundred quanta would offer a batch that nobody meant.
-        at = batch // quantum
-        below = next((b for k in range(at, max(0, at - 512), -1) if self.fit(b := k * quantum, nodes)), None)
-        above = next((b for k in range(at + 1, at + 513) if self.fit(b := k * quantum, nodes)), None)
-        nearest = tuple(b for b in (below, above) if b)
-        return Violation(f"{where}: {what}. Nearest: {_either(nearest)}{other}.", "global_batch_size", batch, nearest)
-
-
-def _either(numbers: Sequence[int]) -> str:
-    return " or ".join(map(str, numbers)) or "none"
-
-
-def feasible_nodes(
-    global_batch_size: int,
-    world: World,
-    *,
-    nodes: int,
-    micro_batch_size: int | None = None,
-    max_micro_batch_size: int | None = None,
-    allow_ragged: bool = False,
-    legal_microbatches: Callable[[int], str | None] | None = None,
-) -> tuple[int, ...]:
-    """All node counts up to `nodes` on which a batch is legal.
-
-    >>> feasible_nodes(1280, World(1, devices_per_node=8), nodes=16, micro_batch_size=4)
-    (1, 2, 4, 5, 8, 10)
-    """
-    rules = _Rules(
-        world, nodes, micro_batch_size, max_micro_batch_size, allow_ragged, legal_microbatches or _enough(world)
-    )
-    return tuple(fit.nodes for fit in rules.fits(global_batch_size))
-
-
-def _enough(world: World) -> Callable[[int], str | None]:
-    """The rule where no pipeline schedule is named: fewer microbatches than pipeline stages leave stages idle."""
-    p = world.pipeline_parallel
-    return lambda m: None if m >= p else f"{m} microbatches are fewer than the {p} pipeline stages"
 
 
 def launcher_nodes(batches: Sequence[int], world: World, *, nodes: int, micro_batch_size: int) -> tuple[int, ...]:
@@ -242,7 +134,7 @@ def launcher_nodes(batches: Sequence[int], world: World, *, nodes: int, micro_ba
             message = (
                 f"the launcher's rule has no node count for global_batch_size={batch}: it wants a multiple of "
                 f"micro_batch_size {micro_batch_size} × devices_per_node {devices} = {quantum} per node. "
-                f"Nearest: {_either(nearest)}; or node policy constant-work, which counts replicas, not devices."
+                f"Nearest: {either(nearest)}; or node policy constant-work, which counts replicas, not devices."
             )
             found.append(Violation(message, "global_batch_size", batch, nearest))
         else:
@@ -276,20 +168,21 @@ def place(
     >>> [stage.nodes for stage in place(ramp, world, nodes=288, micro_batch_size=4, policy="constant-work").stages]
     [96, 192, 288]
     """
-    limit = {"min-node-hours": deadline_hours, "min-time": node_hours_budget}.get(policy)
-    found = list(_request_violations(segments, nodes, micro_batch_size, max_micro_batch_size, policy, throughput))
-    for name, value, owner in (
-        ("deadline_hours", deadline_hours, "min-node-hours"),
-        ("node_hours_budget", node_hours_budget, "min-time"),
-    ):
+    legal = legal_microbatches or enough_microbatches(world)
+    rules = StageRules(world, nodes, micro_batch_size, max_micro_batch_size, allow_ragged, legal)
+    limits = {
+        "min-node-hours": ("deadline_hours", deadline_hours),
+        "min-time": ("node_hours_budget", node_hours_budget),
+    }
+    found = list(_request_violations(rules, segments, policy, throughput))
+    for owner, (name, value) in limits.items():
         if value is not None and policy != owner:
             message = f"{name}={value} is a limit of the policy {owner}, and the policy is {policy}."
             found.append(Violation(message, name, value, (owner,)))
-    raise_violations(ScheduleError, found)
-    rules = _Rules(
-        world, nodes, micro_batch_size, max_micro_batch_size, allow_ragged, legal_microbatches or _enough(world)
-    )
     restart = ASSUMED_RESTART_SECONDS if restart_seconds is None else restart_seconds
+    if restart < 0:
+        found.append(Violation(f"restart_seconds={restart} must not be below zero.", "restart_seconds", restart, (0,)))
+    raise_violations(ScheduleError, found)
     batches = [segment.global_batch_size for segment in segments]
     notes: list[str] = []
     if policy == "launcher":
@@ -297,7 +190,7 @@ def place(
     elif policy == "constant-work":
         counts = _constant_work(rules, batches, notes)
     elif isinstance(throughput, Throughput) and policy != "constant":
-        counts = _optimum(rules, segments, policy, throughput, restart, limit, stop_every_stage)
+        counts = _optimum(rules, segments, policy, throughput, restart, limits[policy][1], stop_every_stage)
     else:
         counts = [nodes] * len(batches)
     stages = _stages(rules, segments, counts, throughput)
@@ -305,9 +198,14 @@ def place(
     hours, node_hours = _totals(stages, restart, stop_every_stage)
     full: tuple[float | None, float | None] = (None, None)
     if isinstance(throughput, Throughput) and hours is not None:
-        if all(rules.fit(batch, nodes) for batch in batches):
-            everywhere = _stages(rules, segments, [nodes] * len(batches), throughput)
+        # An early batch is often too small for all nodes at this micro batch: the baseline may take a smaller one.
+        relaxed = replace(rules, micro_batch_size=None, max_micro_batch_size=micro_batch_size or max_micro_batch_size)
+        if all(relaxed.fit(batch, nodes) for batch in batches):
+            everywhere = _stages(relaxed, segments, [nodes] * len(batches), throughput)
             full = _totals(everywhere, restart, stop_every_stage)
+            least = min(stage.micro_batch_size for stage in everywhere)
+            if micro_batch_size and least < micro_batch_size:
+                notes.append(f"the full cluster is counted with micro batches down to {least}, where a batch needs it.")
         else:
             notes.append(f"no saving is stated: not every stage is legal on all {nodes} nodes.")
     if throughput is not None:
@@ -323,21 +221,16 @@ def place(
 
 
 def _request_violations(
-    segments: Sequence[Segment],
-    nodes: int,
-    micro: int | None,
-    max_micro: int | None,
-    policy: str,
-    throughput: Throughput | StageSeconds | None,
+    rules: StageRules, segments: Sequence[Segment], policy: str, throughput: Throughput | StageSeconds | None
 ) -> Iterator[Violation]:
     if policy not in POLICIES:
         yield Violation(f"policy={policy!r} is not known. One of: {', '.join(POLICIES)}.", "policy", policy, POLICIES)
     if not segments:
         yield Violation("a ramp needs at least one segment.", "segments", 0)
-    for name, value in (("nodes", nodes), ("micro_batch_size", micro), ("max_micro_batch_size", max_micro)):
-        if value is not None and value < 1:
+    for name in ("nodes", "micro_batch_size", "max_micro_batch_size"):
+        if (value := getattr(rules, name)) is not None and value < 1:
             yield Violation(f"{name}={value} is too small: the least is 1.", name, value, (1,))
-    if policy == "launcher" and micro is None:
+    if policy == "launcher" and rules.micro_batch_size is None:
         yield Violation("the launcher's rule needs micro_batch_size; constant-work does not.", "micro_batch_size")
     if isinstance(throughput, StageSeconds) and len(throughput.seconds) != len(segments):
         message = f"step seconds are given for {len(throughput.seconds)} stages, and the ramp has {len(segments)}."
@@ -354,7 +247,7 @@ def _request_violations(
             yield Violation(message, "samples")
 
 
-def _launcher(rules: _Rules, batches: Sequence[int], notes: list[str]) -> tuple[int, ...]:
+def _launcher(rules: StageRules, batches: Sequence[int], notes: list[str]) -> tuple[int, ...]:
     counts = launcher_nodes(batches, rules.world, nodes=rules.nodes, micro_batch_size=rules.micro_batch_size or 1)
     for batch, count in sorted(set(zip(batches, counts, strict=True))):
         cap = min(n for b, n in zip(batches, counts, strict=True) if b > batch) if batch < max(batches) else count
@@ -367,7 +260,7 @@ def _launcher(rules: _Rules, batches: Sequence[int], notes: list[str]) -> tuple[
     return counts
 
 
-def _constant_work(rules: _Rules, batches: Sequence[int], notes: list[str]) -> list[int]:
+def _constant_work(rules: StageRules, batches: Sequence[int], notes: list[str]) -> list[int]:
     """Exactly in proportion to the largest batch on all nodes, or the nearest legal count below, with a note."""
     top, counts = max(batches), list[int]()
     for i, batch in enumerate(batches):
@@ -386,7 +279,7 @@ def _constant_work(rules: _Rules, batches: Sequence[int], notes: list[str]) -> l
 
 
 def _stages(
-    rules: _Rules, segments: Sequence[Segment], counts: Sequence[int], throughput: Throughput | StageSeconds | None
+    rules: StageRules, segments: Sequence[Segment], counts: Sequence[int], throughput: Throughput | StageSeconds | None
 ) -> tuple[Stage, ...]:
     """Every segment on its nodes, or one error with every stage that does not work out."""
     fits = [rules.fit(segment.global_batch_size, n) for segment, n in zip(segments, counts, strict=True)]
@@ -404,7 +297,7 @@ def _stages(
 
 
 def _stage_violations(
-    rules: _Rules, segments: Sequence[Segment], counts: Sequence[int], bad: Sequence[int]
+    rules: StageRules, segments: Sequence[Segment], counts: Sequence[int], bad: Sequence[int]
 ) -> list[Violation]:
     found: list[Violation] = []
     for i in bad:
@@ -417,7 +310,7 @@ def _stage_violations(
 
 
 def _step_seconds(
-    rules: _Rules, throughput: Throughput | StageSeconds, index: int, segment: Segment, fit: _Fit
+    rules: StageRules, throughput: Throughput | StageSeconds, index: int, segment: Segment, fit: Fit
 ) -> float:
     return throughput.step_seconds(
         stage=index,
@@ -430,12 +323,7 @@ def _step_seconds(
 
 
 def _launches(stages: Sequence[Stage], stop_every_stage: bool) -> tuple[Launch, ...]:
-    groups: list[list[Stage]] = []
-    for stage in stages:
-        if groups and groups[-1][-1].nodes == stage.nodes and not stop_every_stage:
-            groups[-1].append(stage)
-        else:
-            groups.append([stage])
+    groups = [list(g) for _, g in groupby(stages, key=lambda s: s.index if stop_every_stage else s.nodes)]
     return tuple(
         Launch(i, g[0].nodes, tuple(s.index for s in g), g[0].first_step, g[0].start_sample, g[-1].end_sample)
         for i, g in enumerate(groups)
@@ -444,20 +332,18 @@ def _launches(stages: Sequence[Stage], stop_every_stage: bool) -> tuple[Launch, 
 
 def _totals(stages: Sequence[Stage], restart: float, stop_every_stage: bool) -> tuple[float | None, float | None]:
     """Hours and node-hours with restarts; a restart keeps the nodes of the stage it starts waiting."""
-    waits = [b.nodes for a, b in pairwise(stages) if a.nodes != b.nodes or stop_every_stage]
-    hours = [stage.hours for stage in stages if stage.hours is not None]
-    node_hours = [stage.node_hours for stage in stages if stage.node_hours is not None]
-    if len(hours) < len(stages):
+    timed = [(stage.hours, stage.nodes) for stage in stages if stage.hours is not None]
+    if len(timed) < len(stages):
         return None, None
-    return sum(hours) + len(waits) * restart / 3600, sum(node_hours) + sum(waits) * restart / 3600
+    timed += [(restart / 3600, b.nodes) for a, b in pairwise(stages) if a.nodes != b.nodes or stop_every_stage]
+    return sum(hours for hours, _ in timed), sum(hours * nodes for hours, nodes in timed)
 
 
-# Time is counted in whole microseconds from here on: sums are exact, so ties are ties and dominance is certain.
-_MICROSECONDS = 10**6
+_MICROSECONDS = 10**6  # the optimum counts time in whole ones: sums are exact, so ties are ties
 
 
 def _optimum(
-    rules: _Rules,
+    rules: StageRules,
     segments: Sequence[Segment],
     policy: str,
     throughput: Throughput,
@@ -481,14 +367,12 @@ def _optimum(
     most = None if limit is None else int(limit * 3600 * _MICROSECONDS)
     counts = cheapest_chain(options, lambda nodes: pair(nodes, wait), always=stop_every_stage, limit=most)
     if counts is None:
-        name, unit, other = (
-            ("deadline_hours", "hours", "min-time")
-            if policy == "min-node-hours"
-            else ("node_hours_budget", "node-hours", "min-node-hours")
-        )
+        name, unit, other = "node_hours_budget", "node-hours", "min-node-hours"
+        if policy == "min-node-hours":
+            name, unit, other = "deadline_hours", "hours", "min-time"
         lightest = _optimum(rules, segments, other, throughput, restart, None, stop_every_stage)
         totals = _totals(_stages(rules, segments, lightest, throughput), restart, stop_every_stage)
-        nearest = ceil(10 * ((totals[0] if other == "min-time" else totals[1]) or 0)) / 10
+        nearest = ceil(100 * ((totals[0] if other == "min-time" else totals[1]) or 0)) / 100
         message = f"{name}={limit:g} cannot be met on up to {rules.nodes} nodes: the least is {nearest:g} {unit}."
         raise ScheduleError(message, field=name, given=limit, nearest=(nearest,))
     return counts

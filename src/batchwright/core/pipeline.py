@@ -56,6 +56,27 @@ class PipelineRule:
                 given=self.virtual_stages,
                 nearest=(1,),
             )
+        if self.delayed and self.schedule != "circular":
+            raise PlanError(
+                f"delayed_forwarding belongs to pipeline_schedule circular: {self.schedule} does not delay.",
+                field="delayed_forwarding",
+                given=True,
+                nearest=(False,),
+            )
+        if self.group is not None and self.schedule != "interleaved":
+            raise PlanError(
+                f"pipeline_group={self.group} belongs to pipeline_schedule interleaved: {self.schedule} has no groups.",
+                field="pipeline_group",
+                given=self.group,
+            )
+        if self.group is not None and self.group < self.stages:
+            raise PlanError(
+                f"pipeline_group={self.group} is smaller than the {self.stages} stages, which no number of microbatches "
+                f"allows: stages ≤ group ≤ microbatches. Nearest: {self.stages}.",
+                field="pipeline_group",
+                given=self.group,
+                nearest=(self.stages,),
+            )
 
     def refusal(self, microbatches: int) -> str | None:
         """Why this schedule does not run with so many microbatches, or None when it does.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd, lcm, prod
 from typing import Any
 
 from . import codec
@@ -14,7 +15,8 @@ from .nearest import divisors, nearest_divisors
 from .notes import notes_for
 from .pipeline import Pipeline, PipelineRule
 from .provenance import provenance
-from .request import Request, batch_in_samples, resolve_ranks, world_of
+from .request import LARGEST_BATCH, Request, asked_for, batch_in_samples, resolve_ranks, world_of
+from .units import count
 from .world import World
 
 
@@ -93,14 +95,14 @@ def plan(request: Request) -> Plan:
     """
     ranks = resolve_ranks(request)
     batch = batch_in_samples(request)
-    rule = _pipeline_rule(request)
+    rule = pipeline_rule(request)
     unknowns = Unknowns(
         batch,
         request.micro_batch_size,
         request.accumulation_steps,
         ranks,
         request.max_micro_batch_size,
-        world_of(request, ranks or 1),
+        _rank_step(request),
         rule if request.pipeline_style == "accumulation" else None,
         request.sequence_length,
     )
@@ -113,7 +115,7 @@ def plan(request: Request) -> Plan:
     if request.nodes and not world.devices_per_node and world.devices % request.nodes == 0:
         world = replace(world, devices_per_node=world.devices // request.nodes)
     raise_violations(PlanError, world.violations() + _node_violations(request, world))
-    size = unknowns.global_batch_size or best.product
+    size = count(unknowns.global_batch_size or best.product, "global_batch_size", most=LARGEST_BATCH)
     samples_per_second, step_seconds = _speed(request, size)
     result = Plan(
         global_batch_size=size,
@@ -156,6 +158,15 @@ def plan(request: Request) -> Plan:
     return replace(result, notes=(*notes, *notes_for(result, chosen=len(splits) > 1)))
 
 
+def _rank_step(request: Request) -> int:
+    """Ranks that are not given come in multiples of this: whole nodes, and whole groups of experts."""
+    world = world_of(request, 1)
+    step = lcm(world.replica_step, world.expert_parallel)
+    if request.nodes and world.devices_per_node is None:
+        step = lcm(step, request.nodes // gcd(request.nodes, world.model_parallel_size))
+    return step
+
+
 def _node_violations(request: Request, world: World) -> list[Violation]:
     if request.nodes is None or world.nodes == request.nodes:
         return []
@@ -177,11 +188,12 @@ def _rounded(request: Request, unknowns: Unknowns, notes: list[str]) -> Unknowns
     if request.round is None or batch is None:
         return unknowns
     known = unknowns.known
-    quantum = 1
-    for value in known.values():
-        quantum *= value
+    quantum = prod(known.values())
     rounded = batch // quantum * quantum if request.round == "down" else -(-batch // quantum) * quantum
-    if rounded == batch:
+    asked = f"global_batch_size {batch}"
+    if request.global_batch_size_tokens and not asked_for(request, batch):
+        asked = f"global_batch_size_tokens {request.global_batch_size_tokens:,}"
+    if asked_for(request, rounded):
         return unknowns
     if rounded == 0:
         raise PlanError(
@@ -194,8 +206,9 @@ def _rounded(request: Request, unknowns: Unknowns, notes: list[str]) -> Unknowns
     if len(known) == 3:  # all is given: only a product can be right, and rounding must not hide a contradiction
         return unknowns
     notes.append(
-        f"Rounded {request.round} as asked: global_batch_size {batch} -> {rounded}, a multiple of {equation(known)}"
-        f"{f' = {quantum}' if len(known) > 1 else ''}."
+        f"Rounded {request.round} as asked: {asked} -> {rounded} samples"
+        + (f", a multiple of {equation(known)}" if known else "")
+        + (f" = {quantum}." if len(known) > 1 else ".")
     )
     return replace(unknowns, global_batch_size=rounded)
 
@@ -213,11 +226,20 @@ def _ragged(request: Request, unknowns: Unknowns) -> Split | None:
         micro = -(-share // steps) if steps else min(share, unknowns.max_micro_batch_size or share)
     needed = -(-share // micro)
     reason = unknowns.pipeline.refusal(needed) if unknowns.pipeline else None
-    if reason or steps not in (None, needed):
-        problem = f"the pipeline refuses: {reason}" if reason else f"not {steps}"
+    if unknowns.pipeline and reason:
+        near = unknowns.pipeline.nearest(needed)
+        batches = [m * micro * ranks if m < needed else (m - 1) * micro * ranks + 1 for m in near]
+        raise PlanError(
+            f"global_batch_size={batch} on data_parallel_size={ranks} takes {needed} accumulation steps of micro batches "
+            f"of {micro}, and the pipeline refuses: {reason}. Nearest: {either(batches)}.",
+            field="global_batch_size",
+            given=batch,
+            nearest=batches,
+        )
+    if steps not in (None, needed):
         raise PlanError(
             f"global_batch_size={batch} on data_parallel_size={ranks} takes {needed} accumulation steps: shares of at "
-            f"most ceil({batch} / {ranks}) = {share} samples in micro batches of {micro}; {problem}. "
+            f"most ceil({batch} / {ranks}) = {share} samples in micro batches of {micro}; not {steps}. "
             f"Nearest: accumulation_steps={needed}.",
             field="accumulation_steps",
             given=steps,
@@ -234,7 +256,8 @@ def _ragged(request: Request, unknowns: Unknowns) -> Split | None:
     return Split(micro, needed, ranks)
 
 
-def _pipeline_rule(request: Request) -> PipelineRule | None:
+def pipeline_rule(request: Request) -> PipelineRule | None:
+    """The pipeline schedule of a request, or None without a pipeline."""
     if request.pipeline_parallel == 1:
         return None
     inner = request.pipeline_style == "inner"
@@ -253,16 +276,16 @@ def _pipeline(request: Request, rule: PipelineRule | None, split: Split, batch: 
     inner = request.pipeline_style == "inner"
     pieces = split.accumulation_steps
     if inner:
-        pieces = request.pipeline_microbatches or rule.stages * (2 if rule.delayed else 1)
         quantum = split.micro_batch_size * split.data_parallel_size
         legal = [m for m in divisors(quantum) if rule.refusal(m) is None]
+        usual = rule.stages * (2 if rule.delayed else 1)
+        pieces = request.pipeline_microbatches or next((m for m in legal if m >= usual), usual)
         if pieces not in legal:
             reason = rule.refusal(pieces) or (
                 f"they do not divide the {quantum} samples of one accumulation step: {quantum} / {pieces} = "
                 f"{quantum / pieces:.2f}"
             )
-            near = [n for n in (max((m for m in legal if m < pieces), default=0), min(m for m in legal if m > pieces))
-                    if n] if any(m > pieces for m in legal) else legal[-1:]  # fmt: skip
+            near = [*[m for m in legal if m < pieces][-1:], *[m for m in legal if m > pieces][:1]]
             raise PlanError(
                 f"pipeline_microbatches={pieces}: {reason}. "
                 + (f"Nearest: {either(near)}." if near else f"No number of microbatches works with {quantum} samples."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .equation import Unknowns
-from .request import Request
+from .request import Request, asked_for
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -39,9 +39,12 @@ def provenance(request: Request, unknowns: Unknowns, plan: Plan) -> tuple[dict[s
         sources["accumulation_steps"] = "default"
     if unknowns.global_batch_size is None and unknowns.data_parallel_size is None:
         sources["data_parallel_size"] = "default"
-        reasons["data_parallel_size"] = f"one node of {plan.devices_per_node}" if plan.devices_per_node else "one device"
-    if unknowns.global_batch_size != request.global_batch_size and request.round:
-        sources["global_batch_size"], reasons["global_batch_size"] = "derived", f"rounded {request.round} as asked"
+        reasons["data_parallel_size"] = (
+            f"one node of {plan.devices_per_node}" if plan.devices_per_node else "one device"
+        )
+    if request.round and unknowns.global_batch_size is not None and not asked_for(request, unknowns.global_batch_size):
+        for name in {"global_batch_size", "global_batch_size_tokens"} & sources.keys():
+            sources[name], reasons[name] = "derived", f"rounded {request.round} as asked"
     return sources, reasons
 
 

@@ -97,7 +97,7 @@ RECIPES: tuple[Recipe, ...] = (
         source="DeepSeek-AI 2024, DeepSeek-V3 Technical Report, arXiv:2412.19437",
         rule=Linear(start=3072, increment=768, samples=469 * B // 4096, target=15360, sequence_length=4096),
         sequence_length=4096,
-        tokens=14_800 * B,
+        tokens=14_800 * B,  # the report's abstract
         notes=(
             "Published as gradual, from 3072 to 15360 in the first 469B tokens; the shape is not published. Here: linear, "
             "in 16 increments of 768, over 114,501,953 samples (469B tokens / 4096, rounded down).",

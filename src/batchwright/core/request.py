@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from math import gcd
 from typing import Any
 
 from .errors import ConfigError, PlanError, Violation, either, raise_violations
@@ -16,7 +17,7 @@ from .world import World
 
 # The most that a field may be: far above any job, low enough that everything below stays instant.
 LARGEST_BATCH = 10**12
-LARGEST_WORLD = 10**7
+LARGEST_WORLD = 10**6
 LARGEST_PARALLEL = 10**5
 
 
@@ -57,7 +58,9 @@ class Request:
     notes: tuple[str, ...] = ()
 
 
-def _choice(*names: str) -> Callable[[Any, str], str]:
+def choice(*names: str) -> Callable[[Any, str], str]:
+    """A reader for one of a few names."""
+
     def read(value: Any, name: str) -> str:
         if value not in names:
             raise ConfigError(
@@ -68,11 +71,24 @@ def _choice(*names: str) -> Callable[[Any, str], str]:
     return read
 
 
-def _switch(value: Any, name: str) -> bool:
+def switch(value: Any, name: str) -> bool:
+    """A reader for true or false."""
     words = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
     if str(value).lower() not in words:
         raise ConfigError(f"{name}={str(value)[:40]!r} is not true or false.", field=name, given=value)
     return words[str(value).lower()]
+
+
+def _factor(value: Any, name: str) -> Fraction:
+    number = fraction(value, name)
+    if number > LARGEST_WORLD or 0 < number < Fraction(1, LARGEST_WORLD):
+        raise ConfigError(
+            f"{name}={str(value)[:40]} is not between 1/{LARGEST_WORLD} and {LARGEST_WORLD}.",
+            field=name,
+            given=str(value)[:40],
+            nearest=(1,),
+        )
+    return number
 
 
 _batch = partial(count, most=LARGEST_BATCH)
@@ -95,21 +111,21 @@ READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "pipeline_parallel": _parallel,
     "context_parallel": _parallel,
     "expert_parallel": _parallel,
-    "pipeline_schedule": _choice(*SCHEDULES),
-    "pipeline_style": _choice("accumulation", "inner"),
+    "pipeline_schedule": choice(*SCHEDULES),
+    "pipeline_style": choice("accumulation", "inner"),
     "pipeline_microbatches": _batch,
     "pipeline_group": _parallel,
     "virtual_stages": _parallel,
-    "delayed_forwarding": _switch,
+    "delayed_forwarding": switch,
     "hosts": _world_size,
-    "expansion_factor": fraction,
+    "expansion_factor": _factor,
     "loading_hosts": _world_size,
     "stored_hosts": _world_size,
-    "equal_rows": _switch,
+    "equal_rows": switch,
     "samples_per_second": positive,
     "step_seconds": positive,
-    "round": _choice("down", "up"),
-    "allow_ragged": _switch,
+    "round": choice("down", "up"),
+    "allow_ragged": switch,
 }
 
 
@@ -169,6 +185,20 @@ def resolve_ranks(request: Request) -> int | None:
                 )
             )
         devices = product
+    if request.nodes and request.devices_per_node and devices is not None and devices % replica:
+        per_node = request.devices_per_node
+        near = nearest_multiples(replica // gcd(replica, per_node), request.nodes)
+        wrong.append(
+            Violation(
+                f"nodes={request.nodes} × devices_per_node {per_node} = {devices} devices are not a whole number of "
+                f"replicas: {split} = {replica} devices each, and {devices} / {replica} = {devices / replica:.2f}. "
+                f"Nearest: {either(near)} nodes.",
+                "nodes",
+                request.nodes,
+                near,
+            )
+        )
+        raise_violations(PlanError, wrong)
     if devices is not None and devices % replica:
         near = nearest_multiples(replica, devices)
         wrong.append(
@@ -198,6 +228,13 @@ def resolve_ranks(request: Request) -> int | None:
     return ranks
 
 
+def asked_for(request: Request, samples: int) -> bool:
+    """Whether so many samples are the global batch that was asked for, be it in samples or in tokens."""
+    if request.global_batch_size_tokens is None:
+        return samples == request.global_batch_size
+    return samples * (request.sequence_length or 0) == request.global_batch_size_tokens
+
+
 def world_of(request: Request, ranks: int) -> World:
     """The world of a request once its data-parallel size is known."""
     per_node = request.devices_per_node
@@ -222,8 +259,11 @@ def batch_in_samples(request: Request) -> int | None:
         raise PlanError(
             f"global_batch_size_tokens={tokens:,} needs sequence_length to become samples.",
             field="sequence_length",
-            nearest=(2048, 4096, 8192),
+            nearest=[n for n in (2048, 4096, 8192) if tokens % n == 0],
         )
+    rounds = request.round == "up" or (request.round == "down" and tokens > length)
+    if tokens % length and rounds and request.global_batch_size is None:
+        return _batch(tokens // length + (request.round == "up"), "global_batch_size")
     if tokens % length:
         below, above = tokens // length, tokens // length + 1
         hint = ""
@@ -250,4 +290,4 @@ def batch_in_samples(request: Request) -> int | None:
             given=tokens,
             nearest=(request.global_batch_size * length,),
         )
-    return tokens // length
+    return _batch(tokens // length, "global_batch_size")

@@ -11,10 +11,12 @@ Every count says whether it counts prompts or responses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from .errors import PlanError, Violation, either, raise_violations
-from .nearest import nearest_divisors, nearest_multiples
+from .errors import ConfigError, PlanError, Violation, either, raise_violations
+from .nearest import divisors, nearest_divisors, nearest_multiples
+from .units import count
 
 
 @dataclass(frozen=True)
@@ -42,27 +44,84 @@ class RLPlan:
     notes: tuple[str, ...] = ()
 
 
+LARGEST = 10**12  # far above any round, and its divisors are still listed at once
+_OFF = ("-1", "none", "null", "off")
+
+
 def rl(
     *,
-    prompts: int,
-    generations: int,
-    train_micro_prompts: int | None = None,
-    train_micro_responses: int | None = None,
-    rollout_micro_prompts: int | None = None,
-    updates: int = 1,
-    iterations: int = 1,
-    rounds_ahead: int = 0,
-    data_parallel_size: int = 1,
+    prompts: int | str,
+    generations: int | str,
+    train_micro_prompts: int | str | None = None,
+    train_micro_responses: int | str | None = None,
+    rollout_micro_prompts: int | str | None = None,
+    updates: int | str = 1,
+    iterations: int | str = 1,
+    rounds_ahead: int | str = 0,
+    data_parallel_size: int | str = 1,
 ) -> RLPlan:
-    """The batch of an RL job; a micro batch of None means no micro-batching.
+    """The batch of an RL job; a micro batch of None or -1 means no micro-batching.
 
     >>> plan = rl(prompts=32, generations=8, train_micro_prompts=4)
     >>> plan.responses_per_update, plan.accumulation_steps, plan.on_policy
     (256, 8, True)
     """
     wrong: list[Violation] = []
+
+    def read(name: str, value: int | str, least: int = 1) -> int:
+        try:
+            return count(value, name, least=least, most=LARGEST)
+        except ConfigError as error:
+            wrong.extend(error.violations)
+            return least
+
+    def micro_or_none(name: str, value: int | str | None) -> int | None:
+        return None if value is None or str(value).lower() in _OFF else read(name, value)
+
+    sizes = _Sizes(
+        read("prompts", prompts),
+        read("generations", generations),
+        read("updates", updates),
+        read("data_parallel_size", data_parallel_size),
+        micro_or_none("train_micro_prompts", train_micro_prompts),
+        micro_or_none("train_micro_responses", train_micro_responses),
+    )
+    rollout_prompts = micro_or_none("rollout_micro_prompts", rollout_micro_prompts)
+    passes, ahead = read("iterations", iterations), read("rounds_ahead", rounds_ahead, 0)
+    raise_violations(ConfigError, wrong)
+    count(sizes.prompts * sizes.generations, "responses_per_round", most=LARGEST)
+    return _graph(sizes, rollout_prompts, passes, ahead)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    prompts: int
+    generations: int
+    updates: int
+    data_parallel_size: int
+    train_micro_prompts: int | None
+    train_micro_responses: int | None
+
+    def works(self) -> bool:
+        """Whether every update, every rank and every micro batch gets a whole part."""
+        responses = self.prompts // self.updates * self.generations
+        micro = self.train_micro_responses or (self.train_micro_prompts or 0) * self.generations or 1
+        return self.prompts % self.updates == 0 and responses % (self.data_parallel_size * micro) == 0
+
+    def nearest(self, name: str, candidates: Sequence[int]) -> tuple[int, ...]:
+        """The candidates for one size on both sides of it: those that work with all the others, where any does."""
+        wanted = getattr(self, name)
+        good = [n for n in candidates if replace(self, **{name: n}).works()] or candidates
+        return (*[n for n in good if n < wanted][-1:], *[n for n in good if n > wanted][:1])
+
+
+def _graph(sizes: _Sizes, rollout_micro_prompts: int | None, iterations: int, rounds_ahead: int) -> RLPlan:
+    prompts, generations, updates = sizes.prompts, sizes.generations, sizes.updates
+    data_parallel_size = sizes.data_parallel_size
+    train_micro_prompts, train_micro_responses = sizes.train_micro_prompts, sizes.train_micro_responses
+    wrong: list[Violation] = []
     if prompts % updates:
-        near = nearest_divisors(prompts, updates)
+        near = sizes.nearest("updates", divisors(prompts))
         wrong.append(
             Violation(
                 f"updates={updates} would split a prompt's group of responses: {prompts} prompts / {updates} updates = "
@@ -88,7 +147,7 @@ def rl(
                 )
             )
     if responses % data_parallel_size:
-        near = nearest_divisors(responses, data_parallel_size)
+        near = sizes.nearest("data_parallel_size", divisors(responses))
         wrong.append(
             Violation(
                 f"data_parallel_size={data_parallel_size} does not divide the {responses} responses of an update "

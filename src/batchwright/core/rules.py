@@ -20,7 +20,7 @@ from math import ceil
 from .errors import ConfigError, ScheduleError, Violation, raise_violations
 from .nearest import divisors, nearest_divisors
 from .schedule import Rule, Schedule, Switch, Unit
-from .units import count, fraction
+from .units import LARGEST_COUNT, count, fraction
 
 Number = int | float | str | Fraction
 UNITS: tuple[Unit, ...] = ("samples", "tokens", "steps")
@@ -41,10 +41,8 @@ class Constant(Rule):
     sequence_length: int | None = None
 
     def __post_init__(self) -> None:
-        raise_violations(
-            ScheduleError,
-            _whole(global_batch_size=self.global_batch_size) + _length(self.sequence_length),
-        )
+        found = _whole(global_batch_size=self.global_batch_size) + _length(self.sequence_length)
+        raise_violations(ScheduleError, found)
 
     def switches(self) -> tuple[Switch, ...]:
         return (Switch(0, self.global_batch_size, self.sequence_length),)
@@ -129,8 +127,10 @@ class PerDevice(Rule):
             except ConfigError as error:
                 found += error.violations
                 continue
-            if number <= 0:
-                found.append(Violation(f"{field}={value} must be above zero.", field, value))
+            if not 0 < number <= LARGEST_COUNT:
+                message = f"{field}={value} is not above 0 and at most {LARGEST_COUNT:,}."
+                found.append(Violation(message, field, str(value)))
+            object.__setattr__(self, field, number)  # 0.5, "1/2" and Fraction(1, 2) are one rule
         raise_violations(ScheduleError, found)  # what follows divides by these
         start, increment, end = (size * self._lanes for size in self._sizes)
         for field, size in (("start", start), ("increment", increment), ("end", end)):
@@ -163,10 +163,10 @@ class PerDevice(Rule):
         if not self.samples:
             return (Switch(0, end, self.sequence_length),)
         found: list[Switch] = []
-        step = 0
+        step, share = 0, self.samples_per_increment
         for size in range(start, end, increment):
             found.append(Switch(step, size, self.sequence_length))
-            step += ceil(self.samples_per_increment / size)
+            step += ceil(share / size)
         return (*found, Switch(step, end, self.sequence_length))
 
     def notes(self) -> tuple[str, ...]:
@@ -261,29 +261,16 @@ class Thresholds(Rule):
         found: list[Violation] = []
         exact = Fraction(0)  # the threshold in samples, as if no step overshot
         for ((at, size), (after, larger)), length in zip(pairwise(self.pairs), self._lengths(), strict=False):
-            if after <= at:
-                found.append(
-                    Violation(
-                        f"threshold {after:,} comes after {at:,}: thresholds rise, each above the one before it. "
-                        f"Nearest: {at + 1:,}.",
-                        "threshold",
-                        after,
-                        (at + 1,),
-                    )
+            least, why = at + 1, "thresholds rise, each above the one before it"
+            if self.unit == "tokens" and length:
+                least = at + ceil((exact.__floor__() + 1 - exact) * length)
+                why = (
+                    f"with sequence_length {length}, sample {exact.__floor__() + 1:,} is the first after {at:,} tokens"
                 )
-            elif self.unit == "tokens" and length:
-                before, exact = exact, exact + Fraction(after - at, length)
-                if exact.__floor__() == before.__floor__():
-                    least = at + ceil((before.__floor__() + 1 - before) * length)
-                    found.append(
-                        Violation(
-                            f"thresholds {at:,} and {after:,} are the same sample: at sequence_length {length} both "
-                            f"lie in sample {before.__floor__():,}. Nearest: {least:,}.",
-                            "threshold",
-                            after,
-                            (least,),
-                        )
-                    )
+                exact += Fraction(max(0, after - at), length)
+            if after < least:
+                message = f"threshold {after:,} is too close to {at:,}, the one before it: {why}. Nearest: {least:,}."
+                found.append(Violation(message, "threshold", after, (least,)))
             if larger < size and not self.allow_falling:
                 found.append(
                     Violation(
@@ -339,8 +326,12 @@ class Doubling(Rule):
     sequence_length: int | None = None
 
     def __post_init__(self) -> None:
-        found = _whole(start=self.start, target=self.target, every=self.every)
+        found = _whole(start=self.start, target=self.target, every=self.every) + _length(self.sequence_length)
         raise_violations(ScheduleError, found)
+        if self.unit == "tokens" and self.sequence_length and self.every < self.sequence_length:
+            message = f"every={self.every} tokens is less than one sample of {self.sequence_length}. Nearest: "
+            nearest = (self.sequence_length,)
+            found.append(Violation(f"{message}{nearest[0]}.", "every", self.every, nearest))
         if self.start > self.target:
             found.append(_falling(self.start, "target", self.target))
         elif self._sizes()[-1] != self.target:
@@ -356,7 +347,7 @@ class Doubling(Rule):
                 )
             )
         raise_violations(ScheduleError, found)
-        self._thresholds()  # unit, sequence length, thresholds inside one sample
+        self._thresholds()  # checks the unit, and that tokens come with a sequence length
 
     def switches(self) -> tuple[Switch, ...]:
         return self._thresholds().switches()
@@ -414,6 +405,9 @@ def _whole(least: int = 1, **fields: object) -> list[Violation]:
             found.append(Violation(f"{field}={value!r} is not a whole number.", field, value))
         elif value < least:
             found.append(Violation(f"{field}={value} is too small: the least is {least}.", field, value, (least,)))
+        elif value > LARGEST_COUNT:
+            message = f"{field}={value:,} is too large: the most is {LARGEST_COUNT:,}."
+            found.append(Violation(message, field, value, (LARGEST_COUNT,)))
     return found
 
 

@@ -42,7 +42,11 @@ def scale(rule: str, base_lr: float, base_batch: int, batch: int) -> float:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A rule that suits an optimizer, and why. It is shown; it is never applied unasked."""
+    """A rule that suits an optimizer, and why. It is shown; it is never applied unasked.
+
+    >>> suggested_rule("SGD").reason
+    'SGD is plain gradient descent: the linear rule (Goyal 2017)'
+    """
 
     rule: str
     reason: str
@@ -66,7 +70,11 @@ def suggested_rule(optimizer: str) -> Suggestion:
 
 @dataclass(frozen=True)
 class StageRate:
-    """The learning rate before and after one batch change; `factor` is against the base."""
+    """The learning rate before and after one batch change; `factor` is against the base.
+
+    >>> stage_rates([Segment(0, 0, 256, None)], "sqrt", 0.5, base_batch=1024)[0].factor
+    0.5
+    """
 
     index: int
     first_step: int
@@ -145,7 +153,11 @@ class SampleSchedule:
 
 @dataclass(frozen=True)
 class HorizonCheck:
-    """Where a learning-rate horizon ends against the budget; `off_by_samples` is below zero when it ends early."""
+    """Where a learning-rate horizon ends against the budget; `off_by_samples` is below zero when it ends early.
+
+    >>> check_horizon([Segment(0, 0, 256, None)], 2560, steps=9).message
+    'the horizon of 9 steps ends at sample 2,304, 256 before the budget of 2,560 (10.0%). Count it in samples: 2,560.'
+    """
 
     ok: bool
     ends_at_sample: int

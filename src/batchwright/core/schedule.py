@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Literal, cast
+from typing import Literal
 
 from .errors import ScheduleError, Violation, raise_violations
 from .units import human
@@ -214,16 +214,16 @@ class Schedule:
         >>> Constant(32, sequence_length=4096).compile().sample_at_token(10_000)
         2
         """
-        if any(s.sequence_length is None for s in self.segments):
+        starts = [s.start_token for s in self.segments if s.sequence_length and s.start_token is not None]
+        if len(starts) < len(self.segments):
             raise ScheduleError(
                 "tokens cannot be counted: a segment has no sequence_length. Give the rule one.",
                 field="sequence_length",
             )
-        # Every start_token is known here: an unknown one comes only from an unknown length before it.
-        starts = [cast(int, s.start_token) for s in self.segments]
         self._check_inside("token", token, None if self.total_tokens is None else self.total_tokens + 1)
-        segment = self.segments[bisect_right(starts, token) - 1]
-        return segment.start_sample + (token - cast(int, segment.start_token)) // cast(int, segment.sequence_length)
+        index = bisect_right(starts, token) - 1
+        segment = self.segments[index]
+        return segment.start_sample + (token - starts[index]) // (segment.sequence_length or 1)
 
     def until(
         self, samples: int | None = None, *, tokens: int | None = None, last_step: LastStep = "shorten"
@@ -284,22 +284,23 @@ class Schedule:
         past = self._past(position)
         if isinstance(rule, Schedule):
             switches = tuple(Switch(s.start_sample, s.global_batch_size, s.sequence_length) for s in rule.segments)
-            unit, notes, ending = "samples", rule.notes, rule
+            unit, notes, policy = "samples", rule.notes, rule.last_step
+            # What the new schedule dropped at its end stays dropped.
+            budget = min((n for n in (rule.samples, rule.total_samples) if n is not None), default=None)
         else:
-            switches, unit, notes, ending = rule.switches(), rule.unit, rule.notes(), self
-        future, jumped = walk(switches, unit, past)
-        joined = Schedule((*past, *future), (*self.notes, *notes, *jumped))
-        end = ending.total_samples
-        if end is None or (end <= position and ending is self):
-            return joined
-        if end <= position:
+            switches, unit, notes, policy = rule.switches(), rule.unit, rule.notes(), self.last_step
+            spent = self.total_samples is None or self.total_samples <= position
+            budget = None if spent else self.samples or self.total_samples
+        if budget is not None and budget <= position:
             raise ScheduleError(
-                f"position={position:,} leaves nothing to continue with: the new schedule ends at sample {end:,}.",
+                f"position={position:,} leaves nothing to continue with: the new schedule ends at sample {budget:,}.",
                 field="position",
                 given=position,
-                nearest=(self.at_sample(end - 1).start_sample,),
+                nearest=(self.at_sample(budget - 1).start_sample,),
             )
-        return joined.until(end if ending.samples is None else ending.samples, last_step=ending.last_step)
+        future, jumped = walk(switches, unit, past)
+        joined = Schedule((*past, *future), tuple(dict.fromkeys((*self.notes, *notes, *jumped))))
+        return joined if budget is None else joined.until(budget, last_step=policy)
 
     def _budget(self, samples: int | None, tokens: int | None) -> int:
         """The budget in samples, inside the schedule."""

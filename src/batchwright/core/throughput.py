@@ -1,4 +1,4 @@
-"""How long an optimizer step takes on a number of nodes: a model, a measured curve, or times given per stage.
+"""How long an optimizer step takes on a number of nodes, and the cheapest chain of stages through such times.
 
 A step of m micro batches on p pipeline stages, on n nodes:
 
@@ -8,17 +8,16 @@ A step of m micro batches on p pipeline stages, on n nodes:
 
 `micro_step` is a + b × micro_batch_size, or a line through measured points. `sync_seconds` is the time to send all of a
 device's gradients once over its node's link. One node synchronises inside the node: that part belongs to `micro_step`.
+Instead of a model, times may be given per stage.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import itemgetter
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any
 
 from .errors import ConfigError, Violation, raise_violations
 
@@ -193,136 +192,3 @@ class StageSeconds:
     def remarks(self, micro_batch_sizes: Iterable[int], sequence_lengths: Iterable[int | None] = ()) -> tuple[str, ...]:
         """What a reader of the times must know: the same shape as `Throughput.remarks`."""
         return ("step times are given per stage, and hold for the nodes they were measured on.",)
-
-
-Pair: TypeAlias = tuple[int, int]  # (cost, weight)
-_Link: TypeAlias = "tuple[int, _Link] | None"  # the nodes chosen so far, last first
-
-
-def cheapest_chain(
-    options: Sequence[Mapping[int, Pair]],
-    start: Callable[[int], Pair],
-    *,
-    always: bool = False,
-    limit: int | None = None,
-) -> list[int] | None:
-    """The nodes for each stage at the least total cost, of total weight up to `limit`; None where there are none.
-
-    A stage's `options` are {nodes: (cost, weight)}; a `start` on other nodes than before (`always`: at every boundary)
-    costs extra. Integers only, so ties are ties: among equal costs fewer changes win, then fewer nodes.
-
-    >>> stages = [{1: (10, 10), 2: (12, 6)}, {2: (20, 10)}]
-    >>> cheapest_chain(stages, lambda nodes: (1, 1)), cheapest_chain(stages, lambda nodes: (3, 1))
-    ([1, 2], [2, 2])
-    """
-    # The order of preference becomes one number, cost | changes | nodes: wide enough that no sum runs over.
-    counts = sorted({n for option in options for n in option})
-    change = (len(options) * counts[-1]).bit_length()
-    shift = change + len(options).bit_length()
-    starts = {n: start(n) for n in counts}
-    chain = _Chain(
-        [{n: ((cost << shift) + n, weight) for n, (cost, weight) in option.items()} for option in options],
-        {n: ((cost << shift) + (1 << change), weight) for n, (cost, weight) in starts.items()},
-        {n: (cost << shift, weight) if always else (0, 0) for n, (cost, weight) in starts.items()},
-    )
-    return chain.path(chain.to_go(1, 0)) if limit is None else chain.within(limit)
-
-
-@dataclass(frozen=True)
-class _Chain:
-    options: Sequence[Mapping[int, Pair]]
-    move: Mapping[int, Pair]
-    stay: Mapping[int, Pair]
-
-    def to_go(self, q: int, p: int) -> list[dict[int, tuple[int, int]]]:
-        """For every stage and count of nodes: the least q × cost + p × weight from there on, and the next count.
-
-        The best move to other nodes is the same wherever one comes from, so a stage costs one pass over its options.
-        """
-        move = {n: q * cost + p * weight for n, (cost, weight) in self.move.items()}
-        stay = {n: q * cost + p * weight for n, (cost, weight) in self.stay.items()}
-        table: list[dict[int, tuple[int, int]]] = []
-        after: dict[int, tuple[int, int]] = {}
-        for option in reversed(self.options):
-            moved = min(((value + move[n], n) for n, (value, _) in after.items()), default=(0, 0))
-            now: dict[int, tuple[int, int]] = {}
-            for n, (cost, weight) in option.items():
-                value, then = moved
-                if n in after and (kept := after[n][0] + stay[n]) <= value:
-                    value, then = kept, n
-                now[n] = (value + q * cost + p * weight, then)
-            table.append(now)
-            after = now
-        return table[::-1]
-
-    def path(self, table: Sequence[Mapping[int, tuple[int, int]]]) -> list[int]:
-        """The counts that `to_go` found best."""
-        at = min(table[0], key=lambda n: (table[0][n][0], n))
-        counts: list[int] = []
-        for row in table:
-            counts.append(at)
-            at = row[at][1]
-        return counts
-
-    def total(self, counts: Sequence[int]) -> Pair:
-        """(cost, weight) of a choice."""
-        pairs = [option[n] for option, n in zip(self.options, counts, strict=True)]
-        pairs += [self.stay[b] if a == b else self.move[b] for a, b in pairwise(counts)]
-        return sum(cost for cost, _ in pairs), sum(weight for _, weight in pairs)
-
-    def within(self, limit: int) -> list[int] | None:
-        """The cheapest choice of weight up to `limit`, exactly: a shortest path with a resource.
-
-        Labels (weight, cost, nodes so far) go from stage to stage. One is dropped when another on the same nodes is no
-        worse in both, when its lightest completion breaks the limit, or when a Lagrangian bound shows that it cannot
-        beat the best choice known. The problem is NP-hard: in the worst case labels grow exponentially.
-        """
-        free = self.path(self.to_go(1, 0))
-        low = self.total(free)
-        if low[1] <= limit:
-            return free
-        lightest = self.to_go(0, 1)
-        high = self.total(self.path(lightest))
-        if high[1] > limit:
-            return None
-        while True:  # p / q closes in on the slope of the convex hull where it crosses the limit
-            q, p = low[1] - high[1], high[0] - low[0]
-            bound = self.to_go(q, p)
-            cost, weight = found = self.total(self.path(bound))
-            if q * cost + p * weight >= q * low[0] + p * low[1]:
-                break
-            low, high = (found, high) if weight > limit else (low, found)
-        ceiling = q * high[0] + p * limit
-        labels: dict[int, list[tuple[int, int, _Link]]] = {}
-        for i, option in enumerate(self.options):
-            front = _undominated([label for row in labels.values() for label in row])
-            front.sort(key=lambda label: q * label[1] + p * label[0])
-            now: dict[int, list[tuple[int, int, _Link]]] = {}
-            for n, (cost, weight) in option.items():
-                room, top = limit - lightest[i][n][0], ceiling - bound[i][n][0]
-                arriving: list[tuple[int, int, _Link]] = [] if i else [(0, 0, None)]
-                for row, (c, w) in ((front, self.move[n]), (labels.get(n, ()), self.stay[n])):
-                    for before_weight, before_cost, link in row:
-                        if q * (before_cost + c) + p * (before_weight + w) > top:
-                            if row is front:  # ascending in just this
-                                break
-                        elif before_weight + w <= room:
-                            arriving.append((before_weight + w, before_cost + c, link))
-                if arriving:
-                    now[n] = [(w + weight, c + cost, (n, link)) for w, c, link in _undominated(arriving)]
-            labels = now
-        *_, link = min((label for row in labels.values() for label in row), key=itemgetter(1))
-        counts: list[int] = []
-        while link is not None:
-            counts.append(link[0])
-            link = link[1]
-        return counts[::-1]
-
-
-def _undominated(labels: list[tuple[int, int, _Link]]) -> list[tuple[int, int, _Link]]:
-    """The labels that no other one matches in both weight and cost."""
-    kept: list[tuple[int, int, _Link]] = []
-    for label in sorted(labels, key=itemgetter(0, 1)):
-        if not kept or label[1] < kept[-1][1]:
-            kept.append(label)
-    return kept

@@ -15,8 +15,12 @@ SUFFIXES: dict[str, int] = {"": 1} | {
 }
 # Above this a count is a slip of the keyboard, and listing its divisors would no longer be instant.
 LARGEST_COUNT = 10**15
+# Longer than this is not a number that anyone meant; Python itself stops at 4300 digits, and with a traceback.
+LONGEST = 1000
 
-_NUMBER = re.compile(r"([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([a-zA-Z]{0,2})", re.ASCII)
+# Commas stand between groups of three only: 1,5 is no 15.
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)"
+_NUMBER = re.compile(rf"([+-]?(?:{_DIGITS}\.?\d*|\.\d+)(?:[eE][+-]?\d{{1,3}})?)\s*([a-zA-Z]{{0,2}})", re.ASCII)
 
 
 def fraction(value: int | float | str | Fraction, field: str = "number") -> Fraction:
@@ -28,7 +32,9 @@ def fraction(value: int | float | str | Fraction, field: str = "number") -> Frac
     if isinstance(value, Fraction):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"{field}={value!r} is not a number.", field=field, given=value)
+        raise ConfigError(f"{field}={_brief(value)} is not a number.", field=field, given=_brief(value))
+    if (value.bit_length() / 4 if isinstance(value, int) else len(str(value))) > LONGEST:
+        raise ConfigError(f"{field} has more than {LONGEST} digits: that is no number for it.", field=field)
     text = str(value).strip()
     match = _NUMBER.fullmatch(text)
     if match and match[2] in SUFFIXES:
@@ -52,16 +58,21 @@ def count(
     """
     number = fraction(value, field)
     if number.denominator != 1:
-        below, above = number.__floor__(), number.__ceil__()
+        below = min(max(number.__floor__(), least), most)
+        above = min(max(number.__ceil__(), least), most)
+        near = sorted({below, above})
         raise ConfigError(
-            f"{field}={str(value)[:40]} is not a whole number. Nearest: {below:,} or {above:,}.",
+            f"{field}={str(value)[:40]} is not a whole number. Nearest: {' or '.join(f'{n:,}' for n in near)}.",
             field=field,
             given=value,
-            nearest=[n for n in (below, above) if least <= n <= most],
+            nearest=near,
         )
     if number < least:
         raise ConfigError(
-            f"{field}={str(value)[:40]} is too small: the least is {least}.", field=field, given=value, nearest=[least]
+            f"{field}={str(value)[:40]} is too small: the least is {least}.",
+            field=field,
+            given=str(value)[:40],
+            nearest=[least],
         )
     if number > most:
         raise ConfigError(
@@ -79,21 +90,34 @@ def percentage(value: int | float | str | Fraction, field: str = "tolerance") ->
     >>> percentage("10%"), percentage(0.25)
     (Fraction(1, 10), Fraction(1, 4))
     """
-    text = str(value).strip()
+    text = value.strip() if isinstance(value, str) else ""
     share = fraction(text[:-1], field) / 100 if text.endswith("%") else fraction(value, field)
     if not 0 <= share <= 1:
-        raise ConfigError(f"{field}={value} is not between 0% and 100%.", field=field, given=value, nearest=["10%"])
+        raise ConfigError(
+            f"{field}={str(value)[:40]} is not between 0% and 100%.",
+            field=field,
+            given=str(value)[:40],
+            nearest=["10%"],
+        )
     return share
 
 
 def positive(value: int | float | str | Fraction, field: str) -> float:
-    """A number above zero, such as a throughput or a time."""
+    """A number above zero, such as a throughput or a time; far within what a float can hold.
+
+    >>> positive("2.5", "step_seconds")
+    2.5
+    """
     number = fraction(value, field)
-    if number <= 0:
-        raise ConfigError(f"{field}={value} must be above zero.", field=field, given=value)
-    if number > 10**18:
-        raise ConfigError(f"{field}={str(value)[:40]} is too large.", field=field, given=str(value)[:40])
+    if not Fraction(1, 10**18) <= number <= 10**18:
+        problem = "must be above zero" if number <= 0 else f"is too {'large' if number > 1 else 'small'}"
+        raise ConfigError(f"{field}={str(value)[:40]} {problem}.", field=field, given=str(value)[:40])
     return float(number)
+
+
+def _brief(value: object) -> str:
+    """A value that is not a number, for a message: a list from a file may be endless, so only its kind is named."""
+    return repr(value) if value is None or isinstance(value, bool) else type(value).__name__
 
 
 def human(number: int) -> str:

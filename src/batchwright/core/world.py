@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, lcm
 
 from .errors import Violation, either
 from .nearest import nearest_divisors
@@ -80,7 +80,8 @@ class World:
         """What does not divide: devices over nodes, experts over replicas."""
         found: list[Violation] = []
         if self.devices_per_node is not None and self.nodes is None:
-            step = self.replica_step
+            spread = self.data_parallel_size % self.expert_parallel == 0  # then it has to stay so
+            step = lcm(self.replica_step, self.expert_parallel if spread else 1)
             below = self.data_parallel_size // step * step
             nearest = [n for n in (below, below + step) if n]
             found.append(

@@ -6,7 +6,7 @@ where they were given, and a later level (file < override < flag) wins over an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +52,9 @@ class Resolved:
 
 def dialects() -> tuple[Dialect, ...]:
     """All dialects that are read."""
-    from . import huggingface, maxtext, nemo
+    from . import huggingface, maxtext, megatron, nemo
 
-    return (nemo.DIALECT, maxtext.DIALECT, huggingface.DIALECT)
+    return (nemo.DIALECT, maxtext.DIALECT, huggingface.DIALECT, megatron.DIALECT)
 
 
 def is_foreign(key: str) -> bool:
@@ -62,8 +62,8 @@ def is_foreign(key: str) -> bool:
     return any(key in d.keys or key in d.special for d in dialects())
 
 
-def resolve(entries: Iterable[tuple[str, Given]], *, lenient: bool = False) -> Resolved:
-    """Our fields from keys in any spelling; `lenient` leaves out keys nobody knows instead of refusing them.
+def resolve(entries: Iterable[tuple[str, Given]], *, own: Collection[str] = READERS, lenient: bool = False) -> Resolved:
+    """Our fields from keys in any spelling: `own` are ours; `lenient` leaves out keys nobody knows.
 
     >>> resolve([("data.micro_batch_size", Given(4))]).fields["micro_batch_size"].value
     4
@@ -74,24 +74,23 @@ def resolve(entries: Iterable[tuple[str, Given]], *, lenient: bool = False) -> R
     ignored: list[str] = []
     known = dialects()
     used: list[str] = []
-    all_keys = [*READERS, *(k for d in known for k in (*d.keys, *d.special))]
+    all_keys = [*own, *(k for d in known for k in (*d.keys, *d.special))]
     for key, given in entries:
         dialect = next((d for d in known if key in d.special), None)
         if dialect is not None:
             _put(specials.setdefault(dialect.name, {}), key, given, wrong)
             continue
         dialect = next((d for d in known if key in d.keys), None)
-        if key in READERS:
+        if key in own:
             _put(fields, key, given, wrong)
         elif dialect is not None:
             used.append(dialect.title)
             _put(fields, dialect.keys[key], given, wrong)
         else:
-            unknown = unknown_key(key, given.value, all_keys)
-            if lenient and not _is_a_slip(key, unknown):
+            if lenient and not _is_a_slip(key, all_keys):
                 ignored.append(key)
             else:
-                wrong.append(unknown)
+                wrong.append(unknown_key(key, given.value, all_keys))
     raise_violations(ConfigError, wrong)
     notes: list[str] = []
     for dialect in known:
@@ -104,11 +103,11 @@ def resolve(entries: Iterable[tuple[str, Given]], *, lenient: bool = False) -> R
     return Resolved(fields, tuple(notes), tuple(ignored))
 
 
-def _is_a_slip(key: str, unknown: Violation) -> bool:
+def _is_a_slip(key: str, known: list[str]) -> bool:
     """A key that is one letter from one we know was meant to be it, even among many that are not for us."""
-    from difflib import SequenceMatcher
+    from difflib import get_close_matches
 
-    return any(SequenceMatcher(None, key, str(close)).ratio() > 0.9 for close in unknown.nearest)
+    return bool(get_close_matches(key, known, n=1, cutoff=0.9))
 
 
 def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from batchwright.core.errors import ConfigError, PlanError, either
-from batchwright.core.units import count, fraction
+from batchwright.core.units import count, fraction, positive
 
 from . import Dialect, Fields, Given
 
@@ -31,7 +31,14 @@ _AXES = {
 }
 _MESH = {f"{scope}_{axis}_parallelism": axis for scope in ("ici", "dcn") for axis in _AXES}
 
-_SPECIAL = {"per_device_batch_size", "expansion_factor_real_data", "num_pipeline_microbatches", *_MESH}
+_RAMP = {
+    "enable_rampup_batch_size": "False",
+    "per_device_batch_size_start": "4.0",
+    "per_device_batch_size_increment": "2.0",
+    "global_rampup_samples": "500",
+}  # with MaxText's defaults
+
+_SPECIAL = {"per_device_batch_size", "expansion_factor_real_data", "num_pipeline_microbatches", *_RAMP, *_MESH}
 
 
 def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
@@ -42,15 +49,19 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
         given = found.get(name) or fields.get(name)
         return default if given is None else count(given.value, name)
 
+    ramp = _ramp(special)
     replica = known("tensor_parallel", 1) * known("pipeline_parallel", 1) * known("context_parallel", 1)
     if "per_device_batch_size" in special:
         given = special["per_device_batch_size"]
+        positive(given.value, "per_device_batch_size")  # refuses what is out of any range
         size = fraction(given.value, "per_device_batch_size")
         micro = size * replica
         devices = _devices(fields)
         if micro > 0 and micro.denominator == 1:
             words = f"{given.origin} × {replica} devices per replica" if replica > 1 else given.origin
-            found["micro_batch_size"] = Given(int(micro), words, given.level)
+            # A ramp ends at this size and its stages take smaller ones: then it is the most, not the size.
+            name = "max_micro_batch_size" if ramp else "micro_batch_size"
+            found[name] = Given(int(micro), words, given.level)
         elif micro > 0 and devices and (size * devices).denominator == 1:
             # A whole batch, but not one of whole micro batches: the equation says what to do about it.
             whole = int(size * devices) * known("accumulation_steps", 1)
@@ -87,6 +98,8 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
                 nearest=(-1, 1),
             )
         found["expansion_factor"] = Given(Fraction(1) if factor == -1 else factor, given.origin, given.level)
+    if ramp:
+        found["per_device"] = ramp
     if known("pipeline_parallel", 1) > 1:
         found["pipeline_style"] = Given("inner", "MaxText", -1)
         pieces = special.get("num_pipeline_microbatches")
@@ -119,6 +132,20 @@ def _mesh(special: Fields, fields: Fields) -> Fields:
         sizes.pop("data_parallel_size", None)  # the rest of the devices: derived from their number
     words = " ".join(origin)
     return {name: Given(size, words, level) for name, size in sizes.items()}
+
+
+def _ramp(special: Fields) -> Given | None:
+    """MaxText's four keys and the size they lead to, as START,INCREMENT,END,SAMPLES; None when switched off."""
+    given = special.get("enable_rampup_batch_size")
+    if given is None or str(given.value).lower() != "true":
+        return None
+    start, increment, samples = (
+        special[key].value if key in special else default
+        for key, default in _RAMP.items()
+        if not key.startswith("enable")
+    )
+    end = special["per_device_batch_size"].value if "per_device_batch_size" in special else "12.0"
+    return Given((start, increment, end, samples), "enable_rampup_batch_size", given.level)
 
 
 def _devices(fields: Fields) -> int | None:

@@ -27,6 +27,8 @@ _PLAIN = {
     "model.micro_batch_size": "micro_batch_size",
     "model.global_batch_size": "global_batch_size",
     "model.encoder_seq_length": "sequence_length",
+    "data.rampup_batch_size": "linear",
+    "model.rampup_batch_size": "linear",
     "trainer.num_nodes": "nodes",
     "trainer.devices": "devices_per_node",
     **{f"trainer.strategy.{theirs}": ours for theirs, ours in _PARALLEL.items()},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 from . import is_foreign
 
@@ -11,16 +11,17 @@ _PROGRAMS = frozenset({"nemo", "python", "python3", "torchrun", "accelerate", "d
 
 
 def unpaste(
-    words: list[str], own_flags: Collection[str], is_ours: Callable[[str], bool]
+    words: list[str], own_flags: Mapping[str, bool], is_ours: Callable[[str], bool]
 ) -> tuple[list[str], tuple[str, ...]]:
     """Rewrite foreign flags as `key=value`; returns the words for our own parser and those that were left out.
 
-    `--per_device_train_batch_size 2` is understood anywhere. A whole pasted line may hold anything.
+    `--per_device_train_batch_size 2` is understood anywhere. A whole pasted line may hold anything. `own_flags` says
+    of each flag of ours whether it takes a value.
 
-    >>> unpaste("nemo llm pretrain --factory llama3_8b data.micro_batch_size=4".split(), (), lambda key: False)
+    >>> unpaste("nemo llm pretrain --factory llama3_8b data.micro_batch_size=4".split(), {}, lambda key: False)
     (['data.micro_batch_size=4'], ('nemo', 'llm', 'pretrain', '--factory', 'llama3_8b'))
     """
-    pasted = bool(words) and words[0].rsplit("/", 1)[-1] in _PROGRAMS
+    pasted: bool | None = None  # unknown until the first word that is not ours
     kept: list[str] = []
     left: list[str] = []
     at = 0
@@ -31,12 +32,20 @@ def unpaste(
         takes_next = not equals and at < len(words) and not words[at].startswith("-") and "=" not in words[at]
         if flag in own_flags:
             kept.append(word)
+            if own_flags[flag] and not equals and at < len(words):
+                kept.append(words[at])
+                at += 1
             continue
+        if pasted is None:
+            pasted = word.rsplit("/", 1)[-1] in _PROGRAMS
         if word.startswith("--") and len(word) > 2:
             key = flag[2:].replace("-", "_")
             if is_foreign(key) or (pasted and is_ours(key)):
                 if takes_next:
                     value, equals = words[at], "="
+                    at += 1
+                while key == "rampup_batch_size" and at < len(words) and words[at].isdigit():  # takes three numbers
+                    value += f",{words[at]}"
                     at += 1
                 kept.append(f"{key}={value}" if equals else word)
                 continue
@@ -49,8 +58,6 @@ def unpaste(
                 at += 1
         elif pasted and equals and not word.startswith("-"):
             kept.append(word.lstrip("+"))  # Hydra's + and ++ add a key
-        elif pasted and at > 1 and words[at - 2] in own_flags:
-            kept.append(word)  # the value of one of our own flags
         elif pasted:
             left.append(word)
         else:

@@ -1,0 +1,196 @@
+"""The loader: one torch DataLoader over all stages of a run, reading along the global order.
+
+Its workers are handed positions, micro batch by micro batch, so a batch that grows only means more of them per step:
+nothing restarts. What is prefetched is not yet trained: the loader has no position of its own to save.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from batchwright.core.errors import PlanError, RunError
+
+from .order import GlobalOrder, Ints
+from .sampler import Slice, StepSampler
+
+# What the global order decides, so no argument of the DataLoader may.
+_DECIDED = ("batch_sampler", "batch_size", "drop_last", "in_order", "sampler", "shuffle")
+
+
+class MapDataset(Protocol):
+    """What is asked of a dataset: `len(dataset)` and `dataset[i]`. For packed sequences, i counts packed samples."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Micro(Slice):
+    """One micro batch of one step on this rank: a `Slice` with its dataset ids and its collated data."""
+
+    ids: Ints = field(compare=False)
+    """Dataset ids of the rows, in the order of `positions`."""
+    data: Any = field(compare=False, repr=False)
+    """What `collate_fn` made of the samples."""
+
+
+class Loader:
+    """Yields this rank's micro batches, as `Micro`, for every step of the sampler's schedule. It is the loop
+
+        for part in sampler:                                       # in `num_workers` processes, ahead of time
+            ids = order.ids(part.positions)
+            yield Micro(…, data=collate_fn([dataset[i] for i in ids]))
+
+        order = GlobalOrder(len(dataset), seed=1)
+        sampler = StepSampler(schedule, micro_batch_size=8, rank=rank, ranks=ranks, start=position)
+        for micro in Loader(dataset, order, sampler, num_workers=4): ...
+
+    Randomness inside `dataset[i]` (Python's `random`, numpy's global and torch's CPU generator) is seeded by (seed,
+    position): an augmentation is the same at any micro batch, rank and worker count, and another in the next epoch.
+    The process's own generators are put back afterwards. What is drawn in `collate_fn` goes on from the micro batch's
+    last sample, and what the model draws (dropout) from its process: both do depend on the split.
+
+    The dataset is map-style, and `dataset[i]` is called for each i (a batched `__getitems__` could not be seeded per
+    sample). For packed sequences i counts the packed samples: pack first, then index.
+    `pin_memory` defaults to whether there is a CUDA device; other options go to torch's DataLoader as they are.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        order: GlobalOrder,
+        sampler: StepSampler,
+        *,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        **options: Any,
+    ) -> None:
+        _check(dataset, order, options)
+        # Its own generator: starting an iteration must not draw from the one that the model's dropout uses.
+        options.setdefault("generator", torch.Generator().manual_seed(order.seed % 2**63))
+        self.sampler = sampler
+        self._loader: DataLoader[Any] = DataLoader(
+            _Reader(dataset, order.seed, collate_fn),  # type: ignore[arg-type]
+            batch_size=None,  # an index is a whole micro batch: the reader collates
+            sampler=_Identified(sampler, order),
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            **options,
+        )
+
+    def __iter__(self) -> Iterator[Micro]:
+        for part, ids, data in self._loader:
+            yield Micro(part.step, part.index, part.count, part.positions, part.filler, ids=ids, data=data)
+
+
+@dataclass(frozen=True)
+class _Identified:
+    """The sampler's slices with their dataset ids, computed once per step for the whole share."""
+
+    sampler: StepSampler
+    order: GlobalOrder
+
+    def __iter__(self) -> Iterator[tuple[Slice, Ints]]:
+        own, ids = range(0), np.empty(0, np.int64)
+        for part in self.sampler:
+            if part.index == 0:
+                own = self.sampler.share(part.step) or part.positions
+                ids = self.order.ids(own)
+            at = part.positions.start - own.start
+            yield part, ids[at : at + len(part.positions)]
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Runs in the workers: reads and collates one micro batch."""
+
+    dataset: MapDataset
+    seed: int
+    collate_fn: Callable[[list[Any]], Any]
+
+    def __getitem__(self, index: tuple[Slice, Ints]) -> tuple[Slice, Ints, Any]:
+        part, ids = index
+        with _generators_put_back():
+            rows = [self._row(position, id) for position, id in zip(part.positions, ids.tolist(), strict=True)]
+            try:
+                return part, ids, self.collate_fn(rows)
+            except Exception as error:
+                error.add_note(f"batchwright: collating sample ids {ids.tolist()}, positions {part.positions}")
+                raise
+
+    def _row(self, position: int, id: int) -> Any:
+        _seed_generators(self.seed, position)
+        try:
+            return self.dataset[id]
+        except StopIteration as error:  # would end the loop above as if the data were complete
+            raise RunError(f"dataset[{id}] raised StopIteration (position {position:,}).") from error
+        except Exception as error:
+            error.add_note(f"batchwright: reading dataset[{id}], the sample at position {position:,}")
+            raise
+
+
+def _seed_generators(seed: int, position: int) -> None:
+    digest = blake2b(f"batchwright sample 1: seed {seed}, position {position}".encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little")
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    # Not torch.manual_seed, which would reset the accelerator's generators as well.
+    torch.default_generator.manual_seed(number)
+
+
+@contextmanager
+def _generators_put_back() -> Iterator[None]:
+    if get_worker_info() is not None:  # a worker has no other use for them
+        yield
+        return
+    state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
+
+
+def _check(dataset: Any, order: GlobalOrder, options: dict[str, Any]) -> None:
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise PlanError(
+            f"dataset={kind} can only be streamed: which sample stands at position P cannot be asked of it, so a run "
+            "could not continue exactly. Needed: a map-style dataset with len(dataset) and dataset[i], for example the "
+            "stream written to indexed files once.",
+            field="dataset",
+            given=kind,
+        )
+    if len(dataset) != order.size:
+        raise PlanError(
+            f"the order is over size={order.size:,} samples, but len(dataset) is {len(dataset):,}: "
+            f"{abs(len(dataset) - order.size):,} samples would be {'left out' if len(dataset) > order.size else 'missing'}. "
+            f"Nearest: GlobalOrder({len(dataset)}, seed={order.seed}).",
+            field="size",
+            given=order.size,
+            nearest=[len(dataset)],
+        )
+    for name in _DECIDED:
+        if name in options:
+            raise PlanError(
+                f"{name}={options[name]!r} is not the DataLoader's to decide here: the global order and the schedule say "
+                "which samples come when. Leave it out, and set it on GlobalOrder or StepSampler.",
+                field=name,
+                given=options[name],
+            )

@@ -1,0 +1,112 @@
+"""Who am I: this process's rank, and its data-parallel rank in a device mesh. The one runtime file that reads the
+environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batchwright.core.errors import EnvironmentFault, PlanError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Launcher -> its names for rank, size, local rank, local size. Slurm's step variables exist under srun only: SLURM_NTASKS
+# would also be set in a batch script's own single process, which is not one of those tasks.
+_LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process among all processes of the job, and on its node; `local_size` where it is known.
+
+    >>> Ranks()
+    Ranks(rank=0, size=1, local_rank=0, local_size=None)
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int | None = None
+
+
+def discover(environment: Mapping[str, str] | None = None) -> Ranks:
+    """The ranks that torchrun or srun gave this process; without either, the only process there is.
+
+    >>> discover({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    Ranks(rank=3, size=8, local_rank=1, local_size=2)
+    >>> discover({})
+    Ranks(rank=0, size=1, local_rank=0, local_size=None)
+    """
+    env = os.environ if environment is None else environment
+    for launcher, rank, size, local_rank, local_size in _LAUNCHERS:
+        # Slurm sets a rank in the batch script too; only srun's own size says that there are others.
+        if size not in env and (launcher != "torchrun" or rank not in env):
+            continue
+        found = Ranks(
+            rank=_number(env, rank, launcher),
+            size=_number(env, size, launcher),
+            local_rank=_number(env, local_rank, launcher) if local_rank in env else 0,
+            local_size=_number(env, local_size, launcher) if local_size in env else None,
+        )
+        if not 0 <= found.rank < found.size:
+            raise EnvironmentFault(
+                f"{rank}={found.rank} is not a rank of {size}={found.size}: ranks are 0 to {found.size - 1}.",
+                field=rank,
+                given=found.rank,
+                nearest=[max(0, found.size - 1)],
+            )
+        return found
+    return Ranks()
+
+
+def data_parallel(mesh: DeviceMesh, dims: str | Sequence[str] | None = None) -> tuple[int, int]:
+    """This process's data-parallel rank and size: its place along the mesh dimensions `dims`, the last varying fastest.
+
+    Ranks that differ only in other dimensions (tensor, pipeline, context) get equal answers, so equal samples. A mesh
+    of one dimension needs no name; which of several are data-parallel is never guessed.
+
+        mesh = init_device_mesh("cuda", (2, 4, 8), mesh_dim_names=("replicate", "shard", "tensor"))
+        rank, size = data_parallel(mesh, ("replicate", "shard"))         # size 8
+    """
+    names = tuple(mesh.mesh_dim_names or ())
+    wanted = (dims,) if isinstance(dims, str) else tuple(dims or ())
+    shape = " × ".join(f"{name} {size}" for name, size in zip(names or "?" * mesh.ndim, mesh.shape, strict=True))
+    if dims is None and mesh.ndim == 1:
+        axes = (0,)
+    elif not wanted or set(wanted) - set(names) or len(set(wanted)) < len(wanted):
+        raise PlanError(
+            f"dims={dims!r} does not say which dimensions of the mesh ({shape}) hold different samples. "
+            + (f"Name each once, out of: {', '.join(names)}." if names else "Give the mesh its mesh_dim_names."),
+            field="dims",
+            given=dims,
+            nearest=names,
+        )
+    else:
+        axes = tuple(names.index(name) for name in wanted)
+    place = mesh.get_coordinate()
+    if place is None:
+        raise PlanError(
+            f"this process is not part of the mesh ({shape}), so it has no data-parallel rank.", field="mesh"
+        )
+    rank, size = 0, 1
+    for axis in axes:
+        rank, size = rank * mesh.size(axis) + place[axis], size * mesh.size(axis)
+    return rank, size
+
+
+def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
+    text = env.get(name, "")
+    if not text.isdecimal():
+        raise EnvironmentFault(
+            f"{name}={text!r} is not a whole number, but {launcher} sets it in every process. Start the job with "
+            f"{launcher}, or remove its variables from the environment.",
+            field=name,
+            given=text,
+        )
+    return int(text)

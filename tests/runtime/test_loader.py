@@ -1,0 +1,251 @@
+"""The loader: the same samples and the same augmentation at any split, worker count and point of resumption."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from batchwright.core.errors import PlanError, RunError
+from batchwright.core.rules import Constant, Linear
+from batchwright.core.schedule import Schedule
+from batchwright.runtime.loader import Loader, Micro
+from batchwright.runtime.order import GlobalOrder
+from batchwright.runtime.ranks import data_parallel
+from batchwright.runtime.sampler import StepSampler
+
+pytestmark = pytest.mark.torch
+
+
+class Noisy:
+    """A sample is its id and one draw of each generator: an augmentation that shows on what it depends."""
+
+    def __init__(self, size: int = 50) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        assert type(i) is int
+        noise = torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))], dtype=torch.float64)
+        return {"id": i, "noise": noise}
+
+
+class Broken(Noisy):
+    """Raises for one id."""
+
+    def __init__(self, bad: int, error: Exception) -> None:
+        super().__init__()
+        self.bad, self.error = bad, error
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if i == self.bad:
+            raise self.error
+        return super().__getitem__(i)
+
+
+def ramp() -> Schedule:
+    """4, 8, 12 samples per step, through 2.4 epochs of 50 samples, the last step shortened."""
+    return Linear(start=4, increment=4, samples=40, target=12).compile().until(121)
+
+
+def noisy_collate(items: list[Any]) -> dict[str, Any]:
+    """Draws once more: of the split, but not of the workers."""
+    return default_collate(items) | {"drawn": (random.random(), float(np.random.rand()), float(torch.rand(())))}
+
+
+def load(
+    micro: int = 4, rank: int = 0, ranks: int = 1, start: int = 0, dataset: Any = None, **options: Any
+) -> Iterable[Micro]:
+    dataset = dataset or Noisy()
+    sampler = StepSampler(ramp(), micro, rank, ranks, start, allow_ragged=True)
+    return Loader(dataset, GlobalOrder(len(dataset), seed=11), sampler, **options)
+
+
+def rows(micros: Iterable[Micro]) -> dict[int, tuple[int, list[float]]]:
+    """Position -> (id, noise) of every row that counts, each position once."""
+    found: dict[int, tuple[int, list[float]]] = {}
+    for micro in micros:
+        assert micro.data["id"].tolist() == micro.ids.tolist()
+        for position, id, noise in zip(micro.positions, micro.ids.tolist(), micro.data["noise"].tolist(), strict=True):
+            if not micro.filler:
+                assert position not in found
+                found[position] = id, noise
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[int, tuple[int, list[float]]]:
+    """The stream of one process without workers, whole."""
+    stream = rows(load())
+    assert list(stream) == list(range(121))
+    assert [id for id, _ in stream.values()] == GlobalOrder(50, seed=11).ids(range(121)).tolist()
+    assert len({tuple(noise) for _, noise in stream.values()}) == 121  # another augmentation in every epoch
+    return stream
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("micro", [1, 3, 7])
+def test_samples_and_augmentation_do_not_depend_on_the_split(micro: int, ranks: int, reference) -> None:
+    union: dict[int, tuple[int, list[float]]] = {}
+    for rank in range(ranks):
+        own = rows(load(micro, rank, ranks))
+        assert not union.keys() & own.keys()
+        union |= own
+    assert union == reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 5},
+        {"num_workers": 1, "multiprocessing_context": "spawn"},
+    ],
+    ids=["fork", "persistent", "spawn"],
+)
+def test_workers_give_the_same_sequence_across_the_ramp(options: dict[str, Any]) -> None:
+    alone, loader = list(load(collate_fn=noisy_collate)), load(collate_fn=noisy_collate, **options)
+    passes = 2 if "persistent_workers" in options else 1
+    for _ in range(passes):
+        with_workers = list(loader)
+        assert with_workers == alone  # steps, indices, counts, positions
+        for one, other in zip(alone, with_workers, strict=True):
+            assert np.array_equal(one.ids, other.ids)
+            assert torch.equal(one.data["noise"], other.data["noise"]) and one.data["drawn"] == other.data["drawn"]
+
+
+@pytest.mark.slow
+def test_one_set_of_workers_serves_every_stage() -> None:
+    micros = list(load(dataset=WhoReads(), num_workers=2, collate_fn=list))
+    assert len({m.step.segment for m in micros}) == 3
+    assert len({process for m in micros for process in m.data}) == 2
+
+
+class WhoReads(Noisy):
+    """A sample is the process that read it."""
+
+    def __getitem__(self, i: int) -> int:  # type: ignore[override]
+        import os
+
+        return os.getpid()
+
+
+@pytest.mark.parametrize("stop", [1, 5, 10])
+def test_resuming_on_another_world_equals_the_uninterrupted_stream(stop: int, reference) -> None:
+    """Train some steps on two ranks, with samples prefetched beyond; continue on three with another micro batch."""
+    position = ramp().at_step(stop).start_sample
+    trained = {}
+    for rank in range(2):
+        ahead = iter(load(2, rank, 2))
+        taken = [m for m in islice(ahead, 3 * stop + 3) if m.step.end_sample <= position]
+        trained |= rows(taken)
+    for rank in range(3):
+        trained |= rows(load(5, rank, 3, start=position))
+    assert trained == reference
+
+
+def test_the_process_keeps_its_own_randomness() -> None:
+    def draws(loader: Iterable[Micro]) -> list[float]:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        found = []
+        for _ in loader:
+            found += [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        return found
+
+    class Quiet(Noisy):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            return {"id": i, "noise": torch.zeros(3)}
+
+    micros = list(load())
+    assert draws(load()) == draws(micros) == draws(load(dataset=Quiet()))
+
+
+def test_collate_is_the_users_and_a_filler_carries_the_same_sample_again() -> None:
+    micros = list(load(2, rank=2, ranks=3, collate_fn=lambda items: [item["id"] for item in items]))
+    assert all(m.data == m.ids.tolist() for m in micros)
+    fillers = [m for m in micros if m.filler]
+    assert fillers and all(m.samples == 0 and len(m.ids) == 1 for m in fillers)
+    order = GlobalOrder(50, seed=11)
+    assert all(m.ids.tolist() == order.ids(m.positions).tolist() for m in micros)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_item_that_raises_shows_the_users_traceback_with_position_and_id(workers: int) -> None:
+    order = GlobalOrder(50, seed=11)
+    bad = int(order.ids([9])[0])
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(load(dataset=Broken(bad, ZeroDivisionError("planted")), num_workers=workers))
+    shown = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert "planted" in shown and f"dataset[{bad}], the sample at position 9" in shown
+
+
+def test_an_item_that_stops_the_iteration_does_not_end_the_run_in_silence() -> None:
+    with pytest.raises(RunError, match="StopIteration"):
+        list(load(dataset=Broken(7, StopIteration())))
+
+
+def test_a_collate_that_raises_names_the_samples() -> None:
+    def collate(items: list[Any]) -> Any:
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError) as caught:
+        list(load(collate_fn=collate))
+    assert "positions range(0, 4)" in caught.value.__notes__[0]
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Can only be read in order."""
+
+    def __iter__(self):
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "size", "options", "field"),
+    [
+        (Stream(), 10, {}, "dataset"),
+        (iter([1, 2]), 2, {}, "dataset"),
+        (Noisy(50), 49, {}, "size"),
+        (Noisy(50), 50, {"shuffle": True}, "shuffle"),
+        (Noisy(50), 50, {"batch_size": 3}, "batch_size"),
+    ],
+)
+def test_what_the_loader_cannot_do_exactly_is_an_error(dataset, size: int, options, field: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Loader(dataset, GlobalOrder(size), StepSampler(Constant(4).compile(), 2), **options)
+    assert caught.value.field == field
+
+
+def test_plain_lists_and_tensors_are_datasets() -> None:
+    sampler = StepSampler(Constant(4).compile().until(8), 2)
+    loader = Loader(list(range(100, 108)), GlobalOrder(8, shuffle=False), sampler)
+    assert [m.data.tolist() for m in loader] == [[100, 101], [102, 103], [104, 105], [106, 107]]
+    assert [m.data.shape for m in Loader(torch.zeros(8, 3), GlobalOrder(8), sampler)] == [(2, 3)] * 4
+    assert repr(next(iter(loader))).startswith("Micro(step=Step(step=0,")
+
+
+def on_mesh(rank: int) -> dict[int, tuple[int, list[float]]]:
+    """On each of four ranks of a dp × tp mesh: all rows that the loader gives, read by a worker."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return rows(load(3, *data_parallel(mesh, "dp"), num_workers=1, collate_fn=default_collate))
+
+
+@pytest.mark.slow
+def test_tensor_parallel_peers_see_equal_and_data_parallel_peers_disjoint_samples(run_ranks, reference) -> None:
+    found = run_ranks(on_mesh, 4)
+    assert found[0] == found[1] and found[2] == found[3]
+    assert not found[0].keys() & found[2].keys()
+    assert found[0] | found[2] == reference
