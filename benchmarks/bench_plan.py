@@ -15,7 +15,9 @@ from pathlib import Path
 
 ROUNDS = 15
 BIN = Path(sys.executable).parent
-PLAN = "plan --global-batch-size 1024 --nodes 16 --devices-per-node 8 --tensor-parallel 2 --max-micro-batch-size 6".split()
+PLAN = (
+    "plan --global-batch-size 1024 --nodes 16 --devices-per-node 8 --tensor-parallel 2 --max-micro-batch-size 6".split()
+)
 COMMANDS = {
     "python -c pass": [sys.executable, "-c", "pass"],
     "import argparse, dataclasses, json": [sys.executable, "-c", "import argparse, dataclasses, json"],

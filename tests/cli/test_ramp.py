@@ -160,7 +160,7 @@ def test_many_stages_are_cut_in_text_and_whole_in_json():
 
 def test_policies_need_times_and_say_so():
     words = (*LINEAR, "--micro-batch-size", "4", "--nodes", "4", "--devices-per-node", "8", "--node-policy", "min-time")
-    with pytest.raises(BatchwrightError, match="fixed_seconds|probe"):
+    with pytest.raises(BatchwrightError, match=r"fixed_seconds|probe"):
         run(*words)
     fast = run_json(*words, "--samples", "60M", "--micro-step-seconds", "0.05,0.1")
     cheap = run_json(*words[:-1], "min-node-hours", "--samples", "60M", "--micro-step-seconds", "0.05,0.1")
@@ -197,7 +197,7 @@ def test_pipeline_rules_hold_for_every_stage():
     words = ("--thresholds", "0:64 1M:1024", "--micro-batch-size", "1", "--nodes", "8", "--devices-per-node", "8",
              "--pipeline-parallel", "4", "--virtual-stages", "2", "--node-policy", "constant")  # fmt: skip
     assert run_json(*words)["stages"][0]["accumulation_steps"] == 4
-    with pytest.raises(BatchwrightError, match="ramp stage 1 of 2.*interleaved"):
+    with pytest.raises(BatchwrightError, match=r"ramp stage 1 of 2.*interleaved"):
         run("--thresholds", "0:32 1M:1024", *words[2:])
 
 

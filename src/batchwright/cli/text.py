@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 
@@ -24,13 +25,27 @@ def table(rows: Sequence[Sequence[object]], *, head: Sequence[str] = (), right: 
     return [f"  {line}".rstrip() for line in lines]
 
 
-def notes(items: Sequence[str]) -> list[str]:
-    """Notes as wrapped bullets."""
-    import shutil
-    import textwrap
+def notes(items: Sequence[str], width: int | None = None) -> list[str]:
+    """Notes as bullets, wrapped at the terminal's width. (textwrap and shutil would cost more than all of a plan.)
 
-    width = max(40, min(100, shutil.get_terminal_size().columns))
+    >>> notes(["one two three four five six seven eight nine"], width=40)
+    ['  - one two three four five six seven', '    eight nine']
+    """
+    width = max(40, min(100, width or _columns()))
     lines: list[str] = []
     for item in items:
-        lines += textwrap.wrap(item, width, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
+        line = "  -"
+        for word in item.split():
+            if len(line) + 1 + len(word) > width and line.strip(" -"):
+                lines.append(line)
+                line = "   "
+            line += f" {word}"
+        lines.append(line)
     return lines
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(1).columns
+    except OSError:  # a pipe or a file
+        return 100

@@ -31,6 +31,7 @@ from batchwright.core.schedule import Step
 
 Group = dist.ProcessGroup | DeviceMesh | Literal["auto"] | None
 ShardedMemory = Literal["low", "medium", "high"]
+Outcome = Literal["applied", "skipped", "dropped", "carried"]
 SHARDED_MEMORY: dict[ShardedMemory, str] = {
     "low": "reduce-scatter after every micro step: no unsharded gradients are kept, one synchronisation per micro step",
     "medium": "one reduce-scatter per step: unsharded gradients are kept between micro steps",
@@ -79,20 +80,37 @@ class DataParallel:
             dist.all_reduce(tensor, group=group)
         return tensor
 
-    def everyone(self, value: int, device: torch.device) -> list[int]:
-        """Each rank's `value`."""
+    def agree(self, name: str, value: int, plan: Step, device: torch.device) -> None:
+        """Raise, on every rank, unless all ranks have the same value."""
         rank = 0
         for group in self.groups:
             rank = rank * dist.get_world_size(group) + dist.get_rank(group)
         slots = torch.zeros(self.size, dtype=torch.int64, device=device)
         slots[rank] = value
-        return self.sum(slots).tolist()
+        values = self.sum(slots).tolist()
+        if len(set(values)) > 1:
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:16]))
+            raise RunError(
+                f"step {plan.step}: the ranks do not agree on {name} ({listed}). Each must run equally many micro steps "
+                "of the same step, or their collectives wait for each other forever; pad with filler micro batches.",
+                field="micro_steps",
+                given=values,
+                nearest=(max(values),),
+            )
 
     def forget(self) -> None:
-        """Drop what an abandoned step left inside the wrapper (FSDP2 keeps unsharded gradients of its own)."""
-        root = self.modules[0] if self.wrapper == "sharded" else None
-        if root is not None and hasattr(root, "reset_iter_state"):  # from torch 2.13 on
-            cast(FSDPModule, root).reset_iter_state()
+        """Drop what an abandoned step left inside FSDP2: unsharded gradients that were to be reduced later."""
+        sharded = [m for m in self.modules if isinstance(m, FSDPModule)]
+        if sharded and hasattr(sharded[0], "reset_iter_state"):  # from torch 2.13 on; ends what is in flight
+            sharded[0].reset_iter_state()
+        # It says that it drops these gradients too, but (2.13.0) does not; `unshard` would show them, in a collective.
+        states: list[Any] = [module._get_fsdp_state() for module in sharded]
+        several = all(hasattr(state, "_fsdp_param_groups") for state in states)  # before 2.12 or so: one, or None
+        groups = [g for s in states for g in (s._fsdp_param_groups if several else [s._fsdp_param_group]) if g]
+        for parameter in (p for group in groups for p in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
 
 def _groups(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
@@ -136,11 +154,13 @@ class FlatGradients:
 
     So it takes the memory of one set of gradients in `dtype` (at least fp32: a bf16 sum of 1024 micro steps is off by
     34%), sees the gradient of each micro step alone, and is reduced over ranks in one collective, with no copy.
+    (A gradient that arrives in pieces, as with reentrant checkpointing of a shared weight, is summed rightly but measured
+    in pieces.)
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.squares: list[Tensor] = []
+        self.squares = torch.zeros((), dtype=exact(self.parameters[0].device), device=self.parameters[0].device)
         self.active = self.measure = False
         self._present: set[nn.Parameter] = set()
         self._buffers: list[tuple[Tensor, list[nn.Parameter]]] = []
@@ -167,12 +187,8 @@ class FlatGradients:
         view.add_(gradient)
         self._present.add(cast(nn.Parameter, p))
         if self.measure:
-            self.squares.append(torch.linalg.vector_norm(gradient, dtype=view.dtype).square())
+            self.squares += torch.linalg.vector_norm(gradient, dtype=view.dtype).to(self.squares).square()
         p.grad = None
-
-    def square_sum(self, like: Tensor) -> Tensor:
-        """The sum of squares seen since `clear`, in the dtype and on the device of `like`."""
-        return torch.stack([s.to(like) for s in self.squares]).sum() if self.squares else torch.zeros_like(like)
 
     def reduce(self, over: DataParallel) -> None:
         """Sum the buffer over ranks."""
@@ -189,9 +205,14 @@ class FlatGradients:
     def clear(self) -> None:
         """Start again from zero."""
         self._present.clear()
-        self.squares.clear()
+        self.squares.zero_()
         for buffer, _ in self._buffers:
             buffer.zero_()
+
+
+def exact(device: torch.device) -> torch.dtype:
+    """The widest float of a device: sums of weights and losses are taken in it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -206,6 +227,12 @@ def like(p: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
+def scale_(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiply all gradients, sharded or not, in place."""
+    if gradients:
+        torch._foreach_mul_([local(g) for g in gradients], factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The 2-norm over all gradients, sharded or not, as a plain tensor that is equal on all ranks.
 
@@ -215,9 +242,32 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     kinds: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         kinds.setdefault((gradient.device_mesh if isinstance(gradient, DTensor) else None), []).append(gradient)
+    if not gradients:
+        return torch.zeros(())
     norms = [torch.nn.utils.get_total_norm(members) for members in kinds.values()]
     whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step came to, over all ranks; `end_sample` is the position a checkpoint may now continue from."""
+
+    step: int
+    outcome: Outcome
+    loss: float  # Σ loss_sum / Σ weight, without the auxiliary mean
+    auxiliary: float  # Σ weight × auxiliary_mean / Σ weight
+    weight: float
+    samples: int
+    micro_steps: int
+    grad_norm: float | None  # before clipping; None unless max_norm is set or the noise was measured
+    learning_rate: float | None  # the factor that `learning_rate` gave
+    end_sample: int
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the GradScaler met an overflow: the position moved on, the weights did not."""
+        return self.outcome == "skipped"
 
 
 @dataclass(frozen=True)
@@ -248,15 +298,15 @@ class Sums:
     def micro_steps(self) -> int:
         return len(self.weights)
 
-    def add(self, loss: Tensor, weight: Tensor | float, auxiliary: Tensor | float, samples: int) -> None:
-        self.losses.append(loss)
-        self.weights.append(weight)
-        self.auxiliaries.append(auxiliary)
+    def add(self, loss: Tensor | float, weight: Tensor | float, auxiliary: Tensor | float, samples: int) -> None:
+        """Take in one micro step."""
+        for values, value in ((self.losses, loss), (self.weights, weight), (self.auxiliaries, auxiliary)):
+            values.append(value.detach() if isinstance(value, Tensor) else float(value))
         self.samples += samples
 
     def totals(self, parallel: DataParallel, device: torch.device, plan: Step) -> Totals:
         """Sum over micro steps and ranks in one all-reduce; all ranks find the same faults, so all of them raise."""
-        kind = torch.float32 if device.type == "mps" else torch.float64
+        kind = exact(device)
         losses, weights, auxiliaries = (
             torch.stack([torch.as_tensor(v, dtype=kind, device=device).reshape(()) for v in values])
             for values in (self.losses, self.weights, self.auxiliaries)
@@ -264,9 +314,9 @@ class Sums:
         bad = (~weights.isfinite() | (weights < 0)).sum()
         count, mark = self.micro_steps, plan.step % 997  # small, so that their squares add up exactly
         facts = torch.tensor([self.samples, count, count**2, mark, mark**2], dtype=kind, device=device)
-        squares = self.flat.square_sum(losses[0]) if self.flat and self.measured else torch.zeros_like(losses[0])
+        squares = self.flat.squares if self.flat and self.measured else torch.zeros_like(losses[0])
         # Where each micro step is reduced over ranks it is one term, and its weight is that of all ranks.
-        whole = parallel.wrapper == "sharded"
+        whole = self.measured and parallel.wrapper == "sharded"
         terms = weights if whole else weights.square().sum().reshape(1)
         parts = [losses.sum(), weights.sum(), auxiliaries.sum(), squares, bad.to(kind)]
         packed = parallel.sum(torch.cat([torch.stack(parts), facts, terms])).tolist()
@@ -276,7 +326,7 @@ class Sums:
             ("the step", plan.step, moments[2:]),
         ):
             if parallel.size * second != first * first:
-                same(name, parallel.everyone(own, device), plan)
+                parallel.agree(name, own, plan, device)
         if faults:
             raise RunError(
                 f"step {plan.step}: {faults:.0f} of its weights are negative or not finite; on this rank they are "
@@ -286,16 +336,3 @@ class Sums:
             )
         squared = sum(n * n for n in packed[10:]) if whole else packed[10]
         return Totals(weight, loss, auxiliary, round(samples), square_sum, squared)
-
-
-def same(name: str, values: Sequence[int], plan: Step) -> None:
-    """Raise, on every rank, unless all ranks have the same value."""
-    if len(set(values)) > 1:
-        listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:16]))
-        raise RunError(
-            f"step {plan.step}: the ranks do not agree on {name} ({listed}). Each must run equally many micro steps of "
-            "the same step, or their collectives wait for each other forever; pad with filler micro batches.",
-            field="micro_steps",
-            given=list(values),
-            nearest=(max(values),),
-        )

@@ -1,0 +1,175 @@
+"""A task from a user's file: found, imported without harm, and its faults named as theirs."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchwright.core.errors import ConfigError, PlanError, RunError
+from batchwright.runtime.task import Feed, Task, leading_size, load_task, windows
+
+GOOD = """
+    import torch
+    from torch import nn
+    from batchwright.runtime.task import Task
+
+    def task(width: int = 2) -> Task:
+        return Task(
+            model=lambda: nn.Linear(width, 1),
+            dataset=[torch.ones(width)] * 8,
+            loss=lambda model, batch: (model(batch).sum(), len(batch)),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        )
+
+    def other(width): ...
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "train.py") -> str:
+        (tmp_path / name).write_text(textwrap.dedent(text))
+        return name
+
+    return write
+
+
+def test_a_function_of_a_file_gives_its_task(write: Any) -> None:
+    write(GOOD)
+    assert len(load_task("train.py:task").dataset) == 8
+    assert load_task("train.py", {"width": 5}).dataset[0].shape == (5,)  # `task` is the name when none is given
+
+
+def test_the_module_replaces_nothing_and_sees_its_neighbours(write: Any) -> None:
+    write("VALUE = 3\n", "neighbour_of_task.py")
+    write("import neighbour_of_task\nassert neighbour_of_task.VALUE == 3\n" + textwrap.dedent(GOOD), "random.py")
+    import random
+
+    load_task("random.py:task")
+    assert sys.modules["random"] is random
+    del sys.modules["neighbour_of_task"]
+
+
+def test_missing_things_are_named_with_the_nearest(write: Any) -> None:
+    write(GOOD)
+    with pytest.raises(ConfigError, match=r"task file nowhere.py does not exist"):
+        load_task("nowhere.py:task")
+    with pytest.raises(
+        ConfigError, match=r"has no function 'tsak'. It has: other, task. Did you mean task\?"
+    ) as caught:
+        load_task("train.py:tsak")
+    assert caught.value.nearest == ("train.py:task",)
+    with pytest.raises(ConfigError, match=r"takes no argument 'widht'; it takes: width. Did you mean width\?"):
+        load_task("train.py:task", {"widht": 3})
+    with pytest.raises(ConfigError, match="needs the argument 'width': --arg width="):
+        load_task("train.py:other")
+    with pytest.raises(RunError, match=r"train.py:other returned NoneType, not a batchwright.runtime.Task"):
+        load_task("train.py:other", {"width": 1})
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("def task():\n    return 1 / 0\n", "train.py:task failed: ZeroDivisionError: division by zero"),
+        ("import nothing_like_this\n", "train.py cannot be imported: ModuleNotFoundError"),
+        ("def task(:\n", "train.py cannot be imported: SyntaxError"),
+        ("raise SystemExit(3)\n", "train.py cannot be imported: SystemExit: 3"),
+    ],
+)
+def test_the_users_own_traceback_is_kept(text: str, error: str, write: Any) -> None:
+    write(text)
+    before = set(sys.modules)
+    with pytest.raises(RunError) as caught:
+        load_task("train.py:task")
+    assert str(caught.value).startswith(error) and caught.value.exit_code == 5
+    cause = caught.value.__cause__
+    assert cause is not None
+    frames = traceback.extract_tb(cause.__traceback__)
+    if "SyntaxError" not in error:
+        assert frames[0].filename.endswith("train.py")
+    assert not [name for name in set(sys.modules) - before if "train" in name and "failed" not in error]
+
+
+def minimal(**changes: Any) -> Task:
+    parts: dict[str, Any] = {
+        "model": lambda: nn.Linear(2, 1),
+        "dataset": [1],
+        "loss": lambda model, batch: (torch.ones(()), 1),
+        "optimizer": torch.optim.SGD,
+    }
+    return Task(**(parts | changes))
+
+
+def test_what_is_not_a_task_is_said_all_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        minimal(model=3, dataset=iter([1]), optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), collate=1)
+    assert [v.field for v in caught.value.violations] == ["model", "dataset", "optimizer", "collate"]
+    assert "map-style: len() and [i]" in str(caught.value)
+
+
+def test_a_model_is_built_after_seeding_or_taken_as_it_is() -> None:
+    task = minimal()
+    first, second, other = (task.build_model(seed) for seed in (1, 1, 2))
+    assert torch.equal(first.weight, second.weight) and not torch.equal(first.weight, other.weight)  # type: ignore
+    module = nn.Linear(2, 1)
+    assert minimal(model=module).build_model(1) is module
+    with pytest.raises(RunError, match=r"returned int, not a torch.nn.Module"):
+        minimal(model=lambda: 3).build_model(1)
+
+
+def test_the_loss_is_a_sum_with_its_weight() -> None:
+    model = nn.Linear(2, 1)
+    assert minimal().loss_of(model, None)[1:] == (1, None)
+    assert minimal(loss=lambda m, b: (torch.ones(()), 1, torch.zeros(()))).loss_of(model, None)[2] == 0
+    with pytest.raises(RunError, match=r"returned a Tensor. It has to return"):
+        minimal(loss=lambda m, b: torch.ones(())).loss_of(model, None)
+    with pytest.raises(RunError, match="returned 4 values"):
+        minimal(loss=lambda m, b: (torch.ones(()), 1, 2, 3)).loss_of(model, None)
+
+
+def test_windows_number_the_batches_of_any_loader() -> None:
+    rows = list(torch.ones(7, 3).split(2))  # 2, 2, 2, 1
+    found = [(m.step.step, m.step.start_sample, m.index, m.count, list(m.ids)) for m in windows(rows, 3)]
+    assert found == [
+        (0, 0, 0, 3, [0, 1]), (0, 0, 1, 3, [2, 3]), (0, 0, 2, 3, [4, 5]), (1, 6, 0, 3, [6]),
+    ]  # fmt: skip
+    later = list(windows(rows, 3, first_step=5, start_sample=100, first_index=2, data_parallel_size=2))
+    assert [(m.step.step, m.index, m.step.start_sample) for m in later][:2] == [(5, 2, 100), (6, 0, 104)]
+    with pytest.raises(PlanError, match="first_index=3 is not a micro step"):
+        list(windows(rows, 3, first_index=3))
+
+
+def test_samples_are_counted_in_any_batch() -> None:
+    assert leading_size([torch.ones(4, 2), torch.ones(4)]) == 4
+    assert leading_size({"a": {"b": torch.ones(3)}}) == 3
+    for batch in ("text", [], 3, torch.ones(())):
+        with pytest.raises(RunError, match="cannot count the samples"):
+            leading_size(batch)
+
+
+def test_a_feed_looks_one_ahead_and_no_further() -> None:
+    asked = []
+
+    def count():
+        for micro in windows([torch.ones(1)] * 3, 3):
+            asked.append(micro.index)
+            yield micro
+
+    feed = Feed(count())
+    first = feed.take()
+    assert feed.continues(first.step) and asked == [0, 1]
+    assert feed.take().index == 1 and asked == [0, 1]
+    feed.take()
+    assert feed.peek() is None
+    with pytest.raises(RunError, match="ended where one was due"):
+        feed.take()
