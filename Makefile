@@ -28,7 +28,7 @@ venv: $(STAMP)
 
 # torch first and by its exact pin: an open-ended torch would pull gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m compileall -q src  # an editable install is not compiled by pip, and may be read-only later

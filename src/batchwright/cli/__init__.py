@@ -18,6 +18,12 @@ GROUPS = {
         "ramp": "A batch that grows: stages, nodes, cost, learning rate.",
         "rl": "Batches of reinforcement learning: prompts, responses, updates.",
     },
+    "measure": {
+        "probe": "What fits, what is fast, and why: trials in processes of their own.",
+        "estimate": "Peak memory by batch, without running and without a GPU.",
+        "check": "Does the split change the gradient? Errors with their causes.",
+    },
+    "run": {"run": "The whole ramp, launch by launch, to its end, through crashes."},
 }
 _VERBS = [verb for verbs in GROUPS.values() for verb in verbs]
 

@@ -156,7 +156,17 @@ def _parse(path: str, text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Plain YAML, where a key that is given twice is refused instead of the last one taken."""
+        """Plain YAML of sane depth, where a key that is given twice is refused instead of the last one taken."""
+
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.depth += 1
+            if self.depth > 100:
+                raise ValueError("it is nested too deeply")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             _unique((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))

@@ -127,6 +127,7 @@ def render(made: Plan, near: tuple[Nearby, ...] | None = None) -> list[str]:
 
 _ALWAYS = {"global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices"}
 _FEW = 6
+_ROWS = 12
 
 
 def _value(value: object) -> str:
@@ -150,7 +151,7 @@ def _loading(made: Plan) -> str:
 def _nearby(rows: tuple[Nearby, ...]) -> list[str]:
     if not rows:
         return ["  nothing within the tolerance"]
-    return text.table(
+    lines = text.table(
         [
             (
                 n.global_batch_size,
@@ -160,8 +161,9 @@ def _nearby(rows: tuple[Nearby, ...]) -> list[str]:
                 f"{n.batch_change:+.1%}",
                 f"{n.ranks_change:+.1%}",
             )
-            for n in rows[:12]
+            for n in rows[:_ROWS]
         ],
         head=("global", "nodes", "data-parallel", "accumulation", "batch", "ranks"),
         right=range(6),
     )
+    return lines + ([f"  … and {len(rows) - _ROWS} more: --json lists them"] if len(rows) > _ROWS else [])

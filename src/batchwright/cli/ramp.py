@@ -36,6 +36,7 @@ _rule_options = stack(
         "Twice the batch every so many samples (tokens, steps), up to the global batch.",
         "START,EVERY[,UNIT]",
     ),
+    number("--sequence-lengths", "Thresholds: the sequence length of each stage.", "L,L,..."),
     number("--recipe", "A published schedule; see --list-recipes.", "NAME"),
     click.option("--list-recipes", is_flag=True, help="The published schedules there are."),
     click.option("--allow-falling", is_flag=True, help="Accept a batch that falls."),
@@ -114,6 +115,8 @@ def command(
     if list_recipes:
         _list_recipes(as_json)
         return
+    _refuse_together({"at": at, "at-step": at_step, "compare": compare, "csv": as_csv})
+    _refuse_together({"csv": as_csv, "json": as_json})
     gathered = gather(words, flags, ctx.meta["left_out"], own=[*READERS, *RAMP_READERS])
     wanted = read_ramp(
         {name: value for name, value in gathered.values.items() if name in RAMP_READERS}
@@ -138,20 +141,26 @@ def command(
     else:
         click.echo("\n".join(render(made)))
         if sys.stdout.isatty() if plot is None else plot:
-            click.echo("\n" + draw(made, color=sys.stdout.isatty()))
+            click.echo("\n" + draw(made, color=text.color()))
 
 
 def render(made: Ramp) -> list[str]:
     """A ramp for people: stages, totals, learning rates, notes."""
     schedule, placed = made.schedule, made.placement
     head = ["stage", "global", "first step", "steps", "from sample", "to sample"]
-    tokens = any(s.sequence_length for s in schedule.segments)
+    tokens = any(s.start_token is not None and s.sequence_length for s in schedule.segments)
     if tokens:
-        head += ["to token"]
+        head += ["from token", "to token"]
     if placed:
-        head += ["nodes", "ranks", "micro", "accum"]
+        head += [
+            *["nodes"] * made.nodes_known,
+            "ranks",
+            "micro",
+            "accum",
+            *["ragged"] * any(s.ragged for s in placed.stages),
+        ]
         if any(s.hours is not None for s in placed.stages):
-            head += ["s/step", "hours", "node-hours"]
+            head += ["s/step", "hours", *["node-hours"] * made.nodes_known]
     if made.rates:
         head += ["lr before", "lr after"]
     rows: list[list[str]] = []
@@ -164,12 +173,13 @@ def render(made: Ramp) -> list[str]:
             segment.start_sample,
             segment.end_sample,
         ]
-        row += [segment.end_token] if tokens else []
+        row += [segment.start_token, segment.end_token] if tokens else []
         if placed:
             stage = placed.stages[i]
-            row += [stage.nodes, stage.data_parallel_size, stage.micro_batch_size, stage.accumulation_steps]
+            row += [*[stage.nodes] * made.nodes_known, stage.data_parallel_size, stage.micro_batch_size]
+            row += [stage.accumulation_steps, *["yes" if stage.ragged else "no"] * ("ragged" in head)]
             if "hours" in head:
-                row += [stage.step_seconds, stage.hours, stage.node_hours]
+                row += [stage.step_seconds, stage.hours, *[stage.node_hours] * made.nodes_known]
         row += [made.rates[i].before, made.rates[i].after] if made.rates else []
         rows.append([_cell(value) for value in row])
     shown, left = _middle_left_out(rows)
@@ -200,19 +210,21 @@ def _totals(made: Ramp) -> list[str]:
     else:
         tokens = f", {schedule.total_tokens:,} tokens" if schedule.total_tokens else ""
         lines = [f"total: {schedule.total_steps:,} steps, {schedule.total_samples:,} samples{tokens}"]
-    if placed:
-        launches = f"{len(placed.launches)} launch{'es' * (len(placed.launches) > 1)}"
-        lines.append(f"nodes: policy {placed.policy}, {launches}: " + _chain(placed.launches))
-    if placed and placed.hours is not None and placed.node_hours is not None:
+    if placed is None or not made.nodes_known:
+        return lines
+    launches = f"{len(placed.launches)} launch{'es' * (len(placed.launches) > 1)}"
+    lines.append(f"nodes: policy {placed.policy}, {launches}: " + _chain(placed.launches))
+    if placed.hours is not None and placed.node_hours is not None:
         lines.append(
             f"cost:  {placed.hours:,.1f} hours ({placed.hours / 24:.1f} days), {placed.node_hours:,.0f} node-hours, "
             "restarts included"
         )
-    if placed and placed.saved_node_hours is not None and placed.full_cluster_node_hours:
-        share = placed.saved_node_hours / placed.full_cluster_node_hours
+    if placed.saved_node_hours is not None and placed.full_cluster_node_hours:
+        share = abs(placed.saved_node_hours) / placed.full_cluster_node_hours
+        word = "saved: " if placed.saved_node_hours >= 0 else "extra: "
         lines.append(
-            f"saved: {placed.saved_node_hours:,.0f} node-hours ({share:.1%}) against all nodes in every stage, which takes "
-            f"{placed.full_cluster_hours:,.1f} hours"
+            f"{word}{abs(placed.saved_node_hours):,.0f} node-hours ({share:.1%}) against all nodes in every stage, which "
+            f"takes {placed.full_cluster_hours:,.1f} hours"
         )
     return lines
 
@@ -255,9 +267,15 @@ def draw(made: Ramp, *, color: bool) -> str:
         end = max(last.start_sample + max(1, last.start_sample // 4), last.start_sample + last.global_batch_size)
     edges = [*(s.start_sample for s in segments), end]
     series = {"global batch": [s.global_batch_size for s in segments]}
-    if made.placement:
+    if made.placement and made.nodes_known:
         series["nodes"] = [s.nodes for s in made.placement.stages]
     return staircase(edges, series, xlabel="samples", color=color)
+
+
+def _refuse_together(flags: Mapping[str, object]) -> None:
+    used = [f"--{name}" for name, value in flags.items() if value not in (None, False)]
+    if len(used) > 1:
+        raise ConfigError(f"{' and '.join(used)} are two different answers: ask for one.", field=used[1][2:])
 
 
 def _show_step(made: Ramp, step: Step, as_json: bool) -> None:

@@ -44,6 +44,17 @@ def notes(items: Sequence[str], width: int | None = None) -> list[str]:
     return lines
 
 
+def color() -> bool:
+    """Whether standard output is a terminal that wants colours: NO_COLOR and dumb terminals do not."""
+    import sys
+
+    if not sys.stdout.isatty():
+        return False
+    from rich.console import Console  # it knows the conventions
+
+    return Console().color_system is not None
+
+
 def _columns() -> int:
     try:
         return os.get_terminal_size(1).columns

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from math import prod
 
-from .errors import PlanError, either
+from .errors import PlanError, Violation, either
 from .nearest import divisors, nearest_divisors
 from .pipeline import PipelineRule
 
@@ -80,14 +80,19 @@ def solve(given: Unknowns) -> tuple[Split, ...]:
     known = given.known
     product = prod(known.values())
     if len(known) == 3 and product != batch:
-        raise _contradiction(batch, known, product)
+        raise PlanError(
+            violations=[
+                _contradiction(batch, known, product),
+                *(Violation(f"{reason}.") for reason in _refusals(given, Split(**known))),
+            ]
+        )
     if batch % product:
         raise _indivisible(given, batch, product)
-    found = tuple(islice(_ranked(given, batch), MOST_ALTERNATIVES))
+    found = tuple(islice(splits(given), MOST_ALTERNATIVES))
     if not found:
         free = Unknowns(batch, given.micro_batch_size, given.accumulation_steps, given.data_parallel_size)
-        splits = islice(_splits(free, batch), MOST_ALTERNATIVES)
-        raise _refused(given, min(splits, key=lambda split: len(_refusals(given, split))))
+        closest = islice(_splits(free, batch), MOST_ALTERNATIVES)
+        raise _refused(given, min(closest, key=lambda split: len(_refusals(given, split))))
     return found
 
 
@@ -108,36 +113,72 @@ def _smallest(given: Unknowns) -> Split:
     return Split(micro, steps, given.data_parallel_size or given.rank_step)
 
 
-def _ranked(given: Unknowns, batch: int) -> Iterator[Split]:
-    splits = (s for s in _splits(given, batch) if not _refusals(given, s))
-    rule = given.pipeline
-    if rule is None or given.data_parallel_size is None:
-        return splits
-    tokens = batch // given.data_parallel_size * (given.sequence_length or 4096)  # 4096: assumed, and said in a note
-    return iter(sorted(splits, key=lambda s: (rule.cost(s.accumulation_steps, tokens), -s.micro_batch_size)))
+def splits(given: Unknowns) -> Iterator[Split]:
+    """The splits of a known batch that are allowed, best first; nothing where there is none.
+
+    >>> next(splits(Unknowns(64, None, None, 8, max_micro_batch_size=4)))
+    Split(micro_batch_size=4, accumulation_steps=2, data_parallel_size=8)
+    """
+    batch, rule = given.global_batch_size or 0, given.pipeline
+    allowed = (s for s in _splits(given, batch) if not _refusals(given, s))
+    if rule is None:
+        return allowed
+    ranks = given.data_parallel_size
+    if ranks is None:
+        # Costs on different numbers of ranks do not compare: least accumulation, but enough to fill the stages.
+        return iter(sorted(allowed, key=lambda s: s.accumulation_steps < rule.stages))
+    tokens = batch // ranks * (given.sequence_length or 4096)  # 4096: assumed, and said in a note
+    return iter(sorted(allowed, key=lambda s: (rule.cost(s.accumulation_steps, tokens), -s.micro_batch_size)))
+
+
+def ragged_split(given: Unknowns) -> Split:
+    """A batch on ranks that it does not divide by: shares differ by one sample, and so may the last micro batch.
+
+    accumulation = ceil(ceil(batch / ranks) / micro); a free micro batch is no larger than its number of steps needs.
+
+    >>> ragged_split(Unknowns(1000, 3, None, 64))
+    Split(micro_batch_size=3, accumulation_steps=6, data_parallel_size=64)
+    >>> ragged_split(Unknowns(71, None, None, 8, max_micro_batch_size=8))
+    Split(micro_batch_size=5, accumulation_steps=2, data_parallel_size=8)
+    """
+    ranks = given.data_parallel_size or 1
+    share = -(-(given.global_batch_size or 0) // ranks)
+    micro, rule = given.micro_batch_size, given.pipeline
+    if micro is not None:
+        return Split(micro, -(-share // micro), ranks)
+    fewest = given.accumulation_steps or -(-share // min(share, given.max_micro_batch_size or share))
+    if (
+        rule is not None and given.accumulation_steps is None
+    ):  # the first number that fills the pipeline, if there is one
+        tried = (-(-share // -(-share // n)) for n in range(max(fewest, rule.stages), share + 1))
+        reach = 4 * rule.stages + (rule.group or 0)  # the legal numbers lie far closer
+        fewest = next((n for n in islice(tried, reach) if n >= rule.stages and rule.refusal(n) is None), fewest)
+    micro = -(-share // fewest)
+    return Split(micro, -(-share // micro), ranks)
 
 
 def _splits(given: Unknowns, batch: int) -> Iterator[Split]:
     """The divisors walked with the micro batch falling and the accumulation rising."""
     micro, steps, ranks = given.micro_batch_size, given.accumulation_steps, given.data_parallel_size
-    all_divisors = () if micro and (steps or ranks) else divisors(batch)
+    rest, over = divmod(batch, (steps or 1) * (ranks or 1))
+    if over:
+        return
+    all_divisors = () if micro and (steps or ranks) else divisors(rest)
     for m in (micro,) if micro else reversed(all_divisors):
-        if batch % m or (given.max_micro_batch_size and m > given.max_micro_batch_size and not micro):
+        if rest % m or (given.max_micro_batch_size and m > given.max_micro_batch_size and not micro):
             continue
-        rest = batch // m
+        left = rest // m
         if steps and ranks:
-            if rest == steps * ranks:
+            if left == 1:
                 yield Split(m, steps, ranks)
         elif steps or ranks:
-            fixed = steps or ranks or 1
-            if rest % fixed == 0:
-                yield Split(m, steps or rest // fixed, ranks or rest // fixed)
+            yield Split(m, steps or left, ranks or left)
         else:
             for a in all_divisors:
-                if a > rest:
+                if a > left:
                     break
-                if rest % a == 0:
-                    yield Split(m, a, rest // a)
+                if left % a == 0:
+                    yield Split(m, a, left // a)
 
 
 def _refusals(given: Unknowns, split: Split) -> list[str]:
@@ -188,7 +229,7 @@ def _nearest(given: Unknowns, name: str) -> tuple[int, ...]:
             found = given.pipeline.nearest(wanted)
         return tuple(n for n in found if n and not _refusals(given, _smallest(replace(given, **{name: n}))))
     others = prod(value for other, value in given.known.items() if other != name)
-    works = [n for n in divisors(batch // others) if any(_ranked(replace(given, **{name: n}), batch))]
+    works = [n for n in divisors(batch // others) if any(splits(replace(given, **{name: n})))]
     return (*[n for n in works if n < wanted][-1:], *[n for n in works if n > wanted][:1])
 
 
@@ -200,20 +241,20 @@ def _nearest_batches(given: Unknowns, batch: int) -> tuple[int, ...]:
         times = min(times, given.max_micro_batch_size)
 
     def works(k: int) -> bool:
-        return k * quantum != batch and any(_ranked(given, k * quantum))
+        return k * quantum != batch and any(splits(replace(given, global_batch_size=k * quantum)))
 
     below = next((k for k in range(times, max(0, times - _TRIES), -1) if works(k)), None)
     above = next((k for k in range(times + 1, times + _TRIES) if works(k)), None)
     return tuple(k * quantum for k in (below, above) if k)
 
 
-def _contradiction(batch: int, known: dict[str, int], product: int) -> PlanError:
+def _contradiction(batch: int, known: dict[str, int], product: int) -> Violation:
     fixes = [f"global_batch_size={product}"]
     for name, value in known.items():
         others = product // value
         if batch % others == 0:
             fixes.append(f"{name}={batch // others}")
-    return PlanError(
+    return Violation(
         f"global_batch_size={batch} contradicts {equation(known)} = {product}. Nearest: {', or '.join(fixes)}.",
         field="global_batch_size",
         given=batch,
@@ -245,9 +286,11 @@ def _indivisible(given: Unknowns, batch: int, product: int) -> PlanError:
         if name in known:
             others = product // known[name]
             if batch % others == 0:
-                fits = [n for n in nearest_divisors(batch // others, known[name]) if n != known[name]]
-                message += f" Or keep {batch} with {name} {either(fits)}."
-                break
+                step = given.rank_step if name == "data_parallel_size" else 1
+                fits = [n for n in nearest_divisors(batch // others, known[name]) if n != known[name] and n % step == 0]
+                if fits:
+                    message += f" Or keep {batch} with {name} {either(fits)}."
+                    break
     if "data_parallel_size" in known:
         message += " Or allow_ragged, where shares differ by one sample."
     return PlanError(message, field="global_batch_size", given=batch, nearest=near)

@@ -50,6 +50,7 @@ def nearby(request: Request, tolerance: Fraction) -> tuple[Nearby, ...]:
         )
     low, high = (batch * (1 - tolerance)).__ceil__(), (batch * (1 + tolerance)).__floor__()
     factor = (request.micro_batch_size or 1) * (request.accumulation_steps or 1)
+    all_known = bool(request.micro_batch_size and request.accumulation_steps)  # then ranks alone make the batch
     world = world_of(request, ranks)
     step = lcm(world.replica_step, world.expert_parallel)
     reach = min((ranks * tolerance).__floor__(), MOST_COUNTS * step)
@@ -57,8 +58,8 @@ def nearby(request: Request, tolerance: Fraction) -> tuple[Nearby, ...]:
     found: list[tuple[int, int, int]] = []  # (distance × batch × ranks, batch, ranks): integers, so that ties are exact
     for other in range(first, ranks + reach + 1, step):
         quantum = factor * other
-        closest = max(1, (2 * batch + quantum) // (2 * quantum))
-        more = MOST_ROWS if other == ranks else 0  # on the ranks asked for: every batch that works
+        closest = 1 if all_known else max(1, (2 * batch + quantum) // (2 * quantum))
+        more = MOST_ROWS if other == ranks and not all_known else 0  # on the ranks asked for: every batch that works
         for k in range(max(1, closest - more), closest + more + 1):
             if low <= k * quantum <= high:
                 distance = abs(k * quantum - batch) * ranks + abs(other - ranks) * batch

@@ -16,15 +16,16 @@ changes of nodes, then fewer nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from math import ceil
 
 from .chain import Pair, cheapest_chain
 from .errors import ScheduleError, Violation, either, raise_violations
-from .fitting import Fit, StageRules, enough_microbatches
+from .fitting import Fit, StageRules
 from .nearest import divisors
+from .pipeline import PipelineRule
 from .schedule import Segment
 from .throughput import StageSeconds, Throughput
 from .units import human
@@ -156,20 +157,35 @@ def place(
     deadline_hours: float | None = None,
     node_hours_budget: float | None = None,
     allow_ragged: bool = False,
-    legal_microbatches: Callable[[int], str | None] | None = None,
+    accumulation_steps: int | None = None,
+    pipeline: PipelineRule | None = None,
+    inner_microbatches: int | None = None,
+    sequence_length: int | None = None,
     stop_every_stage: bool = False,
 ) -> NodePlan:
     """Choose nodes for every stage by `policy`, check all of them, and count what it costs.
 
-    Without `micro_batch_size` a stage takes the largest legal one up to `max_micro_batch_size`.
+    Without `micro_batch_size` a stage takes the equation's best split up to `max_micro_batch_size`. A pipeline's
+    microbatches are the accumulation steps, unless `inner_microbatches` says how many there are in each of them.
 
     >>> ramp = [Segment(0, 0, 384, 100), Segment(100, 38_400, 768, 100), Segment(200, 115_200, 1152, None)]
     >>> world = World(1, devices_per_node=8, tensor_parallel=8)
     >>> [stage.nodes for stage in place(ramp, world, nodes=288, micro_batch_size=4, policy="constant-work").stages]
     [96, 192, 288]
     """
-    legal = legal_microbatches or enough_microbatches(world)
-    rules = StageRules(world, nodes, micro_batch_size, max_micro_batch_size, allow_ragged, legal)
+    if pipeline is None and world.pipeline_parallel > 1:
+        pipeline = PipelineRule("1f1b", world.pipeline_parallel)
+    rules = StageRules(
+        world,
+        nodes,
+        micro_batch_size,
+        max_micro_batch_size,
+        accumulation_steps,
+        allow_ragged,
+        pipeline,
+        inner_microbatches,
+        sequence_length,
+    )
     limits = {
         "min-node-hours": ("deadline_hours", deadline_hours),
         "min-time": ("node_hours_budget", node_hours_budget),
@@ -238,8 +254,8 @@ def _request_violations(
     if policy.startswith("min-"):
         if not isinstance(throughput, Throughput):
             message = (
-                f"{policy} needs the time of a step on any number of nodes: give fixed_seconds and per_sample_seconds of "
-                "a micro step, or a probe file. Times given per stage hold for one number of nodes only."
+                f"{policy} needs the time of a step on any number of nodes: give micro_step_seconds "
+                "(fixed and per sample), or a probe file. Times given per stage hold for one number of nodes only."
             )
             yield Violation(message, "throughput", nearest=("constant-work",))
         if segments and segments[-1].steps is None:
@@ -273,7 +289,7 @@ def _constant_work(rules: StageRules, batches: Sequence[int], notes: list[str]) 
         counts.append(count)
         notes.append(
             f"stage {i + 1}: {rules.nodes} nodes × {batch} / {top} = {rules.nodes * batch / top:g} is not a legal number "
-            f"of nodes; on {count}, the nearest below, a replica does {rules.nodes * batch / top / count:.2f} times the work."
+            f"of nodes; on {count}, the nearest there is, a replica does {rules.nodes * batch / top / count:.2f} times the work."
         )
     return counts
 
@@ -317,7 +333,7 @@ def _step_seconds(
         nodes=fit.nodes,
         micro_batch_size=fit.micro_batch_size,
         accumulation_steps=fit.accumulation_steps,
-        pipeline_parallel=rules.world.pipeline_parallel,
+        idle=rules.idle(fit.accumulation_steps),
         sequence_length=segment.sequence_length,
     )
 

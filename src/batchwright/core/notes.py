@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .errors import either
+from .nearest import nearest_multiples
+
 if TYPE_CHECKING:
     from .plan import Plan
 
@@ -24,6 +27,13 @@ def notes_for(plan: Plan, *, chosen: bool) -> tuple[str, ...]:
         notes.append(
             f"Nothing was said about what fits: micro_batch_size={micro} is an assumption. Give max_micro_batch_size, or "
             "measure it with a probe."
+        )
+    limit = plan.max_micro_batch_size
+    if chosen and limit and 2 * micro <= limit and plan.pipeline is None:
+        near = nearest_multiples(limit * ranks, plan.global_batch_size)
+        notes.append(
+            f"{limit} would fit, but {plan.global_batch_size // ranks} samples per rank have no larger divisor than {micro} "
+            f"up to it: global_batch_size {either(near)} would run with micro_batch_size {limit}."
         )
     if chosen and micro & (micro - 1):
         notes.append(

@@ -104,11 +104,11 @@ class PipelineRule:
 
     def bubble(self, microbatches: int) -> Fraction:
         """The share of a step in which a stage waits."""
-        idle = self._idle
+        idle = self.idle
         return idle / (self.virtual_stages * microbatches + idle)
 
     @property
-    def _idle(self) -> Fraction:
+    def idle(self) -> Fraction:
         """Time a stage waits, in units of one microbatch's time on one virtual stage."""
         waits = Fraction(self.stages - 1)
         if self.schedule == "circular" and self.delayed:
@@ -117,7 +117,7 @@ class PipelineRule:
 
     def cost(self, microbatches: int, tokens: int) -> Fraction:
         """Relative time of a step of `tokens` per replica: (1 + idle/(v·m)) × (1 + m·t₀/tokens)."""
-        waiting = 1 + self._idle / (self.virtual_stages * microbatches)
+        waiting = 1 + self.idle / (self.virtual_stages * microbatches)
         return waiting * (1 + Fraction(microbatches * HALF_SPEED_TOKENS, tokens))
 
     def best(self, candidates: Sequence[int], tokens: int) -> int | None:

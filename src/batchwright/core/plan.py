@@ -8,14 +8,14 @@ from math import gcd, lcm, prod
 from typing import Any
 
 from . import codec
-from .equation import Split, Unknowns, equation, solve
+from .equation import Split, Unknowns, equation, ragged_split, solve, splits
 from .errors import PlanError, Violation, either, raise_violations
 from .loading import Loading, loading
 from .nearest import divisors, nearest_divisors
 from .notes import notes_for
 from .pipeline import Pipeline, PipelineRule
 from .provenance import provenance
-from .request import LARGEST_BATCH, Request, asked_for, batch_in_samples, resolve_ranks, world_of
+from .request import LARGEST_BATCH, Request, asked_for, batch_in_samples, resolve_ranks, unused_pipeline, world_of
 from .units import count
 from .world import World
 
@@ -99,7 +99,7 @@ def plan(request: Request) -> Plan:
     unknowns = Unknowns(
         batch,
         request.micro_batch_size,
-        request.accumulation_steps,
+        _known_steps(request, rule),
         ranks,
         request.max_micro_batch_size,
         _rank_step(request),
@@ -107,14 +107,20 @@ def plan(request: Request) -> Plan:
         request.sequence_length,
     )
     notes = list(request.notes)
-    unknowns = _rounded(request, unknowns, notes)
-    ragged = _ragged(request, unknowns)
-    splits = (ragged,) if ragged else solve(unknowns)
-    best = splits[0]
-    world = world_of(request, best.data_parallel_size)
-    if request.nodes and not world.devices_per_node and world.devices % request.nodes == 0:
-        world = replace(world, devices_per_node=world.devices // request.nodes)
-    raise_violations(PlanError, world.violations() + _node_violations(request, world))
+    raise_violations(PlanError, _unused(request))
+    wrong = [] if ranks is None else _world_violations(request, _world(request, ranks))
+    try:
+        unknowns = _rounded(request, unknowns, notes)
+        ragged = _ragged(request, unknowns)
+        found = (ragged,) if ragged else solve(unknowns)
+    except PlanError as error:
+        raise PlanError(violations=[*wrong, *error.violations]) from None
+    raise_violations(PlanError, wrong)
+    if rule and request.pipeline_style == "inner":  # rather a split whose accumulation steps can be cut into pieces
+        pieces = request.pipeline_microbatches or (rule.stages if rule.schedule == "circular" else 1)
+        found = tuple(s for s in found if s.micro_batch_size * s.data_parallel_size % pieces == 0) or found
+    best = found[0]
+    world = _world(request, best.data_parallel_size)
     size = count(unknowns.global_batch_size or best.product, "global_batch_size", most=LARGEST_BATCH)
     samples_per_second, step_seconds = _speed(request, size)
     result = Plan(
@@ -144,18 +150,54 @@ def plan(request: Request) -> Plan:
         pipeline=_pipeline(request, rule, best, size),
         loading=loading(
             size,
-            hosts=request.hosts or world.nodes or 1,
+            hosts=_hosts(request, world),
             expansion_factor=request.expansion_factor,
             loading_hosts=request.loading_hosts,
             stored_hosts=request.stored_hosts,
             equal_rows=request.equal_rows,
         ),
-        alternatives=tuple(_alternative(best, other) for other in splits[1:]),
+        alternatives=tuple(_alternative(best, other) for other in found[1:]),
         notes=(),
     )
     sources, reasons = provenance(request, unknowns, result)
     result = replace(result, sources=sources, reasons=reasons)
-    return replace(result, notes=(*notes, *notes_for(result, chosen=len(splits) > 1)))
+    return replace(result, notes=(*notes, *notes_for(result, chosen=len(found) > 1)))
+
+
+def _unused(request: Request) -> list[Violation]:
+    found = unused_pipeline(request)
+    if request.round and request.allow_ragged:
+        message = "round and allow_ragged are two answers to a batch that does not divide: give one."
+        found.append(Violation(message, "round", request.round))
+    return found
+
+
+def _hosts(request: Request, world: World) -> int:
+    known = request.hosts or world.nodes
+    asked = [n for n in ("loading_hosts", "stored_hosts") if getattr(request, n) is not None]
+    if request.expansion_factor not in (None, 1):
+        asked.append("expansion_factor")
+    if known is None and asked:
+        raise PlanError(
+            f"{asked[0]} is about the hosts that read, and their number is unknown: give hosts or nodes.", field="hosts"
+        )
+    return known or 1
+
+
+def _known_steps(request: Request, rule: PipelineRule | None) -> int | None:
+    """The accumulation steps, which in the style of Megatron are the pipeline's microbatches."""
+    pieces, steps = request.pipeline_microbatches, request.accumulation_steps
+    if rule is None or request.pipeline_style == "inner" or pieces is None:
+        return steps
+    if steps not in (None, pieces):
+        raise PlanError(
+            f"pipeline_microbatches={pieces} contradicts accumulation_steps={steps}: in pipeline_style accumulation they "
+            f"are the same number. Nearest: {steps}, or pipeline_style inner.",
+            field="pipeline_microbatches",
+            given=pieces,
+            nearest=(steps,),
+        )
+    return pieces
 
 
 def _rank_step(request: Request) -> int:
@@ -167,18 +209,26 @@ def _rank_step(request: Request) -> int:
     return step
 
 
-def _node_violations(request: Request, world: World) -> list[Violation]:
+def _world(request: Request, ranks: int) -> World:
+    world = world_of(request, ranks)
+    if request.nodes and not world.devices_per_node and world.devices % request.nodes == 0:
+        return replace(world, devices_per_node=world.devices // request.nodes)
+    return world
+
+
+def _world_violations(request: Request, world: World) -> list[Violation]:
     if request.nodes is None or world.nodes == request.nodes:
-        return []
+        return world.violations()
     near = nearest_divisors(world.devices, request.nodes)
     return [
+        *world.violations(),
         Violation(
             f"nodes={request.nodes} does not hold the {world.devices} devices evenly: {world.devices} / {request.nodes} "
             f"= {world.devices / request.nodes:.2f} devices per node. Nearest: {either(near)} nodes.",
             "nodes",
             request.nodes,
             near,
-        )
+        ),
     ]
 
 
@@ -190,6 +240,10 @@ def _rounded(request: Request, unknowns: Unknowns, notes: list[str]) -> Unknowns
     known = unknowns.known
     quantum = prod(known.values())
     rounded = batch // quantum * quantum if request.round == "down" else -(-batch // quantum) * quantum
+    if len(known) < 3:  # on to the first multiple that has an allowed split: a pipeline may refuse some
+        step = -quantum if request.round == "down" else quantum
+        tried = range(rounded, rounded + 1000 * step, step)
+        rounded = next((n for n in tried if n > 0 and any(splits(replace(unknowns, global_batch_size=n)))), rounded)
     asked = f"global_batch_size {batch}"
     if request.global_batch_size_tokens and not asked_for(request, batch):
         asked = f"global_batch_size_tokens {request.global_batch_size_tokens:,}"
@@ -222,9 +276,8 @@ def _ragged(request: Request, unknowns: Unknowns) -> Split | None:
     micro, steps = unknowns.micro_batch_size, unknowns.accumulation_steps
     if batch % (ranks * (micro or 1) * (steps or 1)) == 0:
         return None
-    if micro is None:
-        micro = -(-share // steps) if steps else min(share, unknowns.max_micro_batch_size or share)
-    needed = -(-share // micro)
+    split = ragged_split(unknowns)
+    micro, needed = split.micro_batch_size, split.accumulation_steps
     reason = unknowns.pipeline.refusal(needed) if unknowns.pipeline else None
     if unknowns.pipeline and reason:
         near = unknowns.pipeline.nearest(needed)
@@ -253,7 +306,7 @@ def _ragged(request: Request, unknowns: Unknowns) -> Split | None:
             given=micro,
             nearest=(unknowns.max_micro_batch_size,),
         )
-    return Split(micro, needed, ranks)
+    return split
 
 
 def pipeline_rule(request: Request) -> PipelineRule | None:
@@ -293,14 +346,6 @@ def _pipeline(request: Request, rule: PipelineRule | None, split: Split, batch: 
                 given=pieces,
                 nearest=near,
             )
-    elif request.pipeline_microbatches not in (None, pieces):
-        raise PlanError(
-            f"pipeline_microbatches={request.pipeline_microbatches} contradicts accumulation_steps={pieces}: in "
-            f"pipeline_style accumulation they are the same number. Nearest: {pieces}, or pipeline_style inner.",
-            field="pipeline_microbatches",
-            given=request.pipeline_microbatches,
-            nearest=(pieces,),
-        )
     whole = split.micro_batch_size if inner else -(-batch // split.data_parallel_size)
     tokens = whole * (request.sequence_length or 4096)
     most = request.max_micro_batch_size if not inner else None

@@ -35,8 +35,11 @@ def provenance(request: Request, unknowns: Unknowns, plan: Plan) -> tuple[dict[s
     for name, reason in _derivations(request, unknowns, plan).items():
         if sources.get(name) == "derived":
             reasons[name] = reason
-    if unknowns.global_batch_size is None and request.accumulation_steps is None:
+    if unknowns.global_batch_size is None and unknowns.accumulation_steps is None:
         sources["accumulation_steps"] = "default"
+        reasons["accumulation_steps"] = (
+            "the fewest that fill the pipeline" if plan.pipeline else "one micro batch per step"
+        )
     if unknowns.global_batch_size is None and unknowns.data_parallel_size is None:
         sources["data_parallel_size"] = "default"
         reasons["data_parallel_size"] = (
@@ -63,7 +66,9 @@ def _derivations(request: Request, unknowns: Unknowns, plan: Plan) -> dict[str, 
         whole = f"ceil({plan.global_batch_size} / {plan.data_parallel_size})"
         divided = f"ceil({share} / {plan.micro_batch_size}), where {share} = {whole}"
     micro = f"{share} samples per rank / {plan.accumulation_steps}"
-    if unknowns.accumulation_steps is None:
+    if plan.ragged:
+        micro = f"{share} samples per rank in {plan.accumulation_steps} steps, rounded up"
+    elif unknowns.accumulation_steps is None:
         micro = f"largest that divides {share} samples per rank" + (f" and is at most {limit}" if limit else "")
         if plan.pipeline and plan.pipeline.pipeline_style == "accumulation":
             micro = f"{share} samples per rank in {plan.accumulation_steps} pipeline microbatches"
@@ -72,7 +77,7 @@ def _derivations(request: Request, unknowns: Unknowns, plan: Plan) -> dict[str, 
         if request.global_batch_size_tokens
         else product,
         "micro_batch_size": micro if known_batch else f"max_micro_batch_size {limit}",
-        "accumulation_steps": divided,
+        "accumulation_steps": divided if unknowns.accumulation_steps is None else "pipeline_microbatches",
         "data_parallel_size": f"{plan.devices} devices" + (f" / ({replica})" if replica else "")
         if unknowns.data_parallel_size
         else f"{plan.global_batch_size} / ({plan.micro_batch_size} × {plan.accumulation_steps})",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from . import codec
 from .errors import ConfigError, ScheduleError, raise_violations
 from .nodes import NodePlan, place
 from .plan import pipeline_rule
-from .ramp_request import RULE_FLAGS, RampRequest
+from .ramp_request import RampRequest
+from .ramp_rule import compile_schedule
 from .recipes import Recipe, recipe
-from .request import Request, choice, resolve_ranks, world_of
-from .rules import Constant, Doubling, Linear, PerDevice, parse_thresholds
+from .request import Request, resolve_ranks, unused_pipeline, world_of
+from .rules import PerDevice
 from .scaling import HorizonCheck, StageRate, Suggestion, check_horizon, stage_rates, suggested_rule
-from .schedule import Rule, Schedule, Step, Unit
+from .schedule import Rule, Schedule, Step
 from .throughput import StageSeconds, Throughput
-from .units import count
+from .units import fraction
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,14 @@ class Ramp:
     """A schedule, where each stage runs, what it costs, and the learning rate beside it."""
 
     schedule: Schedule
+    rule: Rule
     placement: NodePlan | None
     rates: tuple[StageRate, ...]
     suggestion: Suggestion | None
     horizon: HorizonCheck | None
+    sources: Mapping[str, str]
     notes: tuple[str, ...]
+    nodes_known: bool = True
 
     def at_step(self, step: int) -> Step:
         """The span of an optimizer step."""
@@ -43,6 +48,7 @@ class Ramp:
         rows: list[dict[str, Any]] = []
         for index, segment in enumerate(self.schedule.segments):
             placed = self.placement.stages[index] if self.placement else None
+            unknown = () if self.nodes_known else ("nodes", "node_hours")
             rows.append(
                 {
                     "index": index,
@@ -55,15 +61,18 @@ class Ramp:
                     "start_token": segment.start_token,
                     "end_token": segment.end_token,
                 }
-                | {name: getattr(placed, name, None) for name in _PLACED}
+                | {name: None if name in unknown else getattr(placed, name, None) for name in _PLACED}
             )
         return rows
 
     def to_json(self) -> dict[str, Any]:
         """The ramp as `--json` prints it."""
         placed = self.placement
+        growth = {name: getattr(self.rule, name, None) for name in ("num_increments", "samples_per_increment")}
         return {
             "schema": codec.SCHEMA,
+            "rule": type(self.rule).__name__,
+            **codec.encode(growth),
             "stages": self.stages(),
             "total_steps": self.schedule.total_steps,
             "total_samples": self.schedule.total_samples,
@@ -72,13 +81,14 @@ class Ramp:
             "policy": placed.policy if placed else None,
             "launches": codec.encode(placed.launches) if placed else None,
             "hours": placed.hours if placed else None,
-            "node_hours": placed.node_hours if placed else None,
+            "node_hours": placed.node_hours if placed and self.nodes_known else None,
             "full_cluster_hours": placed.full_cluster_hours if placed else None,
             "full_cluster_node_hours": placed.full_cluster_node_hours if placed else None,
             "saved_node_hours": placed.saved_node_hours if placed else None,
             "learning_rate": codec.encode(self.rates),
             "learning_rate_suggestion": codec.encode(self.suggestion),
             "learning_rate_horizon": codec.encode(self.horizon),
+            "sources": dict(self.sources),
             "notes": list(self.notes),
         }
 
@@ -97,157 +107,159 @@ def ramp(request: Request, wanted: RampRequest) -> Ramp:
     >>> [s.global_batch_size for s in r.schedule.segments], r.schedule.ramp_steps
     ([256, 384, 512, 640, 768, 896, 1024], 103703)
     """
+    notes: list[str] = list(request.notes)
     published = recipe(wanted.recipe) if wanted.recipe else None
-    schedule = _schedule(request, wanted, published)
-    if published and published.tensor_parallel and request.nodes:
-        request = replace(
-            request,
-            tensor_parallel=max(request.tensor_parallel, published.tensor_parallel),
-            devices_per_node=request.devices_per_node or published.devices_per_node,
-            micro_batch_size=request.micro_batch_size or published.samples_per_replica,
-        )
-    placement = _placement(request, wanted, schedule)
+    schedule, rule = compile_schedule(request, wanted, published)
+    notes += schedule.notes
+    if isinstance(rule, PerDevice):
+        request = _per_device_world(request, rule, notes)
+    if published:
+        request = _published_world(request, published, notes)
+    placement = _placement(request, wanted, schedule, published, isinstance(rule, PerDevice))
     rates, suggestion = _rates(wanted, schedule)
-    horizon = None
-    if wanted.lr_horizon_steps or wanted.lr_horizon_samples:
-        if schedule.total_samples is None:
-            raise ScheduleError(
-                "a learning-rate horizon is checked against a budget: give samples or tokens.", field="samples"
-            )
-        horizon = check_horizon(
-            schedule.segments,
-            schedule.total_samples,
-            steps=wanted.lr_horizon_steps,
-            samples=wanted.lr_horizon_samples,
-        )
-    notes = [*request.notes, *schedule.notes]
+    horizon = _horizon(wanted, schedule)
     if schedule.ending:
         notes.append(f"{schedule.ending} (last_step {schedule.last_step})")
     if placement:
         notes += placement.notes
     if suggestion and wanted.lr_scaling is None and len(schedule.segments) > 1:
         notes.append(f"Suggested lr_scaling: {suggestion.rule}; {suggestion.reason}. Not applied unless asked for.")
-    if horizon and not horizon.ok:
+    if horizon:
         notes.append(f"Learning rate: {horizon.message}")
-    return Ramp(schedule, placement, rates, suggestion, horizon, tuple(notes))
+    known = request.nodes is not None or request.devices_per_node is not None
+    sources = dict(request.origins)
+    return Ramp(schedule, rule, placement, rates, suggestion, horizon, sources, tuple(notes), known)
 
 
-def _schedule(request: Request, wanted: RampRequest, published: Recipe | None) -> Schedule:
-    if published:
-        compiled = published.schedule()
-        if wanted.samples or wanted.tokens:
-            compiled = replace(published, samples=None, tokens=None).schedule()
-    else:
-        compiled = _rule(request, wanted).compile()
-    if wanted.samples is None and wanted.tokens is None:
-        return compiled
-    return compiled.until(wanted.samples, tokens=wanted.tokens, last_step=wanted.last_step)  # type: ignore[arg-type]
-
-
-def _rule(request: Request, wanted: RampRequest) -> Rule:
-    length, target = request.sequence_length, request.global_batch_size
-    named = [name for name in RULE_FLAGS if getattr(wanted, name)]
-    if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} are two rules: give one.", field=named[1])
-    if not named:
-        return Constant(_needed(target, "a constant batch"), length)
-    if wanted.linear:
-        start, increment, samples = wanted.linear
-        return Linear(
-            count(start, "start"),
-            count(increment, "increment", least=0),
-            count(samples, "samples", least=0),
-            _needed(target, "a linear ramp's target"),
-            length,
-            wanted.allow_falling,
-        )
-    if wanted.per_device:
-        start, increment, end, samples = wanted.per_device
-        return PerDevice(
-            start,
-            increment,
-            end,
-            count(samples, "samples", least=0),
-            _devices(request),
-            request.accumulation_steps or 1,
-            length,
-        )
-    if wanted.doubling:
-        start, every, *rest = wanted.doubling
-        unit: Unit = choice("samples", "tokens", "steps")(rest[0], "doubling") if rest else "samples"  # type: ignore[assignment]
-        return Doubling(
-            count(start, "start"), _needed(target, "a doubling's target"), count(every, "every"), unit, length
-        )
-    unit = {"thresholds": "samples", "thresholds_tokens": "tokens", "thresholds_steps": "steps"}[named[0]]  # type: ignore[assignment]
-    return parse_thresholds(getattr(wanted, named[0]), unit, length, allow_falling=wanted.allow_falling)
-
-
-def _needed(target: int | None, what: str) -> int:
-    if target is None:
-        raise ScheduleError(f"{what} is global_batch_size: it is not given.", field="global_batch_size")
-    return target
-
-
-def _devices(request: Request) -> int:
-    ranks = resolve_ranks(request)
-    if ranks is None:
-        raise ScheduleError(
-            "a per-device ramp needs the number of devices: devices, or nodes and devices_per_node.", field="devices"
-        )
-    return world_of(request, ranks).devices
-
-
-def _placement(request: Request, wanted: RampRequest, schedule: Schedule) -> NodePlan | None:
-    ranks = resolve_ranks(request)
-    if ranks is None and request.nodes is None:
-        if wanted.node_policy:
-            raise ScheduleError(f"node_policy={wanted.node_policy} needs nodes: the most there are.", field="nodes")
-        return None
-    if ranks is None:
-        raise ScheduleError(
-            f"nodes={request.nodes} needs devices_per_node to place the stages.", field="devices_per_node", nearest=(8,)
-        )
-    world = world_of(request, ranks)
-    raise_violations(ScheduleError, world.violations())
-    nodes, policy = request.nodes, wanted.node_policy
-    if nodes is None:  # devices without nodes: one indivisible world
-        if policy not in (None, "constant"):
-            raise ScheduleError(f"node_policy={policy} needs nodes and devices_per_node.", field="nodes")
-        world, nodes, policy = replace(world, devices_per_node=world.devices), 1, "constant"
-    rule = pipeline_rule(request)
-    return place(
-        schedule.segments,
-        world,
-        nodes=nodes,
-        micro_batch_size=request.micro_batch_size,
-        max_micro_batch_size=request.max_micro_batch_size,
-        policy=policy or ("launcher" if request.micro_batch_size else "constant-work"),
-        throughput=_throughput(request, wanted),
-        restart_seconds=wanted.restart_seconds,
-        deadline_hours=wanted.deadline_hours,
-        node_hours_budget=wanted.node_hours_budget,
-        allow_ragged=request.allow_ragged,
-        legal_microbatches=rule.refusal if rule else None,
-        stop_every_stage=wanted.stop_every_stage,
+def _per_device_world(request: Request, rule: PerDevice, notes: list[str]) -> Request:
+    """MaxText's stages change the size per device and nothing else: accumulation stays, END is the most."""
+    replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
+    largest = fraction(rule.end, "end") * replica
+    notes.append(
+        f"num_increments {rule.num_increments}, samples_per_increment {float(rule.samples_per_increment):g}: each stage "
+        "counts its own share."
+    )
+    if rule.accumulation_steps > 1:
+        notes.append("MaxText's ramp manager leaves accumulation out of its sizes; here every size includes it.")
+    return replace(
+        request,
+        micro_batch_size=None,
+        max_micro_batch_size=largest.__ceil__(),
+        accumulation_steps=rule.accumulation_steps,
     )
 
 
+def _published_world(request: Request, published: Recipe, notes: list[str]) -> Request:
+    """What the report says of the world, where nothing else was given."""
+    if published.tensor_parallel is None or not (request.nodes or request.devices):
+        return request
+    found: dict[str, int | None] = {}
+    if "tensor_parallel" not in request.given:
+        found["tensor_parallel"] = published.tensor_parallel
+    if request.devices_per_node is None:
+        found["devices_per_node"] = published.devices_per_node
+    if request.micro_batch_size is None and request.max_micro_batch_size is None:
+        found["micro_batch_size"] = published.samples_per_replica
+    if found:
+        notes.append("From the report: " + ", ".join(f"{name} {value}" for name, value in found.items()) + ".")
+    return replace(request, **cast("dict[str, Any]", found))
+
+
+def _horizon(wanted: RampRequest, schedule: Schedule) -> HorizonCheck | None:
+    if wanted.lr_horizon_steps is None and wanted.lr_horizon_samples is None:
+        return None
+    if schedule.total_samples is None:
+        raise ScheduleError(
+            "a learning-rate horizon is checked against a budget: give samples or tokens.", field="samples"
+        )
+    return check_horizon(
+        schedule.segments, schedule.total_samples, steps=wanted.lr_horizon_steps, samples=wanted.lr_horizon_samples
+    )
+
+
+def _placement(
+    request: Request, wanted: RampRequest, schedule: Schedule, published: Recipe | None, fixed_devices: bool
+) -> NodePlan | None:
+    raise_violations(ScheduleError, unused_pipeline(request))
+    ranks = resolve_ranks(request)
+    if ranks is None:
+        _refuse_without_world(request, wanted)
+        return None
+    world = world_of(request, ranks)
+    raise_violations(ScheduleError, world.violations())
+    nodes, policy = request.nodes or world.nodes, wanted.node_policy
+    if nodes is None:  # nothing says what a node is: one indivisible world, whose nodes are not counted
+        if policy not in (None, "constant"):
+            raise ScheduleError(f"node_policy={policy} needs nodes and devices_per_node.", field="nodes")
+        world, nodes, policy = replace(world, devices_per_node=world.devices), 1, "constant"
+    if request.micro_batch_size and request.micro_batch_size > (
+        request.max_micro_batch_size or request.micro_batch_size
+    ):
+        raise ScheduleError(
+            f"micro_batch_size={request.micro_batch_size} is more than max_micro_batch_size="
+            f"{request.max_micro_batch_size}, the most that fits. Nearest: {request.max_micro_batch_size}.",
+            field="micro_batch_size",
+            given=request.micro_batch_size,
+            nearest=(request.max_micro_batch_size,),
+        )
+    if policy is None:  # a per-device ramp keeps its devices; the launcher's rule needs a micro batch
+        policy = "constant" if fixed_devices else "launcher" if request.micro_batch_size else "constant-work"
+    rule = pipeline_rule(request)
+    inner = rule is not None and request.pipeline_style == "inner"
+    options: dict[str, Any] = {
+        "nodes": nodes,
+        "micro_batch_size": request.micro_batch_size,
+        "max_micro_batch_size": request.max_micro_batch_size,
+        "accumulation_steps": request.accumulation_steps,
+        "policy": policy,
+        "restart_seconds": wanted.restart_seconds,
+        "deadline_hours": wanted.deadline_hours,
+        "node_hours_budget": wanted.node_hours_budget,
+        "allow_ragged": request.allow_ragged,
+        "pipeline": rule,
+        "inner_microbatches": (request.pipeline_microbatches or request.pipeline_parallel) if inner else None,
+        "sequence_length": request.sequence_length,
+        "stop_every_stage": wanted.stop_every_stage,
+    }
+    times = _throughput(request, wanted)
+    placed = place(schedule.segments, world, throughput=times, **options)
+    if times is None and published and [s.nodes for s in placed.stages] == [s.nodes for s in published.stages]:
+        measured = StageSeconds(tuple(stage.iteration_seconds for stage in published.stages))
+        placed = place(schedule.segments, world, throughput=measured, **options)
+        return replace(placed, notes=(*placed.notes, "Step times are those of the report, on these nodes."))
+    return placed
+
+
+def _refuse_without_world(request: Request, wanted: RampRequest) -> None:
+    """Without devices nothing is placed: what needs a placement is refused, not dropped."""
+    if request.nodes is not None:
+        raise ScheduleError(
+            f"nodes={request.nodes} needs devices_per_node to place the stages.", field="devices_per_node", nearest=(8,)
+        )
+    needy = ("node_policy", "micro_step_seconds", "stage_seconds", "probe", "deadline_hours", "node_hours_budget")
+    named = [name for name in needy if getattr(wanted, name) is not None]
+    named += [name for name in ("micro_batch_size", "max_micro_batch_size") if getattr(request, name) is not None]
+    if named:
+        raise ScheduleError(
+            f"{', '.join(named)} needs nodes and devices_per_node, the most there are (or devices).", field="nodes"
+        )
+
+
 def _throughput(request: Request, wanted: RampRequest) -> Throughput | StageSeconds | None:
-    named = [name for name in ("micro_step_seconds", "stage_seconds", "probe") if getattr(wanted, name)]
+    named = [name for name in ("micro_step_seconds", "stage_seconds", "probe") if getattr(wanted, name) is not None]
     if len(named) > 1:
         raise ConfigError(f"{' and '.join(named)} are two answers to how long a step takes: give one.", field=named[1])
     latency, volume = (*(wanted.sync_seconds or ()), 0.0, 0.0)[:2]
     sync: dict[str, Any] = {
         "sync_latency_seconds": latency,
         "sync_seconds": volume,
-        "virtual_stages": request.virtual_stages,
     }
     if wanted.stage_seconds:
         return StageSeconds(wanted.stage_seconds)
     if wanted.micro_step_seconds:
         fixed, each = (*wanted.micro_step_seconds, 0.0)[:2]
         return Throughput(fixed, each, sequence_length=request.sequence_length, **sync)
-    return Throughput.from_probe(wanted.probe, **sync) if wanted.probe else None
+    return None if wanted.probe is None else Throughput.from_probe(wanted.probe, **sync)
 
 
 def _rates(wanted: RampRequest, schedule: Schedule) -> tuple[tuple[StageRate, ...], Suggestion | None]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from .errors import ConfigError, Violation, raise_violations
 from .nodes import POLICIES
@@ -29,6 +29,7 @@ class RampRequest:
     thresholds_steps: str | None = None
     doubling: tuple[str, ...] | None = None
     recipe: str | None = None
+    sequence_lengths: tuple[int, ...] | None = None
     allow_falling: bool = False
     samples: int | None = None
     tokens: int | None = None
@@ -49,27 +50,41 @@ class RampRequest:
     lr_horizon_samples: int | None = None
 
 
+def _words(value: Any, name: str, shape: str) -> list[str]:
+    if isinstance(value, str):
+        return [word.strip() for word in value.strip("[]() ").split(",")]
+    if not isinstance(value, Sequence):
+        raise ConfigError(f"{name}={value!s:.60} is not {shape}.", field=name, given=str(value)[:60])
+    return [str(word) for word in cast("Sequence[Any]", value)]
+
+
 def _parts(least: int, most: int, shape: str) -> Callable[[Any, str], tuple[str, ...]]:
     def read(value: Any, name: str) -> tuple[str, ...]:
-        words = value.strip("[]() ").split(",") if isinstance(value, str) else list(value)
+        words = _words(value, name, shape)
         if not least <= len(words) <= most:
             raise ConfigError(f"{name}={value!s:.60} is not {shape}.", field=name, given=str(value)[:60])
-        return tuple(str(word).strip() for word in words)
+        return tuple(words)
 
     return read
 
 
-def _seconds(value: Any, name: str) -> tuple[float, ...]:
-    words = value.strip("[]() ").split(",") if isinstance(value, str) else list(value)
-    return tuple(0.0 if str(word).strip() in ("0", "0.0") else positive(str(word).strip(), name) for word in words)
+def _seconds(most: int, shape: str) -> Callable[[Any, str], tuple[float, ...]]:
+    def read(value: Any, name: str) -> tuple[float, ...]:
+        return tuple(_not_negative(word, name) for word in _parts(1, most, shape)(value, name))
+
+    return read
+
+
+def _not_negative(value: Any, name: str) -> float:
+    return 0.0 if str(value).strip() in ("0", "0.0") else positive(value, name)
+
+
+def _lengths(value: Any, name: str) -> tuple[int, ...]:
+    return tuple(count(word, name, most=10**9) for word in _words(value, name, "LENGTH,LENGTH,..."))
 
 
 def _text(value: Any, name: str) -> str:
     return str(value)
-
-
-def _not_negative(value: Any, name: str) -> float:
-    return _seconds([value], name)[0]
 
 
 RAMP_READERS: Mapping[str, Callable[[Any, str], Any]] = {
@@ -80,14 +95,15 @@ RAMP_READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "thresholds_steps": _text,
     "doubling": _parts(2, 3, "START,EVERY or START,EVERY,samples|tokens|steps"),
     "recipe": _text,
+    "sequence_lengths": _lengths,
     "allow_falling": switch,
     "samples": count,
     "tokens": partial(count, most=10**18),
     "last_step": choice(*LAST_STEPS),
     "node_policy": choice(*POLICIES),
-    "micro_step_seconds": _seconds,
-    "sync_seconds": _seconds,
-    "stage_seconds": _seconds,
+    "micro_step_seconds": _seconds(2, "FIXED,PER_SAMPLE"),
+    "sync_seconds": _seconds(2, "LATENCY,ALL"),
+    "stage_seconds": _seconds(100_000, "SECONDS,SECONDS,..."),
     "probe": lambda value, name: value,
     "restart_seconds": _not_negative,
     "deadline_hours": positive,

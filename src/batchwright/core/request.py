@@ -23,7 +23,10 @@ LARGEST_PARALLEL = 10**5
 
 @dataclass(frozen=True)
 class Request:
-    """What is known of a job; None is unknown. `origins` says where a value was given, for people to read."""
+    """What is known of a job; None is unknown.
+
+    `given` names what was given even where it equals a default; `origins` says where, for people to read.
+    """
 
     global_batch_size: int | None = None
     global_batch_size_tokens: int | None = None
@@ -54,6 +57,7 @@ class Request:
     step_seconds: float | None = None
     round: str | None = None
     allow_ragged: bool = False
+    given: frozenset[str] = frozenset()
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
 
@@ -150,7 +154,25 @@ def read_request(
         except ConfigError as error:
             wrong.extend(error.violations)
     raise_violations(ConfigError, wrong)
-    return Request(**read, origins=dict(origins or {}), notes=tuple(notes))
+    return Request(**read, given=frozenset(read), origins=dict(origins or {}), notes=tuple(notes))
+
+
+def unused_pipeline(request: Request) -> list[Violation]:
+    """What is said of a pipeline where there is none: a mistake of somebody, so it is not passed over."""
+    if request.pipeline_parallel > 1:
+        return []
+    said = {
+        "pipeline_schedule": request.pipeline_schedule,
+        "pipeline_microbatches": request.pipeline_microbatches,
+        "pipeline_group": request.pipeline_group,
+        "virtual_stages": request.virtual_stages if request.virtual_stages > 1 else None,
+        "delayed_forwarding": request.delayed_forwarding or None,
+    }
+    return [
+        Violation(f"{name}={value} needs a pipeline: pipeline_parallel is 1.", name, value)
+        for name, value in said.items()
+        if value is not None
+    ]
 
 
 def unknown_key(name: str, value: Any, known: Iterable[str], where: str = "") -> Violation:
@@ -169,6 +191,7 @@ def resolve_ranks(request: Request) -> int | None:
     64
     """
     replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
+    whole = replica * request.expert_parallel  # devices of the fewest replicas that the experts spread over
     split = world_of(request, 1).split() or "1"
     devices = request.devices
     wrong: list[Violation] = []
@@ -187,7 +210,7 @@ def resolve_ranks(request: Request) -> int | None:
         devices = product
     if request.nodes and request.devices_per_node and devices is not None and devices % replica:
         per_node = request.devices_per_node
-        near = nearest_multiples(replica // gcd(replica, per_node), request.nodes)
+        near = nearest_multiples(whole // gcd(whole, per_node), request.nodes)
         wrong.append(
             Violation(
                 f"nodes={request.nodes} × devices_per_node {per_node} = {devices} devices are not a whole number of "
@@ -200,7 +223,7 @@ def resolve_ranks(request: Request) -> int | None:
         )
         raise_violations(PlanError, wrong)
     if devices is not None and devices % replica:
-        near = nearest_multiples(replica, devices)
+        near = nearest_multiples(whole, devices)
         wrong.append(
             Violation(
                 f"devices={devices} is not a whole number of replicas: {split} = {replica} devices each, and {devices} / "

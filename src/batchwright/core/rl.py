@@ -239,9 +239,9 @@ def _notes(
     if micro < share and not rolls_in_parts:
         notes.append("Accumulation does not reduce the memory of generation: that takes rollout_micro_prompts.")
     if updates_per_round > 1:
+        first = " The first update alone is on-policy." if rounds_ahead == 0 else ""
         notes.append(
-            f"Off-policy from the second update on: {updates_per_round} updates learn from one round, so the loss "
-            "needs an importance ratio (with clipping), and the first update alone is on-policy."
+            f"{updates_per_round} updates learn from one round, so the loss needs an importance ratio (with clipping).{first}"
         )
     if rounds_ahead:
         notes.append(

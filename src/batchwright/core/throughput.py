@@ -1,8 +1,8 @@
-"""How long an optimizer step takes on a number of nodes, and the cheapest chain of stages through such times.
+"""How long an optimizer step takes on a number of nodes: a model, a measured curve, or times given per stage.
 
-A step of m micro batches on p pipeline stages, on n nodes:
+A step of m micro batches on n nodes, in which the pipeline idles for i micro steps:
 
-    step = (m + (p - 1) / v) × micro_step(micro_batch_size)            compute, with the pipeline's bubble
+    step = (m + i) × micro_step(micro_batch_size)                      compute, with the pipeline's bubble
          + sync_latency_seconds × ceil(log2 n)                         a tree's depth
          + sync_seconds × 2 (n - 1) / n                                a ring's volume
 
@@ -17,9 +17,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from .errors import ConfigError, Violation, raise_violations
+from .units import count, positive
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,6 @@ class Throughput:
     """(micro_batch_size, seconds of one micro step), in ascending order of size."""
     sync_latency_seconds: float = 0.0
     sync_seconds: float = 0.0
-    virtual_stages: int = 1
     sequence_length: int | None = None
     """The length the times hold for; another length counts by its tokens (attention's extra cost is left out)."""
 
@@ -57,9 +57,6 @@ class Throughput:
         if not self.measured and self.fixed_seconds + self.per_sample_seconds <= 0:
             message = "a throughput needs fixed_seconds and per_sample_seconds, or measured points."
             found.append(Violation(message, "per_sample_seconds", self.per_sample_seconds))
-        if self.virtual_stages < 1:
-            message = f"virtual_stages={self.virtual_stages} is too small: the least is 1."
-            found.append(Violation(message, "virtual_stages", self.virtual_stages, (1,)))
         raise_violations(ConfigError, found)
 
     @classmethod
@@ -70,18 +67,24 @@ class Throughput:
         >>> Throughput.from_probe({"trials": [trial, {"micro_batch_size": 8, "status": "oom"}]}).measured
         ((4, 0.5),)
         """
-        trials: list[Mapping[str, Any]] = list(record.get("trials", ()))
-        timed = [t for t in trials if t.get("status") == "fits" and t.get("step_seconds")]
+        found = cast("list[Mapping[str, Any]]", record.get("trials"))
+        if not isinstance(found, list) or not all(isinstance(trial, Mapping) for trial in found):  # pyright: ignore
+            raise ConfigError("the probe file has no list of trials.", field="trials")
+        runs: dict[int, list[tuple[bool, float]]] = {}
+        for trial in found:
+            if trial.get("status") == "fits" and trial.get("step_seconds") is not None:
+                size = count(trial.get("micro_batch_size", "missing"), "micro_batch_size")
+                seconds = positive(trial["step_seconds"], "step_seconds")
+                runs.setdefault(size, []).append((trial.get("purpose") == "throughput", seconds))
         points: list[tuple[int, float]] = []
-        for size in sorted({int(t["micro_batch_size"]) for t in timed}):
-            runs = [t for t in timed if t["micro_batch_size"] == size]
-            for_throughput = [t for t in runs if t.get("purpose") == "throughput"]
-            points.append((size, float(median(t["step_seconds"] for t in for_throughput or runs))))
+        for size, timed in sorted(runs.items()):
+            meant = [seconds for for_throughput, seconds in timed if for_throughput]
+            points.append((size, median(meant or [seconds for _, seconds in timed])))
         if not points:
             raise ConfigError(
-                f"the probe file has no timed trial: {len(trials)} trials, none with status fits and step_seconds.",
+                f"the probe file has no timed trial: {len(found)} trials, none with status fits and step_seconds.",
                 field="trials",
-                given=len(trials),
+                given=len(found),
             )
         return cls(measured=tuple(points), **parameters)
 
@@ -124,21 +127,20 @@ class Throughput:
         nodes: int,
         micro_batch_size: int,
         accumulation_steps: int,
-        pipeline_parallel: int = 1,
+        idle: float = 0.0,
         sequence_length: int | None = None,
         stage: int = 0,
     ) -> float:
-        """One optimizer step; `stage` makes no difference here.
+        """One optimizer step, in which the pipeline idles for `idle` micro steps; `stage` makes no difference here.
 
         >>> model = Throughput(per_sample_seconds=0.5)
-        >>> model.step_seconds(nodes=1, micro_batch_size=1, accumulation_steps=8, pipeline_parallel=3)
+        >>> model.step_seconds(nodes=1, micro_batch_size=1, accumulation_steps=8, idle=2)
         5.0
         """
         size: float = micro_batch_size
         if sequence_length and self.sequence_length and sequence_length != self.sequence_length:
             size = micro_batch_size * sequence_length / self.sequence_length
-        slots = accumulation_steps + (pipeline_parallel - 1) / self.virtual_stages
-        return slots * self.micro_step_seconds(size) + self.sync_step_seconds(nodes)
+        return (accumulation_steps + idle) * self.micro_step_seconds(size) + self.sync_step_seconds(nodes)
 
     def remarks(self, micro_batch_sizes: Iterable[int], sequence_lengths: Iterable[int | None] = ()) -> tuple[str, ...]:
         """What a reader of the predicted times must know.

@@ -93,11 +93,12 @@ def percentage(value: int | float | str | Fraction, field: str = "tolerance") ->
     text = value.strip() if isinstance(value, str) else ""
     share = fraction(text[:-1], field) / 100 if text.endswith("%") else fraction(value, field)
     if not 0 <= share <= 1:
+        meant = f"{value}%" if 1 < share <= 100 and not text.endswith("%") else "10%"
         raise ConfigError(
-            f"{field}={str(value)[:40]} is not between 0% and 100%.",
+            f"{field}={str(value)[:40]} is not between 0% and 100%. Did you mean {meant}?",
             field=field,
             given=str(value)[:40],
-            nearest=["10%"],
+            nearest=[meant],
         )
     return share
 

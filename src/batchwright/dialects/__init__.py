@@ -52,9 +52,9 @@ class Resolved:
 
 def dialects() -> tuple[Dialect, ...]:
     """All dialects that are read."""
-    from . import huggingface, maxtext, megatron, nemo
+    from . import huggingface, launchers, maxtext, megatron, nemo
 
-    return (nemo.DIALECT, maxtext.DIALECT, huggingface.DIALECT, megatron.DIALECT)
+    return (nemo.DIALECT, maxtext.DIALECT, huggingface.DIALECT, megatron.DIALECT, launchers.DIALECT)
 
 
 def is_foreign(key: str) -> bool:
@@ -115,13 +115,14 @@ def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> Non
     if there is None or there.level < given.level:
         fields[name] = given
     elif there.level == given.level and str(there.value) != str(given.value):
+        both = [str(g.value)[:40] for g in (there, given)]
+        where = [g.origin[:80] or "as a value" for g in (there, given)]
         wrong.append(
             Violation(
-                f"{name} is given twice and differently: {there.value} ({there.origin or 'as a value'}) and {given.value} "
-                f"({given.origin or 'as a value'}). Leave one out.",
+                f"{name} is given twice and differently: {both[0]} ({where[0]}) and {both[1]} ({where[1]}). Leave one out.",
                 name,
-                given.value,
-                (there.value, given.value),
+                both[1],
+                tuple(both),
             )
         )
 

@@ -9,8 +9,11 @@ Where MaxText truncates (`int(devices × per_device)`), a size that is not whole
 from __future__ import annotations
 
 from fractions import Fraction
+from math import prod
 
 from batchwright.core.errors import ConfigError, PlanError, either
+from batchwright.core.nearest import nearest_multiples
+from batchwright.core.request import switch
 from batchwright.core.units import count, fraction, positive
 
 from . import Dialect, Fields, Given
@@ -38,12 +41,19 @@ _RAMP = {
     "global_rampup_samples": "500",
 }  # with MaxText's defaults
 
-_SPECIAL = {"per_device_batch_size", "expansion_factor_real_data", "num_pipeline_microbatches", *_RAMP, *_MESH}
+_SPECIAL = {
+    "per_device_batch_size",
+    "expansion_factor_real_data",
+    "num_pipeline_microbatches",
+    "num_pipeline_repeats",
+    *_RAMP,
+    *_MESH,
+}
 
 
 def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     notes: list[str] = []
-    found = _mesh(special, fields)
+    found = _mesh(special, fields, notes)
 
     def known(name: str, default: int) -> int:
         given = found.get(name) or fields.get(name)
@@ -105,39 +115,52 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
         pieces = special.get("num_pipeline_microbatches")
         if pieces and str(pieces.value) != "-1":
             found["pipeline_microbatches"] = pieces
+        repeats = special.get("num_pipeline_repeats")
+        if repeats and str(repeats.value) != "-1":
+            found["virtual_stages"] = repeats
     return found, notes
 
 
-def _mesh(special: Fields, fields: Fields) -> Fields:
-    """Axis sizes multiplied; one -1 per scope fills up, so a mesh with none tells the number of devices."""
+def _mesh(special: Fields, fields: Fields, notes: list[str]) -> Fields:
+    """Axis sizes multiplied. `ici_fsdp` and `dcn_data` fill up unless they are set, as does whatever is -1."""
+    used = {key: special[key] for key in _MESH if key in special}
+    if not used:
+        return {}
     sizes: dict[str, int] = {}
-    fills = False
-    origin: list[str] = []
-    level = 0
-    for key, axis in _MESH.items():
-        if key not in special:
-            continue
-        given = special[key]
-        level = max(level, given.level)
-        if str(given.value) == "-1":
-            fills = True
-            continue
-        size = count(given.value, key)
-        origin.append(f"{key}={size}")
-        sizes[_AXES[axis]] = sizes.get(_AXES[axis], 1) * size
-        if axis == "expert":
-            sizes["expert_parallel"] = sizes.get("expert_parallel", 1) * size
-    told = {"devices", "data_parallel_size", "nodes"} & set(fields)
-    if fills or told or not any(_AXES[_MESH[key]] == "data_parallel_size" for key in special if key in _MESH):
-        sizes.pop("data_parallel_size", None)  # the rest of the devices: derived from their number
-    words = " ".join(origin)
+    for key, given in used.items():
+        if str(given.value) != "-1":
+            axis, size = _MESH[key], count(given.value, key)
+            sizes[_AXES[axis]] = sizes.get(_AXES[axis], 1) * size
+            if axis == "expert":
+                sizes["expert_parallel"] = sizes.get("expert_parallel", 1) * size
+    explicit = prod(size for name, size in sizes.items() if name != "expert_parallel")
+    fills = [key for key, given in used.items() if str(given.value) == "-1"]
+    fills += [key for key in ("ici_fsdp_parallelism", "dcn_data_parallelism") if key not in used]
+    devices = _devices(fields)
+    words = " ".join(f"{key}={given.value}" for key, given in used.items())
+    if devices is not None and (devices % explicit or (not fills and devices != explicit)):
+        raise ConfigError(
+            f"the mesh {words} = {explicit} devices contradicts devices={devices}"
+            + (f": {devices} / {explicit} = {devices / explicit:.2f}." if fills else ".")
+            + f" Nearest: {either(nearest_multiples(explicit, devices) if fills else (explicit,))} devices.",
+            field="devices",
+            given=devices,
+            nearest=nearest_multiples(explicit, devices) if fills else (explicit,),
+        )
+    if (devices is not None and fills) or {"data_parallel_size", "global_batch_size", "global_batch_size_tokens"} & set(
+        fields
+    ):
+        sizes.pop("data_parallel_size", None)  # what is left of the devices: derived from their number
+    elif fills and "data_parallel_size" in sizes and "ici_fsdp_parallelism" in fills:
+        notes.append(f"No number of devices is given: {' and '.join(fills)} would fill them, and count as 1 here.")
+    level = max(given.level for given in used.values())
     return {name: Given(size, words, level) for name, size in sizes.items()}
 
 
 def _ramp(special: Fields) -> Given | None:
     """MaxText's four keys and the size they lead to, as START,INCREMENT,END,SAMPLES; None when switched off."""
     given = special.get("enable_rampup_batch_size")
-    if given is None or str(given.value).lower() != "true":
+    if given is None or not switch(given.value, "enable_rampup_batch_size"):
         return None
     start, increment, samples = (
         special[key].value if key in special else default
@@ -165,7 +188,6 @@ DIALECT = Dialect(
     title="MaxText",
     keys={
         "max_target_length": "sequence_length",
-        "num_pipeline_repeats": "virtual_stages",
         "pipeline_delay_activation_forwarding": "delayed_forwarding",
     },
     special=frozenset(_SPECIAL),

@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
-from . import Dialect, Fields
+from batchwright.core.errors import ConfigError
+from batchwright.core.nearest import nearest_multiples
+from batchwright.core.units import count
+
+from . import Dialect, Fields, Given
 
 _SCHEDULE = "step_batch_size_schedule"
 _TRIPLE = "rampup_batch_size"
+_LAYERS = "num_layers_per_virtual_pipeline_stage"
 
 
 def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     found: Fields = {}
     notes: list[str] = []
     if _SCHEDULE in special:
-        # Megatron's trainer always passes its sequence length, and then thresholds are tokens.
-        found["thresholds_tokens" if "sequence_length" in fields else "thresholds"] = special[_SCHEDULE]
+        if "sequence_length" not in fields:
+            raise ConfigError(
+                "step_batch_size_schedule counts in tokens (Megatron's trainer always passes its sequence length): give "
+                "seq_length. For thresholds in samples there is --thresholds.",
+                field="sequence_length",
+                nearest=(2048, 4096, 8192),
+            )
+        found["thresholds_tokens"] = special[_SCHEDULE]
+    if _LAYERS in special:
+        found["virtual_stages"] = _virtual_stages(special, fields)
     if _TRIPLE in special:
         found["linear"] = special[_TRIPLE]
         notes.append(
             "Megatron-core 0.18 and later accept --rampup-batch-size and ignore it: the batch stays flat there."
         )
     return found, notes
+
+
+def _virtual_stages(special: Fields, fields: Fields) -> Given:
+    """Layers / (pipeline stages × layers per virtual stage)."""
+    given = special[_LAYERS]
+    each = count(given.value, _LAYERS)
+    stages = count(fields["pipeline_parallel"].value, "pipeline_parallel") if "pipeline_parallel" in fields else 1
+    layers = count(special["num_layers"].value, "num_layers") if "num_layers" in special else None
+    if layers is None or layers % (stages * each):
+        raise ConfigError(
+            f"{_LAYERS}={each} gives virtual stages as num_layers / (pipeline {stages} × {each}), and num_layers is "
+            + (
+                "not given."
+                if layers is None
+                else f"{layers}: {layers} / {stages * each} = {layers / stages / each:.2f}."
+            ),
+            field="num_layers",
+            given=layers,
+            nearest=() if layers is None else nearest_multiples(stages * each, layers),
+        )
+    return Given(layers // (stages * each), f"{layers} layers / ({stages} × {each})", given.level)
 
 
 DIALECT = Dialect(
@@ -35,6 +69,6 @@ DIALECT = Dialect(
         "seq_length": "sequence_length",
         "train_samples": "samples",
     },
-    special=frozenset({_SCHEDULE, _TRIPLE}),
+    special=frozenset({_SCHEDULE, _TRIPLE, _LAYERS, "num_layers"}),
     resolve=_resolve,
 )

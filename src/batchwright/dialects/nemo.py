@@ -5,9 +5,10 @@ NeMo derives accumulation itself, as global / (micro × ranks); `trainer.accumul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from batchwright.core.errors import ConfigError
 from batchwright.core.plan import Plan
 
 from . import Dialect, Fields
@@ -46,7 +47,9 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     world_known = "data_parallel_size" in fields or "devices" in fields or {"nodes", "devices_per_node"} <= set(fields)
     if str(given.value) == "1" and world_known:
         return {}, [note]
-    if str(given.value) == "1":
+    if str(given.value) != "1":
+        note += f" With {given.value} it would multiply the batch; here it is the equation's accumulation_steps."
+    else:
         note += " With no device count given, it is read as accumulation_steps=1 in the documented equation."
     return {"accumulation_steps": given}, [note]
 
@@ -62,14 +65,20 @@ DIALECT = Dialect(
 
 def read_recipe(recipe: object) -> dict[str, Any]:
     """The dotted keys of a recipe that are set: any object with NeMo's attributes will do."""
+    if all(_get(recipe, part) is None for part in ("data", "model", "trainer")):
+        hint = " Call it first." if callable(recipe) else " A mapping of keys works too."
+        raise ConfigError(
+            f"{repr(recipe)[:60]} is not a recipe: it has neither data nor model nor trainer.{hint}", field="source"
+        )
     found: dict[str, Any] = {}
     for key in (*_PLAIN, _ACCUMULATE):
         value: Any = recipe
         for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+            value = _get(value, name)
             if value is None:
                 break
-        if isinstance(value, (int, str)) and not isinstance(value, bool):
+        kinds = (list, tuple) if key.endswith("rampup_batch_size") else (int, str)
+        if isinstance(value, kinds) and not isinstance(value, bool):
             found[key] = value
     return found
 
@@ -87,15 +96,30 @@ def write_recipe(plan: Plan, recipe: Any) -> dict[str, Any]:
         "trainer.strategy.expert_model_parallel_size": plan.expert_parallel,
         _ACCUMULATE: 1,  # NeMo's own accumulation follows from the batch; this one would multiply it
     }
+    # NeMo 1.x keeps the batch and the parallelism in `model`, 2.0 in `data` and `trainer.strategy`.
+    if _get(_get(recipe, "model"), "micro_batch_size") is not None:
+        values |= {
+            f"model.{key.rsplit('.', 1)[1]}": value
+            for key, value in values.items()
+            if not key.startswith("trainer.") or ".strategy." in key
+        }
     done: dict[str, Any] = {}
     for key, value in values.items():
         *path, last = key.split(".")
         target: Any = recipe
         for name in path:
-            target = getattr(target, name, None)
+            target = _get(target, name)
         if target is None or value is None:
             continue
-        if hasattr(target, last) or not key.startswith("trainer."):
+        if isinstance(target, MutableMapping):
+            target[last] = value
+        elif hasattr(target, last) or key.startswith("data."):
             setattr(target, last, value)
-            done[key] = value
+        else:
+            continue
+        done[key] = value
     return done
+
+
+def _get(target: Any, name: str) -> Any:
+    return target.get(name) if isinstance(target, Mapping) else getattr(target, name, None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+
+_PLAIN = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def staircase(
@@ -19,8 +22,7 @@ def staircase(
     Several series share the x axis, each in a panel of its own: a batch and a node count have no common scale.
     """
     panels = [_panel(edges, name, values, width, height, color) for name, values in series.items()]
-    shown = max(len(line) for line in panels[-1].splitlines()) if not color else width
-    return "\n".join([*panels, xlabel.center(shown).rstrip()])
+    return "\n".join([*panels, xlabel.center(len(_PLAIN.sub("", panels[-1]).splitlines()[1])).rstrip()])
 
 
 def _panel(edges: Sequence[int], name: str, values: Sequence[int], width: int, height: int, color: bool) -> str:

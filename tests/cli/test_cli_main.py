@@ -1,0 +1,167 @@
+"""The command line as a program: help, did-you-mean, signals, pipes, narrow terminals."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import click
+import pytest
+
+import batchwright
+import batchwright.cli
+
+BATCHWRIGHT = str(Path(sys.executable).with_name("batchwright"))
+PLAN = ["plan", "--global-batch-size", "64", "--devices", "2"]
+
+
+def test_a_real_process_prints_what_the_fast_runner_prints(cli):
+    done = subprocess.run([BATCHWRIGHT, *PLAN], capture_output=True, text=True, encoding="utf-8", timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == cli(*PLAN).out
+    wrong = [sys.executable, "-m", "batchwright", "plan", "--global-batch-size", "x", "--json"]
+    failed = subprocess.run(wrong, capture_output=True, text=True, encoding="utf-8", timeout=60)
+    assert (failed.returncode, failed.stderr) == (2, "")
+    assert failed.stdout == cli(*wrong[3:]).out
+
+
+def test_help_and_version(cli):
+    assert cli("--version").out == f"batchwright {batchwright.__version__}\n"
+    top = cli("--help")
+    assert top.code == 0
+    assert cli().out == top.out
+    for verb in ("plan", "rl"):
+        assert f"  {verb} " in top.out
+        assert cli(verb, "-h").out == cli(verb, "--help").out
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["pln"], "Did you mean plan?"),
+        (["xyzzy"], "There are: plan"),
+        ([""], "is not a verb"),
+        (["plan", "--global-batch-siz", "3"], "Did you mean one of: '--global-batch-size'"),
+        (["rl", "--prompt", "3"], "--prompts"),
+        (["plan", "global_batch_siz=3"], "Did you mean global_batch_size"),
+        (["plan", "data.micro_batch_sizes=3"], "Did you mean data.micro_batch_size"),
+        (["plan", "--nodes"], "requires an argument"),
+        (["--nonsense"], "No such option"),
+        (["plan", "--round", "sideways"], "is not one of down, up"),
+        (["plan", "--pipeline-schedule", "2f2b", "--pipeline-parallel", "2"], "gpipe, 1f1b"),
+    ],
+)
+def test_what_was_meant(cli, words, hint):
+    ran = cli(*words)
+    assert ran.code == 2
+    assert hint in ran.err
+    as_json = cli(*words, "--json")
+    assert as_json.code == 2
+    if words != ["plan", "--nodes"]:  # there, --json is the value that was missing
+        assert hint in as_json.json["error"]["message"]
+        assert set(as_json.json["error"]) >= {"type", "message", "field", "given", "nearest"}
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, click.Abort])
+def test_an_interrupt_is_130_without_a_traceback(cli, monkeypatch, stop):
+    from batchwright.cli import plan
+
+    def interrupted(*_: object) -> None:
+        raise stop
+
+    monkeypatch.setattr(plan, "gather", interrupted)
+    ran = cli(*PLAN)
+    assert (ran.code, ran.out) == (130, "")
+    assert ran.err.split() == ["interrupted"]
+
+
+def test_ctrl_c_in_a_real_process(tmp_path):
+    fifo = tmp_path / "never-written.yaml"
+    script = "import sys, time, batchwright.cli as c, batchwright.cli.plan as p\n"
+    script += "p.gather = lambda *_: (print('ready', file=sys.stderr, flush=True), time.sleep(60))\nc.main(['plan'])"
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, cwd=fifo.parent)
+    assert process.stderr.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+
+
+def test_a_bug_of_ours_is_exit_1_and_no_traceback(cli, monkeypatch):
+    from batchwright.cli import plan
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(plan, "gather", broken)
+    ran = cli(*PLAN)
+    assert ran.code == 1
+    assert "This is a bug in batchwright (RuntimeError: boom" in ran.err
+    assert "Traceback" not in ran.err
+    assert cli(*PLAN, "--json").json["error"]["type"] == "RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("words", "stream", "code"),
+    [
+        (PLAN, "stdout", 0),
+        ([*PLAN, "--json"], "stdout", 0),
+        (["plan", "--help"], "stdout", 0),
+        (["plan", "--json"], "stdout", 2),
+        (["plan"], "stderr", 2),
+    ],
+)
+def test_a_reader_that_went_away_is_no_error(words, stream, code):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: write}
+        done = subprocess.run([BATCHWRIGHT, *words], **streams, timeout=60)
+    finally:
+        os.close(write)
+    assert done.returncode == code
+    assert not (done.stdout or done.stderr)
+
+
+def test_a_narrow_terminal(cli, monkeypatch):
+    for columns in ("40", "1", "0", "x"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert cli(*PLAN).code == 0
+        assert cli("plan", "--help").code == 0
+
+
+@pytest.mark.parametrize("columns", [40, 1])
+def test_notes_are_wrapped_at_the_width_of_a_real_terminal(columns):
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    try:
+        done = subprocess.run([BATCHWRIGHT, *PLAN], stdout=terminal, stderr=subprocess.PIPE, timeout=60)
+        out = os.read(master, 100_000).decode()
+    finally:
+        os.close(terminal)
+        os.close(master)
+    assert (done.returncode, done.stderr) == (0, b"")
+    notes = out.partition("notes:")[2].splitlines()
+    assert len(notes) > 4
+    assert max(map(len, notes)) <= 40
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_words_that_are_no_text_and_terminals_that_know_few_letters(encoding):
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    for words in (
+        [*PLAN, "--json"],
+        PLAN,
+        ["plan", b"global_batch_size=\xff\xfe"],
+        ["plan", "nemo", b"\xff", b"x\xff=1", *PLAN[1:]],
+    ):
+        done = subprocess.run([BATCHWRIGHT, *words], capture_output=True, env=env, timeout=60)
+        assert done.returncode in (0, 2)
+        assert b"Traceback" not in done.stderr
+        assert b"bug" not in done.stderr

@@ -1,0 +1,243 @@
+"""`batchwright plan`: lines people paste, files, precedence, what is printed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from batchwright import Plan
+
+
+def shown(out: str, name: str) -> list[str]:
+    """The row of a number: value, source, and the reason."""
+    line = next(line for line in out.splitlines() if line.strip().startswith(f"{name} "))
+    return line.split(None, 3)[1:]
+
+
+def test_the_documented_product(cli):
+    ran = cli("plan", "--micro-batch-size", "4", "--accumulation-steps", "8", "--devices", "2")
+    assert ran.code == 0
+    assert ran.err == ""
+    assert ran.out.splitlines()[0] == "64 = 4 micro × 8 accumulation × 2 data-parallel"
+
+
+@pytest.mark.parametrize(
+    ("line", "micro", "steps", "ranks", "batch"),
+    [
+        # NeMo, word for word
+        ("data.micro_batch_size=4 data.global_batch_size=16 trainer.accumulate_grad_batches=1", 4, 1, 4, 16),
+        (
+            "nemo llm pretrain --factory llama3_8b data.micro_batch_size=4 data.global_batch_size=16 "
+            "trainer.accumulate_grad_batches=1",
+            4, 1, 4, 16,
+        ),
+        ("nemo llm pretrain --factory llama3_8b trainer.num_nodes=2 trainer.devices=8 data.micro_batch_size=1 "
+         "data.global_batch_size=512 trainer.strategy.tensor_model_parallel_size=2", 1, 64, 8, 512),
+        ("training.trainer.num_nodes=8 training.trainer.devices=8 training.model.micro_batch_size=4 "
+         "training.model.global_batch_size=512", 4, 2, 64, 512),
+        # MaxText
+        ("per_device_batch_size=4 gradient_accumulation_steps=2 devices=8", 4, 2, 8, 64),
+        ("per_device_batch_size=0.25 ici_tensor_parallelism=8 --devices 64", 2, 1, 8, 16),
+        ("python3 -m MaxText.train MaxText/configs/base.yml run_name=a per_device_batch_size=2 ici_fsdp_parallelism=16 "
+         "dcn_data_parallelism=2 gradient_accumulation_steps=3", 2, 3, 32, 192),
+        # Hugging Face
+        ("--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --devices 2", 2, 8, 2, 32),
+        ("torchrun --nproc_per_node 8 --nnodes 2 train.py --per_device_train_batch_size 2 --gradient_accumulation_steps 8 "
+         "--learning_rate 1e-5 --bf16", 2, 8, 16, 256),
+        ("accelerate launch --num_processes 4 train.py --per-device-train-batch-size 2", 2, 1, 4, 8),
+        # ours, sections and all
+        ("batch.global_batch_size=64 world.devices=2 batch.max_micro_batch_size=4", 4, 8, 2, 64),
+    ],
+)  # fmt: skip
+def test_lines_that_people_paste(cli, line, micro, steps, ranks, batch):
+    ran = cli("plan", *line.split(), "--json")
+    assert ran.code == 0, ran.out
+    found = ran.json
+    names = ("micro_batch_size", "accumulation_steps", "data_parallel_size", "global_batch_size")
+    assert tuple(found[name] for name in names) == (micro, steps, ranks, batch)
+    assert cli("plan", "--json", *line.split()).json == found  # the flag may come first
+
+
+def test_nemos_line_says_that_nemo_derives_accumulation(cli):
+    ran = cli("plan", "data.micro_batch_size=4", "data.global_batch_size=16", "trainer.accumulate_grad_batches=1")
+    flat = " ".join(ran.out.split())
+    assert "NeMo derives accumulation itself, as global / (micro × ranks)" in flat
+    assert shown(ran.out, "data_parallel_size") == ["4", "derived", "16 / (4 × 1)"]
+    assert shown(ran.out, "micro_batch_size") == ["4", "given", "data.micro_batch_size=4"]
+
+
+def test_what_is_left_out_of_a_pasted_line_is_named(cli):
+    ran = cli("plan", "nemo", "llm", "pretrain", "--factory", "llama3_8b", "data.micro_batch_size=4", "optim.lr=1")
+    assert "Left out, as it does not concern the batch: nemo llm pretrain --factory llama3_8b, optim.lr" in " ".join(
+        ran.out.split()
+    )
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_flag_wins_over_an_override_and_that_over_a_file(cli, tmp_path):
+    file = tmp_path / "batchwright.yaml"
+    file.write_text("batch:\n  global_batch_size: 64\n  micro_batch_size: 1\nworld: {devices: 4}\n")
+    words = ["plan", str(file)]
+    assert shown(cli(*words).out, "micro_batch_size") == ["1", "given", f"{file}: batch.micro_batch_size"]
+    words.append("batch.micro_batch_size=2")
+    assert shown(cli(*words).out, "micro_batch_size") == ["2", "given", "batch.micro_batch_size=2"]
+    words += ["--micro-batch-size", "4"]
+    assert shown(cli(*words).out, "micro_batch_size") == ["4", "given", "--micro-batch-size"]
+    found = cli(*words, "--json").json
+    assert found["reasons"]["global_batch_size"] == f"{file}: batch.global_batch_size"
+    assert (found["accumulation_steps"], found["sources"]["accumulation_steps"]) == (4, "derived")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "global_batch_size: 1Ki\ndevices: 8\n"),
+        ("a.yaml", "batch: {global_batch_size: 1024}\nworld: {devices: 8}\nlaunch: {engine: local}\ntask: x.py:task\n"),
+        ("a.json", '{"batch": {"global_batch_size": 1024}, "world": {"devices": 8}}'),
+        ("a.toml", "[batch]\nglobal_batch_size = 1024\n[world]\ndevices = 8\n"),
+        ("maxtext.yml", "per_device_batch_size: 128.0\nici_fsdp_parallelism: 8\nrun_name: x\nenable_checkpointing: true\n"),
+        ("nemo.yaml", "data: {micro_batch_size: 128, global_batch_size: 1024}\ntrainer: {num_nodes: 1, devices: 8}\n"
+         "model: {hidden_size: 4096, layers: [1, 2]}\n"),
+    ],
+)  # fmt: skip
+def test_files_of_every_kind(cli, tmp_path, name, text):
+    file = tmp_path / name
+    file.write_text(text)
+    found = cli("plan", str(file), "--json").json
+    assert (found["global_batch_size"], found["data_parallel_size"]) == (1024, 8)
+
+
+def test_a_misspelt_key_of_a_file_is_named_with_what_was_meant(cli, tmp_path):
+    file = tmp_path / "b.yaml"
+    file.write_text("batch: {global_batchsize: 64, micro_batch_size: 2}\nworld: {device: 4}\n")
+    ran = cli("plan", str(file))
+    assert ran.code == 2
+    assert (
+        f"error: batch.global_batchsize is not a known key of {file}. Did you mean batch.global_batch_size" in ran.err
+    )
+    assert "error: world.device is not a known key" in ran.err
+    file.write_text("nodes: 4\nbatch: {micro_batch_size: 2}\n")  # a section, but not one: must not be ignored
+    ran = cli("plan", str(file))
+    assert ran.code == 2
+    assert "world.nodes" in ran.err
+
+
+@pytest.mark.parametrize("ending", ["yaml", "json"])
+def test_a_key_given_twice_in_a_file_is_refused(cli, tmp_path, ending):
+    file = tmp_path / f"twice.{ending}"
+    file.write_text('{"micro_batch_size": 2, "devices": 4, "micro_batch_size": 4}')
+    ran = cli("plan", str(file))
+    assert ran.code == 2
+    assert "micro_batch_size is given twice" in ran.err
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_json_has_the_promised_keys(cli):
+    ran = cli("plan", "--global-batch-size", "256", "--nodes", "4", "--devices-per-node", "8", "--pipeline-parallel", "4",
+              "--max-micro-batch-size", "2", "--json")  # fmt: skip
+    found = ran.json
+    assert found["schema"] == 1
+    for name in ("global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "batch_quantum", "devices",
+                 "sources", "alternatives", "notes"):  # fmt: skip
+        assert name in found
+    assert {"pipeline_microbatches", "bubble_fraction", "schedule"} <= set(found["pipeline"])
+    assert {"load_batch_size", "loading_hosts", "rows_per_loading_host"} <= set(found["loading"])
+    assert ran.err == ""
+    assert Plan.from_json(found).to_json() == found
+
+
+def test_an_error_is_one_json_document_on_stdout(cli):
+    ran = cli("plan", "--global-batch-size", "1000", "--micro-batch-size", "3", "--data-parallel-size", "64", "--json")
+    assert (ran.code, ran.err) == (2, "")
+    error = ran.json["error"]
+    assert (error["type"], error["field"], error["given"], error["nearest"]) == (
+        "PlanError", "global_batch_size", 1000, [960, 1152],
+    )  # fmt: skip
+    several = cli("plan", "--global-batch-size", "x", "--nodes", "0", "--json").json["error"]
+    assert [v["field"] for v in several["violations"]] == ["global_batch_size", "nodes"]
+
+
+def test_nothing_at_all_is_a_helpful_error(cli):
+    ran = cli("plan")
+    assert (ran.code, ran.out) == (2, "")
+    assert "There is not enough to plan from" in ran.err
+    assert "Give global_batch_size (or global_batch_size_tokens), micro_batch_size or max_micro_batch_size" in ran.err
+
+
+def test_a_contradiction_shows_the_product(cli):
+    ran = cli(
+        "plan", "--global-batch-size", "64", "--micro-batch-size", "4", "--accumulation-steps", "8", "--devices", "4"
+    )
+    assert ran.code == 2
+    assert "micro_batch_size 4 × accumulation_steps 8 × data_parallel_size 4 = 128" in ran.err
+
+
+# --- tolerance, round, ragged -----------------------------------------------------------------------------------------
+
+
+def test_tolerance_lists_what_works_even_when_the_request_does_not(cli):
+    words = ["plan", "--global-batch-size", "1000", "--micro-batch-size", "4", "--nodes", "6", "--devices-per-node", "8",
+             "--tolerance", "20%"]  # fmt: skip
+    ran = cli(*words)
+    assert ran.code == 2
+    assert "nearby, and valid:" in ran.out
+    assert "960" in ran.out
+    found = cli(*words, "--json").json
+    assert "error" in found
+    assert found["nearby"][0]["global_batch_size"] == 960
+    assert {row["nodes"] for row in found["nearby"]} == {5, 6, 7}
+    fine = cli("plan", "--global-batch-size", "960", *words[3:])
+    assert fine.code == 0
+    assert "nearby, and valid:" in fine.out
+    assert cli("plan", "--global-batch-size", "960", *words[3:], "--json").json["nearby"]
+    nothing = cli("plan", "--global-batch-size", "7", "--micro-batch-size", "4", "--devices", "48", "--tolerance", "1%")
+    assert nothing.code == 2
+
+
+def test_round_and_ragged_are_said(cli):
+    words = ["plan", "--global-batch-size", "1000", "--micro-batch-size", "4", "--data-parallel-size", "48"]
+    down, up = cli(*words, "--round", "down"), cli(*words, "--round", "up")
+    assert "Rounded down as asked: global_batch_size 1000 -> 960" in " ".join(down.out.split())
+    assert "Rounded up as asked: global_batch_size 1000 -> 1152" in " ".join(up.out.split())
+    assert shown(down.out, "global_batch_size") == ["960", "derived", "rounded down as asked"]
+    ragged = cli(*words, "--allow-ragged")
+    assert ragged.out.splitlines()[0] == "1000 ≤ 4 micro × 6 accumulation × 48 data-parallel   (ragged)"
+    assert cli(*words, "--allow-ragged", "--json").json["ragged"] is True
+    assert cli(*words).code == 2
+
+
+def test_loading_and_pipeline_are_shown(cli):
+    ran = cli("plan", "--micro-batch-size", "8", "--nodes", "5", "--devices-per-node", "8", "--tensor-parallel", "5",
+              "--equal-rows", "--loading-hosts", "3", "--pipeline-parallel", "2")  # fmt: skip
+    assert "pipeline: 1f1b, 2 stages, 2 microbatches, 33.3% idle" in ran.out
+    assert "loading: load_batch_size 107; 3 of 5 hosts read, 22 rows each; 1.03 rows read per row trained" in ran.out
+    stored = cli(
+        "plan", "--micro-batch-size", "8", "--nodes", "4", "--devices-per-node", "8", "--expansion-factor", "1/2"
+    )
+    assert "host h goes on with stored shards h, h + 4, … of 8" in stored.out
+
+
+def test_many_alternatives_are_cut_short_and_all_in_the_json(cli):
+    words = ["plan", "--global-batch-size", "5040", "--devices", "1"]
+    assert "… and 53 more: --json lists them" in cli(*words).out
+    assert len(cli(*words, "--json").json["alternatives"]) == 59
+
+
+def test_speed_is_shown(cli):
+    found = cli(
+        "plan", "--global-batch-size", "64", "--samples-per-second", "12.8", "--sequence-length", "4096", "--json"
+    ).json
+    assert found["step_seconds"] == pytest.approx(5)
+    assert found["tokens_per_second"] == pytest.approx(12.8 * 4096)
+
+
+def test_values_written_with_suffixes(cli):
+    found = json.loads(cli("plan", "--global-batch-size-tokens", "4Mi", "--sequence-length", "4Ki", "--json").out)
+    assert found["global_batch_size"] == 1024
+    meant = cli("plan", "--global-batch-size-tokens", "4M", "--sequence-length", "4096")
+    assert "Did you mean 4Mi = 4,194,304 (1024)?" in meant.err

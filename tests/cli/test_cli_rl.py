@@ -1,0 +1,51 @@
+"""`batchwright rl`."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def test_the_graph_is_shown_with_units(cli):
+    ran = cli("rl", "--prompts", "32", "--generations", "8", "--train-micro-prompts", "4", "--updates", "2")
+    assert ran.code == 0
+    lines = [" ".join(line.split()) for line in ran.out.splitlines()]
+    assert lines[0] == (
+        "effective batch 128 responses = 16 prompts × 8 generations; off-policy: at worst 1 update behind"
+    )
+    assert "round 32 prompts × 8 generations = 256 responses" in lines
+    assert "update 16 prompts × 8 generations = 128 responses × 2 per round" in lines
+    assert "micro 32 responses × 4 accumulation × 1 rank = 128 responses" in lines
+
+
+def test_maxtexts_keys_and_flags_win(cli):
+    found = cli("rl", "batch_size=32", "rl.num_generations=8", "train_micro_batch_size=4", "rollout_micro_batch_size=-1",
+                "rl.num_iterations=2", "--json").json  # fmt: skip
+    assert found["schema"] == 1
+    assert (found["responses_per_round"], found["accumulation_steps"], found["rollout_micro_steps"]) == (256, 8, 1)
+    assert (found["on_policy"], found["worst_policy_lag_updates"]) == (False, 1)
+    assert cli("rl", "prompts=32", "generations=8", "--prompts", "64", "--json").json["prompts_per_round"] == 64
+
+
+@pytest.mark.parametrize("off", ["-1", "none", "null"])
+def test_no_micro_batching(cli, off):
+    found = cli("rl", "--prompts", "32", "--generations", "8", "--train-micro-prompts", off, "--json").json
+    assert found["accumulation_steps"] == 1
+
+
+def test_counts_always_say_what_they_count(cli):
+    found = cli("rl", "--prompts", "32", "--generations", "8", "--json").json
+    bare = {"updates_per_pass", "iterations", "updates_per_round", "data_parallel_size", "accumulation_steps",
+            "rollout_micro_steps", "rounds_ahead", "on_policy", "worst_policy_lag_updates", "notes",
+            "schema", "generations_per_prompt"}  # fmt: skip
+    assert all("prompts" in name or "responses" in name for name in found if name not in bare)
+
+
+def test_errors(cli):
+    assert "prompts is needed: --prompts N." in cli("rl").err
+    assert "generations is needed" in cli("rl", "--prompts", "4").err
+    ran = cli("rl", "--prompts", "32", "--generations", "8", "--updates", "5", "--json")
+    assert (ran.code, ran.json["error"]["nearest"]) == (2, [4, 8])
+    slip = cli("rl", "promts=32", "generations=8")
+    assert "Did you mean prompts" in slip.err
+    twice = cli("rl", "prompts=32", "batch_size=64", "generations=8")
+    assert "prompts is given twice and differently: 32 and 64" in twice.err

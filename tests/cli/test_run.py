@@ -1,0 +1,162 @@
+"""`batchwright run`: what is read, what is refused, and what a dry run shows. Real launches are in tests/launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from batchwright.cli.run import command
+from batchwright.core.errors import BatchwrightError, ConfigError, ScheduleError
+
+WORLD = ("--nodes", "4", "--devices-per-node", "1", "--node-policy", "constant-work")
+RAMP = ("--thresholds", "0:8 64:16 192:32", "--samples", "512")
+SCRIPT = ("--", "train", "{global_batch_size}", "{end_sample}")
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("def task(): ...\n")
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(command, list(words), catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def dry(*words: str) -> dict:
+    at = words.index("--") if "--" in words else len(words)
+    return json.loads(run(*words[:at], "--dry-run", "--json", *words[at:]))
+
+
+def refused(*words: str) -> BatchwrightError:
+    with pytest.raises(BatchwrightError) as caught:
+        run(*words)
+    return caught.value
+
+
+def test_a_dry_run_shows_every_launch_and_writes_nothing():
+    document = dry("train.py:task", *RAMP, *WORLD, "--micro-batch-size", "8")
+    assert [(x["nodes"], x["ranks"], x["start_sample"], x["end_sample"]) for x in document["launches"]] == [
+        (1, 1, 0, 64), (2, 2, 64, 192), (4, 4, 192, 512),
+    ]  # fmt: skip
+    first = document["launches"][0]
+    assert first["command"][:3] == [sys.executable, "-m", "torch.distributed.run"]
+    for flag in ("--standalone", "--nproc-per-node=1", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"):
+        assert flag in first["command"]
+    assert first["environment"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert first["environment"]["OMP_NUM_THREADS"] == "1"
+    assert [s["global_batch_size"] for s in document["stages"]] == [8, 16, 32]
+    text = run("train.py:task", *RAMP, *WORLD, "--micro-batch-size", "8", "--dry-run")
+    assert "launch 3: 4 nodes × 1 = 4 ranks, samples 192 to 512" in text and "OMP_NUM_THREADS=1" in text
+    assert os.listdir() == ["train.py"]
+
+
+def test_stages_on_equal_nodes_share_a_launch_unless_asked():
+    words = ("train.py:task", *RAMP, *WORLD[:4], "--node-policy", "constant", "--micro-batch-size", "2")
+    assert [x["stages"] for x in dry(*words)["launches"]] == [[0, 1, 2]]
+    assert [x["stages"] for x in dry(*words, "--stop-every-stage")["launches"]] == [[0], [1], [2]]
+
+
+def test_places_are_filled_per_launch_and_never_go_through_a_shell():
+    words = ("--", "train it", "--b={global_batch_size}", "{micro_batch_size}", "{accumulation_steps}", "{nodes}",
+             "{start_sample}:{end_sample}", "{run_dir}", "{{nodes}}", '{"a": 1}', "$(reboot); `x`")  # fmt: skip
+    launches = dry(*RAMP, *WORLD, "--max-micro-batch-size", "4", "--dir", "a 'dir'", *words)["launches"]
+    filled = [x["command"][x["command"].index("0") + 1 :] for x in launches]
+    place = str(Path("a 'dir'").absolute())
+    assert filled[1] == [
+        "train it", "--b=16", "4", "2", "2", "64:192", place, "{nodes}", '{"a": 1}', "$(reboot); `x`",
+    ]  # fmt: skip
+    text = run(*RAMP, *WORLD, "--dry-run", *words)
+    line = next(line for line in text.splitlines() if line.strip().startswith("$ "))
+    assert shlex.split(line.strip()[2:])[-1] == "$(reboot); `x`"
+
+
+def test_a_file_gives_all_of_it_and_flags_win():
+    Path("run.yaml").write_text(
+        "batch: {micro_batch_size: 8}\n"
+        "world: {nodes: 4, devices_per_node: 1}\n"
+        "ramp: {thresholds: '0:8 64:16 192:32', samples: 512}\n"
+        "nodes: {node_policy: constant-work}\n"
+        "launch: {threads: 2, max_retries: 5, dir: there, environment: {TOKEN: a b}}\n"
+        "task: {target: train.py:task, args: {width: 4}, settings: {max_norm: 1.0}}\n"
+    )
+    document = dry("run.yaml")
+    assert document["dir"].endswith("/there") and len(document["launches"]) == 3
+    environment = document["launches"][0]["environment"]
+    assert environment["TOKEN"] == "a b" and environment["OMP_NUM_THREADS"] == "2"
+    document = dry("run.yaml", "launch.threads=3", "--dir", "here", "--env", "TOKEN=c")
+    assert document["dir"].endswith("/here")
+    assert document["launches"][0]["environment"]["OMP_NUM_THREADS"] == "3"
+    assert document["launches"][0]["environment"]["TOKEN"] == "c"
+    assert dry("run.yaml", "--threads", "4", "launch.threads=3")["launches"][0]["environment"]["OMP_NUM_THREADS"] == "4"
+
+
+def test_one_process_is_the_world_where_none_is_given():
+    document = dry("train.py:task", "--global-batch-size", "8", "--samples", "64")
+    assert [(x["nodes"], x["ranks"]) for x in document["launches"]] == [(1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "field", "said"),
+    [
+        (("train.py:task", "--global-batch-size", "8"), ScheduleError, "samples", "a run needs an end"),
+        ((*RAMP,), ConfigError, "task", "neither given"),
+        (("train.py:task", *RAMP, *SCRIPT), ConfigError, "task", "both given"),
+        (("train.py:task", "train.py:other", *RAMP), ConfigError, "task", "two tasks"),
+        (("missing.py:task", *RAMP), ConfigError, "task", "does not exist"),
+        ((*RAMP, "--", "train", "{global_batch}"), ConfigError, "command", "Did you mean {global_batch_size}"),
+        ((*RAMP, "--position-command", "where {end_sample}", *SCRIPT), ConfigError, "position_command", "run_dir"),
+        ((*RAMP, "--position-command", "where 'x", *SCRIPT), ConfigError, "command", "No closing quotation"),
+        (("train.py:task", *RAMP, "launch.thread=2"), ConfigError, "launch.thread", "threads"),
+        (("train.py:task", *RAMP, "task.arg=2"), ConfigError, "task.arg", "task.args"),
+        (("train.py:task", *RAMP, "--engine", "ray"), ConfigError, "engine", "local"),
+        (("train.py:task", *RAMP, "--stop-signal", "SIGNOPE"), ConfigError, "stop_signal", "not a signal"),
+        (("train.py:task", *RAMP, "--env", "=x"), ConfigError, "environment", "KEY=VALUE"),
+        (("train.py:task", *RAMP, "--arg", "x"), ConfigError, "arg", "KEY=VALUE"),
+        (("--resume", "nowhere"), ConfigError, "dir", "does not exist"),
+        (("--status", "."), ConfigError, "dir", "holds no run"),
+        (("--status", ".", "--stop", "."), ConfigError, "stop", "two wishes"),
+    ],
+)  # fmt: skip
+def test_what_does_not_work_out_is_refused_before_anything_starts(words, kind, field, said):
+    error = refused(*words)
+    assert isinstance(error, kind), error
+    assert error.field == field and said in str(error), error
+    assert os.listdir() == ["train.py"]
+
+
+def test_a_task_is_data_parallel():
+    Path("tp.yaml").write_text("world: {nodes: 2, devices_per_node: 2, tensor_parallel: 2}\n")
+    error = refused("train.py:task", "tp.yaml", *RAMP)
+    assert "data-parallel" in str(error) and error.exit_code == 2
+
+
+def test_a_run_is_resumed_as_it_was_planned():
+    code = [sys.executable, "-c", "import os; open(os.environ['BATCHWRIGHT_STATUS_FILE'], 'w').write('{end_sample}')"]
+    code[2] = code[2].replace("{end_sample}", "' + os.environ['BATCHWRIGHT_END_SAMPLE'] + '")
+    run(*RAMP, *WORLD, "--dir", "r", "--", *code)
+    error = refused("--resume", "r", "--samples", "1024")
+    assert "--samples cannot be changed" in str(error)
+    run("--resume", "r", "--max-retries", "1")  # nothing is left to do
+    document = json.loads(run("--status", "r", "--json"))
+    assert document["schema"] == 1
+    for key in ("state", "stage", "stages", "consumed_samples", "step", "restarts", "ledger"):
+        assert key in document
+    assert (document["state"], document["stage"], document["stages"]) == ("complete", 2, 3)
+    assert {"ok", "gaps", "repeats"} <= set(document["ledger"])
+
+
+def test_a_damaged_plan_is_an_error_that_names_it():
+    Path("r").mkdir()
+    Path("r/plan.json").write_text('{"schema": 99}')
+    assert "another version" in str(refused("--status", "r"))
+    Path("r/plan.json").write_text('{"schema": 1, "stages": 3}')
+    assert "is damaged" in str(refused("--status", "r"))

@@ -1,0 +1,65 @@
+"""Keys in any spelling, from several places: who wins, what contradicts, what is a slip."""
+
+from __future__ import annotations
+
+import pytest
+
+import batchwright
+from batchwright.core.errors import ConfigError
+from batchwright.dialects import Given, dialects, flatten, is_foreign, resolve
+
+
+def test_the_stronger_level_wins_and_keeps_its_origin():
+    entries = [
+        ("micro_batch_size", Given(1, "file: micro_batch_size", 0)),
+        ("data.micro_batch_size", Given(2, "data.micro_batch_size=2", 1)),
+        ("micro_batch_size", Given(3, "--micro-batch-size", 2)),
+    ]
+    for order in (entries, entries[::-1], [entries[1], entries[2], entries[0]]):
+        assert resolve(order).fields == {"micro_batch_size": Given(3, "--micro-batch-size", 2)}
+
+
+def test_the_same_level_may_repeat_but_not_differ():
+    assert resolve([("nodes", Given(2)), ("trainer.num_nodes", Given("2"))]).fields["nodes"].value == 2
+    with pytest.raises(
+        ConfigError, match=r"nodes is given twice and differently: 2 \(as a value\) and 3 \(as a value\)"
+    ):
+        resolve([("nodes", Given(2)), ("trainer.num_nodes", Given(3))])
+
+
+def test_unknown_keys_are_all_named_with_what_was_meant():
+    with pytest.raises(ConfigError) as caught:
+        resolve(
+            [("micro_batchsize", Given(1)), ("quantum_entanglement", Given(2)), ("data.global_batch_siz", Given(3))]
+        )
+    fields = [v.field for v in caught.value.violations]
+    assert fields == ["micro_batchsize", "quantum_entanglement", "data.global_batch_siz"]
+    assert "Did you mean micro_batch_size" in caught.value.violations[0].message
+    assert caught.value.violations[1].nearest == ()
+    assert "data.global_batch_size" in caught.value.violations[2].nearest
+
+
+def test_among_foreign_keys_only_a_slip_is_refused():
+    read = resolve([("optimizer.lr", Given(1)), ("nodes", Given(2))], lenient=True)
+    assert read.ignored == ("optimizer.lr",)
+    with pytest.raises(ConfigError, match=r"Did you mean data\.micro_batch_size"):
+        resolve([("data.micro_batch_sise", Given(1))], lenient=True)
+
+
+def test_nested_mappings_become_dotted_keys():
+    assert flatten({"data": {"a": {"b": 1}}, 3: None, "x.y": 2}) == {"data.a.b": 1, "3": None, "x.y": 2}
+    p = batchwright.plan({"data": {"micro_batch_size": 4}, "trainer": {"num_nodes": 2, "devices": 8}})
+    assert p.global_batch_size == 64
+
+
+def test_every_key_of_every_dialect_leads_to_a_field_of_ours():
+    from batchwright.core.request import READERS
+
+    for dialect in dialects():
+        assert dialect.title
+        for key, ours in dialect.keys.items():
+            assert is_foreign(key) or key in READERS
+            if ours in READERS:
+                assert resolve([(key, Given(1))]).fields[ours].value == 1
+    assert not is_foreign("nodes")
+    assert not is_foreign("batch.micro_batch_size")
