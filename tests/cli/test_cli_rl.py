@@ -36,7 +36,7 @@ def test_counts_always_say_what_they_count(cli):
     found = cli("rl", "--prompts", "32", "--generations", "8", "--json").json
     bare = {"updates_per_pass", "iterations", "updates_per_round", "data_parallel_size", "accumulation_steps",
             "rollout_micro_steps", "rounds_ahead", "on_policy", "worst_policy_lag_updates", "notes",
-            "schema", "generations_per_prompt"}  # fmt: skip
+            "schema", "sources", "generations_per_prompt"}  # fmt: skip
     assert all("prompts" in name or "responses" in name for name in found if name not in bare)
 
 
@@ -49,3 +49,20 @@ def test_errors(cli):
     assert "Did you mean prompts" in slip.err
     twice = cli("rl", "prompts=32", "batch_size=64", "generations=8")
     assert "prompts is given twice and differently: 32 and 64" in twice.err
+
+
+def test_a_file_is_weakest_and_every_source_is_shown(cli, tmp_path):
+    file = tmp_path / "rl.yaml"
+    file.write_text("rl: {prompts: 16, generations: 4, num_iterations: 2}\nlearning_rate: 1e-6\n")
+    found = cli("rl", str(file), "prompts=32", "--generations", "8", "--json").json
+    assert (found["prompts_per_round"], found["generations_per_prompt"], found["iterations"]) == (32, 8, 2)
+    assert found["sources"] == {
+        "prompts": "prompts=32", "generations": "--generations", "iterations": f"{file}: rl.num_iterations"
+    }  # fmt: skip
+
+
+def test_maxtexts_micro_batch_counts_all_ranks(cli):
+    words = ("rl", "batch_size=32", "rl.num_generations=8", "train_micro_batch_size=4")
+    assert cli(*words, "--data-parallel-size", "4", "--json").json["accumulation_steps"] == 8  # batch / micro
+    refused = cli(*words, "--data-parallel-size", "8", "--json")
+    assert (refused.code, refused.json["error"]["nearest"]) == (2, [8])

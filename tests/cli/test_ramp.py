@@ -276,7 +276,11 @@ def test_a_project_file_holds_a_ramp(tmp_path):
 def test_python_has_the_same_verb():
     ramp = batchwright.ramp(linear=(256, 128, "50M"), global_batch_size=1024, samples="60M")
     shown = run_json(*LINEAR, "--samples", "60M")
-    assert shown["sources"] == {"linear": "--linear", "global_batch_size": "--global-batch-size", "samples": "--samples"}
+    assert shown["sources"] == {
+        "linear": "--linear",
+        "global_batch_size": "--global-batch-size",
+        "samples": "--samples",
+    }
     assert ramp.to_json() | {"sources": shown["sources"]} == shown
     per_device = batchwright.ramp(per_device=(Fraction(1, 2), "1/2", 2, 100), devices=4, allow_ragged=True)
     assert [s.global_batch_size for s in per_device.schedule.segments] == [2, 4, 6, 8]

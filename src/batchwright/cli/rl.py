@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from batchwright.core import codec
-from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.errors import ConfigError, Violation, either, raise_violations
+from batchwright.core.nearest import nearest_multiples
 from batchwright.core.request import unknown_key
 from batchwright.core.rl import RLPlan, rl
+from batchwright.core.units import count
+from batchwright.dialects import flatten
 
 from . import text
+from .config import read_file
 from .options import json_option, number, print_json
 
 # MaxText's keys; its micro batches count prompts, and -1 turns one off.
@@ -27,7 +32,7 @@ _MAXTEXT = {
 
 
 @click.command(epilog="\b\nExample:\n  batchwright rl --prompts 32 --generations 8 --train-micro-prompts 4")
-@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("words", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
 @number("--prompts", "Prompts per round.")
 @number("--generations", "Responses per prompt.")
 @number("--train-micro-prompts", "Training micro batch of a rank, in prompts; -1 or none: all at once.")
@@ -44,30 +49,63 @@ def command(words: tuple[str, ...], as_json: bool, **flags: Any) -> None:
     The effective batch is prompts × generations. Groups of responses are never split across an update. MaxText's keys
     (batch_size=32 rl.num_generations=8 train_micro_batch_size=4) are understood too.
     """
-    made = rl(**_values(words, flags))
+    values, sources = _gather(words, flags)
+    made = rl(**values)
     if as_json:
-        print_json({"schema": codec.SCHEMA, **codec.encode(made)})
+        print_json({"schema": codec.SCHEMA, **codec.encode(made), "sources": sources})
     else:
         click.echo("\n".join(render(made)))
 
 
-def _values(words: tuple[str, ...], flags: dict[str, Any]) -> dict[str, Any]:
+def _gather(words: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values and where each was given: a file's, then KEY=VALUE, then flags."""
+    known = _MAXTEXT | {name: name for name in flags} | {f"rl.{name}": name for name in flags}
     values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     wrong: list[Violation] = []
-    for word in words:
-        key, _, value = word.partition("=")
-        name = _MAXTEXT.get(key, key)
-        if name not in flags:
-            wrong.append(unknown_key(key, value, [*_MAXTEXT, *flags]))
-        elif values.setdefault(name, value) != value:
-            message = f"{name} is given twice and differently: {values[name][:40]} and {value[:40]}. Leave one out."
-            wrong.append(Violation(message, name, value[:40]))
-    values |= {name: value for name, value in flags.items() if value is not None}
+    for word in sorted(words, key=lambda word: "=" in word):
+        key, equals, value = word.partition("=")
+        keys = {key: value} if equals else flatten(read_file(word))
+        for key, value in keys.items():
+            name, typed = known.get(key), f"{key}={value}" if equals else f"{word}: {key}"
+            if name is None:
+                if equals:
+                    wrong.append(unknown_key(key, value, known))
+            elif equals and "=" in sources.get(name, "") and str(values[name]) != value:
+                message = (
+                    f"{name} is given twice and differently: {str(values[name])[:40]} and {value[:40]}. Leave one out."
+                )
+                wrong.append(Violation(message, name, value[:40]))
+            else:
+                values[name], sources[name] = value, typed
+    for name, value in flags.items():
+        if value is not None:
+            values[name], sources[name] = value, f"--{name.replace('_', '-')}"
     for name in ("prompts", "generations"):
         if name not in values:
             wrong.append(Violation(f"{name} is needed: --{name} N.", name))
     raise_violations(ConfigError, wrong)
-    return values
+    if sources.get("train_micro_prompts", "").startswith("train_micro_batch_size"):
+        values["train_micro_prompts"] = _per_rank(values)
+    return values, sources
+
+
+def _per_rank(values: Mapping[str, Any]) -> Any:
+    """MaxText counts a micro batch over all ranks; here it is one rank's."""
+    ranks, whole = count(values.get("data_parallel_size", 1), "data_parallel_size"), values["train_micro_prompts"]
+    if ranks == 1 or str(whole) == "-1":
+        return whole
+    prompts = count(whole, "train_micro_batch_size")
+    if prompts % ranks:
+        near = nearest_multiples(ranks, prompts)
+        raise ConfigError(
+            f"train_micro_batch_size={prompts} counts the prompts of all ranks: {prompts} / {ranks} data_parallel_size = "
+            f"{prompts / ranks:.2f}. Nearest: {either(near)}.",
+            field="train_micro_batch_size",
+            given=prompts,
+            nearest=near,
+        )
+    return prompts // ranks
 
 
 def render(made: RLPlan) -> list[str]:

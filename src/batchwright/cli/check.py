@@ -1,0 +1,188 @@
+"""`batchwright check`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchwright.core.codec import SCHEMA, encode
+from batchwright.core.errors import ConfigError, MissingExtraError, RunError, Violation, raise_violations
+from batchwright.core.rules import parse_thresholds
+from batchwright.core.units import count
+
+from . import text
+from .options import json_option, number, print_json
+
+if TYPE_CHECKING:
+    from batchwright.runtime.check import CheckReport
+
+_DTYPES = ("float32", "float64")
+
+
+@click.command(
+    epilog="\b\nExample:\n  batchwright check train.py:task --global-batch-size 32 --micro-batch-size 1,3,16 --ranks 2\n"
+    '  batchwright check train.py:task --ramp "0:256 10M:512 50M:1024"\n'
+    "  batchwright check --ledger runs/7b",
+)
+@click.argument("target", required=False, metavar="[FILE.py:FUNCTION]")
+@click.option("--arg", "arguments", multiple=True, metavar="KEY=VALUE", help="An argument of the task's function.")
+@number("--global-batch-size", "Samples to compare with.  [default: 16]")
+@number("--micro-batch-size", "Sizes to split it into.  [default: 1, one with a ragged tail, half, all]", "N,N,...")
+@number("--ranks", "Also on so many processes (DDP over gloo).  [default: 1]")
+@number("--seed", "Of the model, the order and what is drawn.  [default: 0]")
+@number("--accumulate-dtype", f"{' | '.join(_DTYPES)}: add gradients up in this.  [default: the parameters']", "NAME")
+@number("--ramp", 'The batch grows: from each sample on, a size, as in "0:256 10M:512".', '"AT:SIZE ..."')
+@number("--lr-horizon-steps", "The learning rate's schedule counts steps, and ends after so many.")
+@number("--samples", "The budget that this horizon should meet.")
+@click.option("--allow", multiple=True, metavar="CAUSE", help="Report this cause as a note; repeatable.")
+@click.option("--ledger", metavar="DIR", help="Instead: audit a run's ledger, every sample in exactly one step.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    target: str | None,
+    arguments: tuple[str, ...],
+    allow: tuple[str, ...],
+    ledger: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Does the split change the gradient? Prove it on your own task.
+
+    Runs one global batch in one piece and at several splits, compares the gradients that reach the optimizer, and names
+    the cause of every difference: a mean of means, a loss scaled by accumulation, BatchNorm, precision, and others.
+    Exits with 5 when one of them is an error.
+    """
+    if (target is None) == (ledger is None):
+        raise ConfigError(
+            "check needs FILE.py:function (a task), or --ledger DIR (a run); "
+            f"{'got both' if target else 'got neither'}. Give one of them.",
+            field="task",
+            given=target,
+        )
+    if ledger is not None:
+        ctx.exit(_audit(ledger, as_json))
+    report = _check(str(target), arguments, allow, flags)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        click.echo("\n".join(render(report)))
+    ctx.exit(0 if report.ok else RunError.exit_code)
+
+
+def _check(target: str, arguments: tuple[str, ...], allow: tuple[str, ...], flags: dict[str, Any]) -> CheckReport:
+    numbers = {name: None if flags[name] is None else count(flags[name], name) for name in _COUNTS}
+    seed = 0 if flags["seed"] is None else count(flags["seed"], "seed", least=0, most=2**32 - 1)
+    sizes = [count(part, "micro_batch_size") for part in (flags["micro_batch_size"] or "").replace(",", " ").split()]
+    ramp = None if flags["ramp"] is None else parse_thresholds(flags["ramp"]).compile()
+    args, kind = _arguments(arguments), flags["accumulate_dtype"]
+    if kind not in (None, *_DTYPES):
+        raise ConfigError(
+            f"accumulate_dtype={kind!r} is none of {', '.join(_DTYPES)}.", field="accumulate_dtype", given=kind
+        )
+    with _torch_needed():
+        import torch
+
+        from batchwright.runtime.check import check
+        from batchwright.runtime.check_gradients import set_seeds
+        from batchwright.runtime.task import load_task
+    try:
+        set_seeds(seed)  # what the function itself draws (a model, a synthetic dataset) is the same in every process
+        return check(
+            load_task(target, args),
+            global_batch_size=numbers["global_batch_size"],
+            micro_batch_sizes=sizes or None,
+            ranks=numbers["ranks"] or 1,
+            source=(target, args),
+            seed=seed,
+            accumulate_dtype=getattr(torch, kind) if kind else None,
+            ramp=ramp,
+            lr_horizon_steps=numbers["lr_horizon_steps"],
+            budget_samples=numbers["samples"],
+            allow=allow,
+            progress=lambda line: click.echo(f"check: {line}", err=True),
+        )
+    except RunError as error:
+        if error.__cause__ is not None:
+            import traceback
+
+            click.echo("".join(traceback.format_exception(error.__cause__)), err=True, nl=False)
+        raise
+
+
+_COUNTS = ("global_batch_size", "ranks", "lr_horizon_steps", "samples")
+
+
+@contextmanager
+def _torch_needed() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("torch", "numpy"):
+            raise
+        message = f"check needs {error.name}, which is not installed. Install it: pip install 'batchwright[torch]'."
+        raise MissingExtraError(message, field="extra", given=error.name, nearest=("batchwright[torch]",)) from None
+
+
+def _arguments(words: tuple[str, ...]) -> dict[str, Any]:
+    import yaml
+
+    wrong = [Violation(f"--arg {w!r} is not KEY=VALUE.", "arg", w, (f"{w}=...",)) for w in words if "=" not in w]
+    raise_violations(ConfigError, wrong)
+    return {key: yaml.safe_load(value) for key, _, value in (w.partition("=") for w in words)}
+
+
+def _audit(directory: str, as_json: bool) -> int:
+    with _torch_needed():
+        from batchwright.runtime.ledger import audit
+
+    made = audit(directory)
+    if as_json:
+        print_json({"schema": SCHEMA, **encode(made)})
+    else:
+        shown = ("samples", "gaps", "repeats", "discarded_samples")
+        lines = [
+            "ok" if made.ok else "not ok",
+            "",
+            *text.table([(n, f"{getattr(made, n):,}") for n in shown], right=[1]),
+        ]
+        found = [f"{f.cause}: {f.message}" for f in made.findings]
+        for title, items in (("findings", found), ("notes", made.notes)):
+            lines += ["", f"{title}:", *text.notes(items)] if items else []
+        click.echo("\n".join(lines))
+    return 0 if made.ok else RunError.exit_code
+
+
+def render(report: CheckReport) -> list[str]:
+    """A report for people: the verdict, the splits with their errors, and what was found."""
+    errors = sum(f.severity == "error" for f in report.findings)
+    verdict = (
+        "ok: the split does not change the gradient" if report.ok else f"not ok: {errors} error{'s' * (errors > 1)}"
+    )
+    lines = [f"{verdict} ({report.global_batch_size} samples)", ""]
+    lines += text.table(
+        [
+            (s.micro_batch_size, s.accumulation_steps, s.ranks, _error(s.relative_error), _groups(s.groups))
+            for s in report.splits
+        ],
+        head=("micro", "accumulation", "ranks", "relative error", "most of it in"),
+        right=range(4),
+    )
+    for finding in report.findings:
+        lines += ["", f"{finding.severity}: {finding.cause}", *text.notes([finding.message])]
+    if report.notes:
+        lines += ["", "notes:", *text.notes(report.notes)]
+    return lines
+
+
+def _error(value: float | None) -> str:
+    return "does not run" if value is None else f"{value:.1e}"
+
+
+def _groups(groups: Any) -> str:
+    # Below this it is rounding: where it sits says nothing.
+    large = [(name, error) for name, error in groups.items() if error > 1e-5][:2]
+    return ", ".join(f"{name} {error:.1e}" for name, error in large)

@@ -1,0 +1,143 @@
+"""Lines through estimated peaks: the largest batch under a limit, the slope, the (batch, sequence length) frontier.
+
+Peak memory is a maximum of straight lines in the batch (backward, or the optimizer's step), hence convex: a line through
+two points never overestimates what lies beyond them, and never underestimates what lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from .records import MOST, Fit, FrontierRow, Point, Slope
+
+Peak = Callable[[int], int]
+# Two runs on one segment agree to the byte with fake tensors; a tenth of a percent leaves room for rounding up.
+SAME_SLOPE = 1e-3
+# Above this the three coefficients do not describe the model, and no length is predicted from them.
+WORST_FIT = 0.05
+
+
+def largest(peak: Peak, limit: int, *, most: int = MOST, convex: bool = True, runs: int = 24) -> int:
+    """The largest batch whose peak is within the limit; 0 when none is.
+
+    Convex: follow the line through the two largest that fit, and the chord to the smallest that does not. Otherwise
+    (a compiler plans every shape anew) go on until neighbours differ.
+
+    >>> largest(lambda b: max(100, 20 + 7 * b), limit=720)
+    100
+    """
+    known: dict[int, int] = {}
+
+    def fits(size: int) -> bool:
+        known[size] = peak(size)
+        return known[size] <= limit
+
+    if not fits(1):
+        return 0
+    low, high = 1, most + 1
+    guess = min(8, most)
+    for _ in range(runs):
+        if low + 1 == high:
+            break
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+        fitting = sorted(b for b in known if b <= low)[-2:]
+        beyond = _solve(known, fitting, limit) if len(fitting) == 2 else most
+        if convex and beyond <= low:
+            break  # the line is a lower bound: low + 1 is above the limit
+        if high in known:
+            chord = _solve(known, (low, high), limit)
+            guess = chord if chord > low else min(beyond, (low + high) // 2)
+        else:
+            guess = beyond
+        guess = max(low + 1, min(guess, high - 1))
+    return low
+
+
+def _solve(known: dict[int, int], sizes: Sequence[int], limit: int) -> int:
+    """Where the line through two known sizes meets the limit."""
+    first, second = sizes
+    rise = known[second] - known[first]
+    if rise <= 0:
+        return MOST
+    return first + (limit - known[first]) * (second - first) // rise
+
+
+def settle(
+    peak: Peak,
+    bound: Callable[[int], bool] = lambda size: True,
+    *,
+    most: int = 2**16,
+    tolerance: float = SAME_SLOPE,
+) -> Slope:
+    """Double the batch until activations are the peak (`bound`) and the slope no longer changes.
+
+    The slope alone does not tell: while the optimizer's step is the peak it does not change either.
+
+    >>> settle(lambda b: max(100, 20 + 7 * b), lambda b: b > 11).bytes_per_sample
+    7.0
+    """
+    peaks = {1: peak(1), 2: peak(2)}
+    slope = line(peaks)
+    size = 2
+    while size < most:
+        size *= 2
+        peaks[size] = peak(size)
+        before, slope = slope, line(peaks)
+        settled = abs(slope.bytes_per_sample - before.bytes_per_sample) <= tolerance * slope.bytes_per_sample
+        if settled and slope.bytes_per_sample > 0 and bound(slope.micro_batch_sizes[0]):
+            break
+    return slope
+
+
+def line(peaks: dict[int, int]) -> Slope:
+    """The line through the two largest sizes."""
+    low, high = sorted(peaks)[-2:]
+    slope = (peaks[high] - peaks[low]) / (high - low)
+    return Slope(slope, peaks[high] - slope * high, (low, high))
+
+
+def three_coefficients(lines: Mapping[int, Slope], points: Iterable[Point]) -> Fit | None:
+    """peak = c + a·B·T + b·B·T² from the lines at two or more lengths; None where there are fewer.
+
+    Two runs make a line, two lines give a and b (a slope divided by its length is a + b·T), so four runs do. Fitted to
+    the slopes rather than to the peaks, since what does not grow with the batch may grow with the length (positions).
+
+    >>> lines = {t: Slope(3 * t + t * t, 1000, (1, 2)) for t in (4, 8)}
+    >>> three_coefficients(lines, [])
+    Fit(constant=1000, linear=3.0, quadratic=1.0, error=0.0)
+    """
+    if len(lines) < 2:
+        return None
+    rates = [(t, slope.bytes_per_sample / t) for t, slope in lines.items()]
+    mean_t, mean_rate = (sum(column) / len(rates) for column in zip(*rates, strict=True))
+    quadratic = sum((t - mean_t) * (r - mean_rate) for t, r in rates) / sum((t - mean_t) ** 2 for t, _ in rates)
+    quadratic = max(quadratic, 0.0)  # less than nothing for T² is rounding, and absurd when extrapolated
+    linear = mean_rate - quadratic * mean_t
+    constant = max(slope.base_bytes for slope in lines.values())
+    errors = [0.0]
+    for p in points:
+        size, t = p.micro_batch_size, p.sequence_length or 0
+        if t in lines and size >= lines[t].micro_batch_sizes[0]:
+            predicted = constant + size * (linear * t + quadratic * t * t)
+            errors.append(abs(predicted - p.peak_memory_bytes) / p.peak_memory_bytes)
+    return Fit(constant, linear, quadratic, max(errors))
+
+
+def frontier(fit: Fit, limit: int, known: dict[int, int], *, more: int = 6) -> tuple[FrontierRow, ...]:
+    """The largest batch by sequence length: estimated where it was run, from the fit at twice the length and on.
+
+    >>> [(r.sequence_length, r.max_micro_batch_size, r.source)
+    ...  for r in frontier(Fit(0, 10, 0, 0), 4000, {100: 4}, more=3)]
+    [(100, 4, 'estimated'), (200, 2, 'fit'), (400, 1, 'fit'), (800, 0, 'fit')]
+    """
+    rows = [FrontierRow(t, known[t], "estimated") for t in sorted(known)]
+    for _ in range(more):
+        if rows[-1].max_micro_batch_size < 1:
+            break
+        t = rows[-1].sequence_length * 2
+        each = fit.linear * t + fit.quadratic * t * t
+        rows.append(FrontierRow(t, max(0, int((limit - fit.constant) // each)) if each > 0 else MOST, "fit"))
+    return tuple(rows)

@@ -1,0 +1,140 @@
+"""What is asked of the estimating process, and what comes out. All of it is JSON on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchwright.core.codec import SCHEMA, encode
+
+from .devices import Device
+
+# One fake step of a large model takes seconds: a search that needs more than this has lost its way.
+MOST = 2**20
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the worker runs: which task, at which sizes, in which way."""
+
+    task: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    micro_batch_sizes: tuple[int, ...] = ()  # empty: chosen by the search
+    sequence_lengths: tuple[int, ...] = ()  # empty: whatever the task has
+    memory_bytes: int | None = None  # what it has to fit in; None: no search for the largest
+    precision: str = "fp32"
+    checkpoint_activations: bool = False
+    ranks: int = 1
+    accumulation_steps: int = 1
+    accelerator: bool = False  # take the optimizer's grouped ("foreach") step, as torch does on devices but not on CPU
+    progress: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """The estimated peak of one micro batch size, and what it consists of at that moment."""
+
+    micro_batch_size: int
+    sequence_length: int | None
+    peak_memory_bytes: int
+    breakdown: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Memory as a line in the micro batch, on the activation-bound segment: `base_bytes + bytes_per_sample × B`.
+
+    A lower bound: peak memory is a maximum of lines, and allocator and device context come on top.
+
+    >>> Slope(bytes_per_sample=2.0, base_bytes=10.0, micro_batch_sizes=(8, 16)).predict(32)
+    74
+    """
+
+    bytes_per_sample: float
+    base_bytes: float
+    micro_batch_sizes: tuple[int, ...]  # the two sizes the line goes through
+
+    def predict(self, micro_batch_size: int) -> int:
+        """The peak at another size."""
+        return round(self.base_bytes + self.bytes_per_sample * micro_batch_size)
+
+
+@dataclass(frozen=True)
+class Length:
+    """The line and the limit at one sequence length (None: the task's own)."""
+
+    sequence_length: int | None
+    slope: Slope | None
+    max_micro_batch_size: int | None  # None: no memory was given
+
+
+@dataclass(frozen=True)
+class FrontierRow:
+    """The largest micro batch at a sequence length; `source` is `estimated` (a fake run) or `fit`."""
+
+    sequence_length: int
+    max_micro_batch_size: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Fit:
+    """peak = constant + linear × B·T + quadratic × B·T²; `error` is the worst relative one over the runs it is from."""
+
+    constant: float
+    linear: float
+    quadratic: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One real trial on this machine's CPU beside its estimate. The difference is what tensors do not show."""
+
+    micro_batch_size: int
+    sequence_length: int | None
+    estimated_bytes: int
+    measured_bytes: int  # peak resident memory above that of a process that has only imported torch
+    difference_bytes: int
+    max_micro_batch_size: int | None  # the largest that fits with the difference added; a prediction as well
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Everything `batchwright estimate` prints. `max_micro_batch_size` is predicted, and for the longest sequence."""
+
+    task: str
+    framework: str
+    device: Device | None
+    memory_bytes: int | None
+    margin_bytes: int
+    precision: str
+    checkpoint_activations: bool
+    ranks: int
+    accumulation_steps: int
+    points: tuple[Point, ...]
+    lengths: tuple[Length, ...]
+    max_micro_batch_size: int | None
+    fit: Fit | None = None
+    frontier: tuple[FrontierRow, ...] = ()
+    calibration: Calibration | None = None
+    assumptions: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `--json` prints."""
+        limit = None if self.memory_bytes is None else self.memory_bytes - self.margin_bytes
+        points = [
+            encode(p) | {"fits": None if limit is None else p.peak_memory_bytes <= limit, "source": "predicted"}
+            for p in self.points
+        ]
+        slope = self.lengths[-1].slope if self.lengths else None
+        return {
+            "schema": SCHEMA,
+            **encode(self),
+            "points": points,
+            "bytes_per_sample": slope.bytes_per_sample if slope else None,
+            "base_bytes": slope.base_bytes if slope else None,
+            "source": "predicted",
+        }

@@ -1,0 +1,205 @@
+"""Does a split change the gradient? One global batch of a task, whole and in several splits, and the cause named.
+
+    report = check(task, global_batch_size=32, micro_batch_sizes=(1, 3, 16))
+    report.ok, report.splits[0].relative_error, report.findings
+
+The reference is the task on the whole batch as one micro batch. So what is found is everything that depends on the
+split. A factor that a loss applies at any split alike (a `/ 8` in it) is part of the task, and cannot be told from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from batchwright.core.codec import SCHEMA, encode
+from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
+from batchwright.core.schedule import Schedule
+
+from .check_causes import Diagnosis, Finding, Measured, scale_of
+from .check_gradients import Gradient, Rig, Variant, group_errors, norm, relative_error
+from .check_optimizer import accumulator, step_counted
+from .check_words import number
+from .task import Task
+
+DEFAULT_BATCH = 16
+_SHOWN = 5  # modules listed per split
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to run the batch, and how far its gradient is from the whole batch's; None where it could not run."""
+
+    micro_batch_size: int
+    accumulation_steps: int
+    ranks: int
+    relative_error: float | None
+    groups: Mapping[str, float]  # the modules with the largest errors, each divided by the norm of the whole gradient
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a check came to: `ok` unless a finding is an error."""
+
+    ok: bool
+    global_batch_size: int
+    splits: tuple[Split, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as `--json` prints it."""
+        return {"schema": SCHEMA, **encode(self)}
+
+
+def check(
+    task: Task,
+    *,
+    global_batch_size: int | None = None,
+    micro_batch_sizes: Sequence[int] | None = None,
+    ranks: int = 1,
+    source: tuple[str, Mapping[str, Any]] | None = None,
+    seed: int = 0,
+    accumulate_dtype: torch.dtype | None = None,
+    ramp: Schedule | None = None,
+    lr_horizon_steps: int | None = None,
+    budget_samples: int | None = None,
+    allow: Collection[str] = (),
+    progress: Callable[[str], None] = lambda line: None,
+) -> CheckReport:
+    """Run one global batch at several splits and explain every difference from the batch in one piece.
+
+    With `ranks` above 1 also on so many processes, which load the task themselves: `source` is what `load_task` takes.
+    `allow` turns causes into notes. `ramp` (a compiled schedule) is what a learning rate counted in steps is held against.
+
+    >>> rows = [(torch.ones(2) * i, torch.ones(1)) for i in range(8)]
+    >>> def loss(model, batch):
+    ...     return (model(batch[0]) - batch[1]).square().mean(), len(batch[0])  # a mean, where a sum is asked for
+    >>> task = Task(torch.nn.Linear(2, 1), rows, loss, lambda params: torch.optim.SGD(params, lr=0.1))
+    >>> report = check(task, global_batch_size=8, micro_batch_sizes=(2,))
+    >>> report.ok, report.findings[0].cause, round(report.splits[0].relative_error, 3)
+    (False, 'scaled-by-accumulation', 3.0)
+    """
+    size = global_batch_size or min(DEFAULT_BATCH, len(task.dataset))
+    sizes = tuple(dict.fromkeys(micro_batch_sizes)) if micro_batch_sizes else default_sizes(size)
+    _refuse(size, sizes, ranks, source)
+    rig = Rig(task, size, seed, accumulate_dtype)
+    progress(f"{size} samples in one piece")
+    reference = rig.reference(Variant())
+    _refuse_nothing(reference, "the whole batch in one piece")
+    measured = [_measure(rig, micro, reference, progress) for micro in sizes]
+    progress("looking for causes")
+    diagnosis = Diagnosis(rig, measured)
+    findings = diagnosis.findings()
+    splits = [Split(m.micro_batch_size, m.accumulation_steps, 1, m.error, m.groups) for m in measured]
+    if ranks > 1 and source is not None:
+        progress(f"the same on {ranks} processes")
+        more, wrong = _on_ranks(rig, source, ranks, sizes, reference, diagnosis, findings)
+        splits, findings = splits + more, findings + wrong
+    findings += accumulator(rig, max(s.accumulation_steps for s in splits))
+    findings += step_counted(rig, ramp, lr_horizon_steps, budget_samples)
+    findings = [replace(f, severity="note") if f.cause in allow else f for f in findings]
+    findings.sort(key=lambda f: f.severity != "error")
+    ok = all(f.severity != "error" for f in findings)
+    return CheckReport(ok, size, tuple(splits), tuple(findings), tuple(diagnosis.notes))
+
+
+def default_sizes(global_batch_size: int) -> tuple[int, ...]:
+    """Micro batches to try: single samples, one with a ragged tail, halves, and the whole.
+
+    >>> default_sizes(16), default_sizes(2), default_sizes(1)
+    ((1, 3, 8, 16), (1, 2), (1,))
+    """
+    ragged = next((m for m in range(2, global_batch_size) if global_batch_size % m), 1)
+    return tuple(sorted({1, ragged, max(1, global_batch_size // 2), global_batch_size}))
+
+
+def _measure(rig: Rig, micro: int, reference: Gradient, progress: Callable[[str], None]) -> Measured:
+    steps = -(-rig.size // micro)
+    progress(f"{steps} micro batches of {micro}")
+    try:
+        gradient = rig.split(Variant(), micro)
+    except RunError as error:
+        # BatchNorm refuses a single value per channel; anything else that fails at a split is the user's to see.
+        if error.__cause__ is None or not rig.uses_statistics(Variant()) or not _runs_frozen(rig, micro):
+            raise
+        return Measured(micro, steps, None, {})
+    _refuse_nothing(gradient, f"micro batches of {micro}", zero=True)
+    groups = dict(list(group_errors(gradient, reference).items())[:_SHOWN])
+    return Measured(micro, steps, relative_error(gradient, reference), groups)
+
+
+def _runs_frozen(rig: Rig, micro: int) -> bool:
+    try:
+        rig.split(Variant(statistics=False), micro)
+        return True
+    except RunError:
+        return False
+
+
+def _on_ranks(
+    rig: Rig,
+    source: tuple[str, Mapping[str, Any]],
+    ranks: int,
+    sizes: Sequence[int],
+    reference: Gradient,
+    diagnosis: Diagnosis,
+    known: Sequence[Finding],
+) -> tuple[list[Split], list[Finding]]:
+    from .check_ranks import on_ranks
+
+    failed = {m.micro_batch_size for m in diagnosis.splits if m.error is None}
+    fitting = sorted({min(micro, -(-rig.size // ranks)) for micro in sizes} - failed)
+    found = on_ranks(source, rig, ranks, fitting, (Variant(), diagnosis.variant))
+    splits, strict = list[Split](), rig.reference(diagnosis.variant)
+    scales = [scale_of(found[micro, 1], strict, micro * ranks, rig.size) for micro in fitting]
+    for micro in fitting:
+        gradient = found[micro, 0]
+        groups = dict(list(group_errors(gradient, reference).items())[:_SHOWN])
+        steps = -(-rig.size // (micro * ranks))
+        splits.append(Split(micro, steps, ranks, relative_error(gradient, reference), groups))
+    worst = max(scales, key=lambda s: s.error)
+    if worst.error <= diagnosis.tolerance or any(f.severity == "error" for f in known):
+        return splits, []
+    message = (
+        f"one process gives the full batch's gradient at every split, {ranks} ranks do not: off by {number(worst.error)}, "
+        f"{number(worst.factor)}× along it. Does the loss reduce over ranks itself, or depend on the rank? Return this "
+        "rank's own sum and weight, without all_reduce: the step adds up ranks."
+    )
+    return splits, [Finding("rank-dependent", "error", message)]
+
+
+def _refuse(size: int, sizes: Sequence[int], ranks: int, source: object) -> None:
+    found: list[Violation] = []
+    for name, value in (("global_batch_size", size), ("ranks", ranks)):
+        if value < 1:
+            found.append(Violation(f"{name}={value} is no number of them: the least is 1.", name, value, (1,)))
+    for micro in sizes:
+        if not 1 <= micro <= size:
+            near = min(max(micro, 1), size)
+            text = (
+                f"micro_batch_size={micro} is no split of global_batch_size={size}: it is 1 to {size}. Nearest: {near}."
+            )
+            found.append(Violation(text, "micro_batch_size", micro, (near,)))
+    if ranks > 1 and source is None:
+        text = (
+            f'ranks={ranks} processes cannot be given a Task that is in this one: give source=("FILE.py:task", {{}}).'
+        )
+        found.append(Violation(text, "source"))
+    raise_violations(PlanError, found)
+
+
+def _refuse_nothing(gradient: Gradient, where: str, zero: bool = False) -> None:
+    total = norm(gradient)
+    if not math.isfinite(total):
+        raise RunError(f"the gradient of {where} is not finite: there is nothing to compare.", field="loss")
+    if total == 0 and not zero:
+        raise RunError(
+            f"the gradient of {where} is zero: there is nothing to compare. Does the loss depend on the parameters, and is "
+            "any token left unmasked?",
+            field="loss",
+        )

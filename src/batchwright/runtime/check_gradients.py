@@ -1,0 +1,312 @@
+"""Measuring for `check`: the gradient of one global batch, whole or split, with parts of the model switched off.
+
+The reference is plain autograd on the whole batch as one micro batch; a split goes through the real loader and step.
+A `Variant` says what is switched: random draws, batch statistics, the auxiliary mean, and arithmetic (fp64 throughout).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import default_collate
+
+from batchwright.core.errors import BatchwrightError, RunError
+from batchwright.core.rules import Constant
+
+from .check_modes import Exact, Still, frozen_statistics, without_dropout
+from .loader import Loader, Micro
+from .order import GlobalOrder
+from .sampler import StepSampler
+from .step import accumulate
+from .task import Task
+
+Gradient = dict[str, Tensor]  # by parameter name, on the CPU in fp64; a parameter without a gradient is left out
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What of a task is left on while its gradient is measured; the default is the task as it trains."""
+
+    random: bool = True  # dropout and other draws
+    statistics: bool = True  # BatchNorm normalises by its micro batch
+    auxiliary: bool = True
+    exact: bool = False  # everything in fp64, autocast and casts of the user's included
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What the loss says of some samples taken as one micro batch, and the gradients of its two parts alone."""
+
+    loss: Gradient
+    weight: float
+    auxiliary: Gradient | None
+
+
+class Rig:
+    """One task, one global batch: everything that `check` measures is measured here.
+
+    >>> rows = [torch.tensor([1.0]), torch.tensor([3.0])]
+    >>> task = Task(nn.Linear(1, 1), rows, lambda m, x: (m(x).sum(), len(x)), torch.optim.SGD)
+    >>> rig = Rig(task, global_batch_size=2)
+    >>> rig.reference(Variant())["weight"].item(), rig.split(Variant(), micro_batch_size=1)["weight"].item()
+    (2.0, 2.0)
+    """
+
+    def __init__(
+        self, task: Task, global_batch_size: int, seed: int = 0, accumulate_dtype: torch.dtype | None = None
+    ) -> None:
+        self.task, self.size, self.seed, self.accumulate_dtype = task, global_batch_size, seed, accumulate_dtype
+        with users_code("building the model"):
+            self.model = task.build_model(seed)
+        self.dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad}
+        self._rows: list[Any] | None = None
+
+    def reference(self, variant: Variant, seed: int | None = None) -> Gradient:
+        """The gradient of the whole batch in one piece, by plain autograd: what every split is held against."""
+        (micro,) = self._micros(variant, self.size)
+        with self._run(variant, seed) as model:
+            loss_sum, weight, auxiliary = self._loss(model, micro.data, variant)
+            objective = loss_sum / weight if auxiliary is None else loss_sum / weight + auxiliary
+            objective.backward()
+            return gradients(model)
+
+    def split(
+        self,
+        variant: Variant,
+        micro_batch_size: int,
+        rank: int = 0,
+        ranks: int = 1,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> Gradient:
+        """The gradient that the step gives `optimizer.step` when the batch is run in micro batches, on `ranks`."""
+        micros = self._micros(variant, micro_batch_size, rank, ranks)
+        with self._run(variant, micro=micro_batch_size) as inner:
+            model = inner if wrap is None else wrap(inner)
+            # A rate of zero: the step is applied for real, and changes nothing.
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            for step in accumulate(micros, model, accumulate_dtype=self.accumulate_dtype):
+                for micro in step:
+                    step.backward(*self._loss(model, micro.data, variant))
+                step.apply(optimizer)
+            return gradients(inner)
+
+    def micro_gradients(self, variant: Variant, micro_batch_size: int) -> list[Tensor]:
+        """The gradient of each micro batch's objective alone, flat and in the parameters' own precision."""
+        found: list[Tensor] = []
+        micros = self._micros(variant, micro_batch_size)
+        with self._run(variant, micro=micro_batch_size) as model:
+            for micro in micros:
+                loss_sum, weight, auxiliary = self._loss(model, micro.data, variant)
+                (loss_sum if auxiliary is None else loss_sum + weight * auxiliary).backward()
+                held = [p for p in model.parameters() if p.grad is not None]
+                found.append(torch.cat([p.grad.detach().reshape(-1) for p in held if p.grad is not None]).cpu())
+                model.zero_grad()
+        return found
+
+    def piece(self, variant: Variant, rows: Sequence[Any]) -> Piece:
+        """The parts of the loss on some samples, each with its gradient."""
+        with self._run(variant, micro=len(rows)) as model:
+            loss_sum, weight, auxiliary = self._loss(model, list(rows), replace(variant, random=False))
+            parts: list[Gradient | None] = []
+            for part in (loss_sum, auxiliary):
+                model.zero_grad()
+                if part is not None and part.requires_grad:
+                    part.sum().backward(retain_graph=True)
+                parts.append(None if part is None else gradients(model))
+            return Piece(parts[0] or {}, float(weight), parts[1])
+
+    def uses_statistics(self, variant: Variant) -> bool:
+        """Whether a forward of the whole batch normalises by batch statistics."""
+        met = Still(random=False, statistics=False)
+        (micro,) = self._micros(variant, self.size)
+        with self._run(variant) as model, met:
+            self._loss(model, micro.data, variant)
+        return met.statistics_met > 0
+
+    def keeps_state(self, variant: Variant) -> float:
+        """How much the gradient of the same batch changes when the same model has seen that batch before."""
+        (micro,) = self._micros(variant, self.size)
+        with self._run(variant) as model:
+            found: list[Gradient] = []
+            for _ in range(2):
+                model.zero_grad()
+                set_seeds(self.seed)
+                self._loss(model, micro.data, variant)[0].backward()
+                found.append(gradients(model))
+            return relative_error(found[1], found[0]) if norm(found[0]) else 0.0
+
+    def collate_draws(self, variant: Variant) -> bool:
+        """Whether collating the same rows twice gives different tensors: masking at random, for example."""
+        rows, found = self.rows, list[list[Any]]()
+        for seed in (self.seed, self.seed + 1):
+            with self._run(variant, seed):
+                found.append(tree_leaves(self.collate(rows)))
+        pairs = [(a, b) for a, b in zip(*found, strict=False) if isinstance(a, Tensor) and isinstance(b, Tensor)]
+        return any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
+
+    def collate(self, rows: Sequence[Any]) -> Any:
+        """Some rows as the task's micro batch."""
+        return (self.task.collate or default_collate)(list(rows))
+
+    @property
+    def rows(self) -> list[Any]:
+        """The samples of the batch, as the dataset gives them."""
+        if self._rows is None:
+            with users_code("reading the dataset"):
+                loader = Loader(self.task.dataset, self._order, self._sampler(1, 0, 1), collate_fn=list)
+                self._rows = [micro.data[0] for micro in loader]
+        return self._rows
+
+    @property
+    def _order(self) -> GlobalOrder:
+        return GlobalOrder(len(self.task.dataset), seed=self.seed)
+
+    def _sampler(self, micro_batch_size: int, rank: int, ranks: int) -> StepSampler:
+        schedule = Constant(self.size).compile().until(self.size)
+        return StepSampler(schedule, micro_batch_size, rank, ranks, allow_ragged=True)
+
+    def _micros(self, variant: Variant, micro_batch_size: int, rank: int = 0, ranks: int = 1) -> list[Micro]:
+        """The micro batches as they are trained on; with draws fixed their rows, for `_loss` to collate under the mode."""
+        collate = (self.task.collate or default_collate) if variant.random else list
+        sampler = self._sampler(micro_batch_size, rank, ranks)
+        with users_code("reading and collating the samples"):
+            return list(Loader(self.task.dataset, self._order, sampler, collate_fn=collate))
+
+    def _loss(self, model: nn.Module, batch: Any, variant: Variant) -> tuple[Tensor, Any, Tensor | None]:
+        batch = batch if variant.random else self.collate(batch)
+        batch = tree_map_only(Tensor, lambda t: _placed(t, self._device, variant.exact), batch)
+        loss_sum, weight, auxiliary = self.task.loss_of(model, batch)
+        return loss_sum, weight, auxiliary if variant.auxiliary else None
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.model.parameters())).device
+
+    @contextmanager
+    def _run(self, variant: Variant, seed: int | None = None, micro: int | None = None) -> Iterator[nn.Module]:
+        """A fresh copy of the model in training mode, switched as the variant says; the generators are seeded."""
+        pieces = "in one micro batch" if micro in (None, self.size) else f"in micro batches of {micro}"
+        with ExitStack() as stack:
+            stack.enter_context(users_code(f"{self.size} samples {pieces}{', in fp64' if variant.exact else ''}"))
+            model = copy.deepcopy(self.model).train()
+            model.zero_grad()
+            if variant.exact:
+                model.double()
+                stack.enter_context(_default_dtype(torch.float64))
+            if not variant.random:
+                without_dropout(model)
+            if not variant.statistics:
+                frozen_statistics(model)
+            stack.enter_context(Still(random=not variant.random, statistics=not variant.statistics))
+            if variant.exact:
+                stack.enter_context(Exact())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # the user's own run shows them; here they would come a dozen times
+            set_seeds(self.seed if seed is None else seed)
+            yield model
+
+
+def set_seeds(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def gradients(model: nn.Module) -> Gradient:
+    """The gradients a model holds, by name."""
+    named = ((name, p.grad) for name, p in model.named_parameters())
+    return {name: g.detach().to("cpu", torch.float64, copy=True) for name, g in named if g is not None}
+
+
+def norm(gradient: Gradient) -> float:
+    """The norm over all parameters.
+
+    >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    5.0
+    """
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
+
+
+def combine(*terms: tuple[float, Gradient]) -> Gradient:
+    """A sum of gradients with factors.
+
+    >>> combine((2.0, {"a": torch.tensor([3.0])}), (-1.0, {"b": torch.tensor([4.0])}))
+    {'a': tensor([6.]), 'b': tensor([-4.])}
+    """
+    total: Gradient = {}
+    for factor, gradient in terms:
+        for name, g in gradient.items():
+            total[name] = total[name] + factor * g if name in total else factor * g
+    return total
+
+
+def dot(first: Gradient, second: Gradient) -> float:
+    """The inner product over all parameters."""
+    return sum(float((g * second[name]).sum()) for name, g in first.items() if name in second)
+
+
+def relative_error(gradient: Gradient, reference: Gradient) -> float:
+    """||g - r|| / ||r|| over all parameters.
+
+    >>> relative_error({"a": torch.tensor([3.0])}, {"a": torch.tensor([2.0])})
+    0.5
+    """
+    return norm(combine((1.0, gradient), (-1.0, reference))) / norm(reference)
+
+
+def group_errors(gradient: Gradient, reference: Gradient, total: float | None = None) -> dict[str, float]:
+    """||g - r|| of each module's own parameters, divided by the norm of the whole reference; the largest first."""
+    total, squares = total or norm(reference), dict[str, float]()
+    for name, g in combine((1.0, gradient), (-1.0, reference)).items():
+        module = name.rpartition(".")[0] or name
+        squares[module] = squares.get(module, 0.0) + float(g.square().sum())
+    return {m: math.sqrt(s) / total for m, s in sorted(squares.items(), key=lambda item: -item[1])}
+
+
+@contextmanager
+def users_code(doing: str) -> Iterator[None]:
+    """What the user's code raises becomes the cause of a RunError, its traceback cut to begin outside of batchwright."""
+    try:
+        yield
+    except BatchwrightError:
+        raise
+    except Exception as error:
+        ours = __name__.partition(".")[0]
+        trace = next(
+            (t for t in _traces(error) if (t.tb_frame.f_globals.get("__name__") or "").partition(".")[0] != ours), None
+        )
+        cause = error.with_traceback(trace or error.__traceback__)
+        raise RunError(f"the task failed with {doing}: {type(error).__name__}: {error}", field="task") from cause
+
+
+def _traces(error: BaseException) -> Iterator[Any]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _placed(tensor: Tensor, device: torch.device, exact: bool) -> Tensor:
+    return tensor.to(device, torch.float64 if exact and tensor.is_floating_point() else tensor.dtype)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

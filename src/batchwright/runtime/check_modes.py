@@ -1,0 +1,130 @@
+"""Switches for `check`: the same model without random draws, without batch statistics, and in fp64 throughout.
+
+They act on what is called, not on what a module is named, so `F.dropout`, attention's `dropout_p`, noise drawn in the
+loss and casts inside the user's code are met as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+_LOW = {torch.float32, torch.float16, torch.bfloat16}
+_DROPOUTS: set[Any] = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+}  # fmt: skip
+_RAW_DROPOUTS: set[Any] = {torch.dropout, torch.feature_dropout, torch.alpha_dropout}
+_BY_SIZE: set[Any] = {torch.rand, torch.randn, torch.randint}
+_LIKE: set[Any] = {torch.rand_like, torch.randn_like, torch.randint_like}
+_IN_PLACE: set[Any] = {Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.random_, Tensor.exponential_}
+_LONG = 1 << 14  # numbers drawn at least
+_CASTS: set[Any] = {Tensor.float, Tensor.half, Tensor.bfloat16}
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Turn off the dropout of modules."""
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.eval()
+        elif isinstance(module, nn.RNNBase):
+            module.dropout = 0.0
+
+
+def frozen_statistics(model: nn.Module) -> int:
+    """Let BatchNorm use its running statistics instead of its micro batch's; how many modules that are."""
+    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for module in found:
+        module.eval()
+    return len(found)
+
+
+class Still(TorchFunctionMode):
+    """Take the chance, or the batch statistics, out of whatever is called: nothing is dropped, and every row of a
+    batch draws the same numbers, however many rows there are."""
+
+    def __init__(self, *, random: bool, statistics: bool) -> None:
+        super().__init__()
+        self.random, self.statistics = random, statistics
+        self.statistics_met = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.batch_norm and kwargs.get("training", len(args) > 5 and args[5]):
+            self.statistics_met += 1
+            args, kwargs = _running(args, kwargs) if self.statistics else (args, kwargs)
+        if not self.random:
+            return func(*args, **kwargs)
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func in _RAW_DROPOUTS:
+            return args[0]
+        if func is F.multi_head_attention_forward:
+            kwargs["training"] = False
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in kwargs.items()}
+        return _drawn(func, args, kwargs)
+
+
+class Exact(TorchFunctionMode):
+    """Make every cast to a lower precision, and every tensor asked for in one, fp64; fp64 is not autocast's either."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {k: torch.float64 if _is_low(v) else v for k, v in (kwargs or {}).items()}
+        if func in _CASTS:
+            return args[0].double()
+        return func(*[torch.float64 if _is_low(a) else a for a in args], **kwargs)
+
+
+def _is_low(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in _LOW
+
+
+def _running(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of F.batch_norm without the batch: running statistics, or none to speak of."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    channels, like = given["input"].shape[1], given["input"]
+    if given["running_mean"] is None:
+        given |= {"running_mean": like.new_zeros(channels), "running_var": like.new_ones(channels)}
+    return (), given | {"training": False}
+
+
+def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A draw of one row, repeated for all: no row can tell how many others there are. Anything else as it is."""
+    if func in _BY_SIZE:
+        at = next((i for i, a in enumerate(args) if isinstance(a, (tuple, list))), None)
+        if "size" in kwargs:
+            bounds, size = args, kwargs.pop("size")
+        else:
+            bounds, size = (args[:at], args[at]) if at is not None else ((), args)  # (…, (2, 3)) or (2, 3)
+        return _rows(tuple(size), lambda n: func(*bounds, (n,), **kwargs))
+    if func in _LIKE:
+        return _rows(args[0].shape, lambda n: func(args[0].new_empty(n), *args[1:], **kwargs))
+    if func in _IN_PLACE:
+        return args[0].copy_(_rows(args[0].shape, lambda n: func(args[0].new_empty(n), *args[1:], **kwargs)))
+    if func is torch.bernoulli:
+        return (_rows(args[0].shape, lambda n: torch.rand(n)) < args[0].cpu()).to(args[0])
+    return func(*args, **kwargs)
+
+
+def _rows(size: tuple[int, ...], draw: Callable[[int], Tensor]) -> Tensor:
+    """One row from a generator begun anew, repeated. It is the beginning of a long draw, so that a shorter row (less
+    padding) begins with the same numbers."""
+    one = (1, *size[1:]) if size else ()
+    wanted = prod(one)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    try:
+        drawn = draw(-(-wanted // _LONG) * _LONG)
+    finally:
+        torch.set_rng_state(state)
+    return drawn[:wanted].reshape(one).expand(size).clone()

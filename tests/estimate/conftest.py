@@ -1,0 +1,57 @@
+"""Estimates inside the test process, where starting one would only cost time; real processes have tests of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchwright.estimate import process
+from batchwright.estimate.records import Request
+
+TASKS = Path(__file__).with_name("tasks.py")
+
+
+@pytest.fixture(scope="session")
+def tasks() -> str:
+    """The file of tasks; a task is `f"{tasks}:name"`."""
+    return str(TASKS)
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the estimate run here instead of in a process of its own."""
+
+    def run(job: str, request: Request, *, timeout: float) -> dict[str, Any]:
+        from batchwright.estimate.worker import answer
+
+        result = answer(job, request)
+        if "error" in result:
+            raise process._error(result["error"])
+        return result
+
+    monkeypatch.setattr(process, "run", run)
+
+
+@pytest.fixture(scope="session")
+def peaks() -> Callable[..., dict[int, int]]:
+    """`peaks(task, sizes, **options)` gives the estimated peaks by size."""
+    from batchwright.estimate.worker import answer
+
+    def of(task: str, sizes: tuple[int, ...], **options: Any) -> dict[int, int]:
+        result = answer("estimate", Request(task, micro_batch_sizes=sizes, **options))
+        assert "error" not in result, result
+        return {p["micro_batch_size"]: p["peak_memory_bytes"] for p in result["points"]}
+
+    return of
+
+
+def needs(module: str) -> None:
+    """Skip where a framework is not installed, but not in CI: there it has to be."""
+    if os.environ.get("CI") == "true":
+        __import__(module)
+    else:
+        pytest.importorskip(module, reason=f"{module} is not installed: pip install 'batchwright[{module}]'")

@@ -1,0 +1,194 @@
+"""Tasks that tests estimate: a small GPT, a wide MLP, and ones that fake tensors cannot follow."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from batchwright.runtime.task import Task
+
+VOCABULARY = 4096
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, flash: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.flash = flash
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (y.view(batch, length, 4, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).split(width, 2))
+        if self.flash:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mixed = (q @ k.transpose(-2, -1)).softmax(-1) @ v  # T² activations
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, length: int, width: int, flash: bool) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, flash) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def next_token(model: nn.Module, ids: Tensor) -> tuple[Tensor, int]:
+    logits = model(ids[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"), ids[:, 1:].numel()
+
+
+def gpt(sequence_length: int = 128, layers: int = 2, width: int = 128, flash: bool = True, built: bool = False) -> Task:
+    def build() -> nn.Module:
+        return GPT(layers, sequence_length, width, flash)
+
+    return Task(
+        model=build() if built else build,
+        dataset=torch.randint(0, VOCABULARY, (64, sequence_length + 1)),
+        loss=next_token,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+    )
+
+
+def _mlp(loss: Any, width: int = 512, layers: int = 6, **more: Any) -> Task:
+    def build() -> nn.Module:
+        return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU())))
+
+    options: dict[str, Any] = {"dataset": torch.zeros(8, width), **more}
+    return Task(
+        model=build, loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), **options
+    )
+
+
+def mlp() -> Task:
+    def example_batch(micro_batch_size: int) -> Tensor:
+        return torch.zeros(micro_batch_size, 512)
+
+    return _mlp(lambda model, x: (model(x).square().sum(), len(x)), example_batch=example_batch)
+
+
+def small() -> Task:
+    return _mlp(lambda model, x: (model(x).square().sum(), len(x)), width=16, layers=2)
+
+
+def twice() -> Task:
+    """A contrastive loss calls the model twice, and has an auxiliary mean and a tensor as its weight."""
+    return _mlp(
+        lambda m, x: (m(x).square().sum() + m(x).sum(), torch.ones(len(x)).sum(), m(x).mean()), width=16, layers=2
+    )
+
+
+def frozen() -> Task:
+    """Half of the model does not train, and the optimizer reads values in its step."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16, bias=False))
+        model[0].requires_grad_(False)
+        return model
+
+    return Task(
+        model=build,
+        dataset=torch.zeros(8, 16),
+        loss=lambda model, x: (model(x).square().sum(), len(x)),
+        optimizer=lambda params: torch.optim.Adafactor([p for p in params if p.requires_grad]),
+    )
+
+
+def recurrent() -> Task:
+    return Task(
+        model=lambda: nn.ModuleList([nn.LSTM(8, 8)]),
+        dataset=torch.zeros(8, 4, 8),
+        loss=lambda model, x: (model[0](x)[0].sum(), len(x)),  # type: ignore[index]
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+
+
+def masked() -> Task:
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        y = model(x)
+        kept = y[y > 0]
+        return kept.sum(), len(x)
+
+    return _mlp(loss, width=16, layers=2)
+
+
+def counted() -> Task:
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        return model(x).sum(), int((x > 0).sum())
+
+    return _mlp(loss, width=16, layers=2)
+
+
+def as_numpy() -> Task:
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        y = model(x)
+        return y.sum() + float(y.detach().numpy().mean()), len(x)
+
+    return _mlp(loss, width=16, layers=2)
+
+
+def wrong() -> Task:
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        raise ValueError("the labels are missing")
+
+    return _mlp(loss, width=16, layers=2)
+
+
+def mismatched() -> Task:
+    return _mlp(lambda model, x: (model(x[:, :3]).sum(), len(x)), width=16, layers=2)
+
+
+def reads_its_data() -> Task:
+    """The data are read by value, the model's rates as well: neither is part of the step."""
+    data = torch.arange(32.0).view(8, 4)
+    rows = [(row.numpy().copy(), int(row.sum().item()) % 3) for row in data]
+
+    def build() -> nn.Module:
+        rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        return nn.Sequential(*(m for rate in rates for m in (nn.Linear(4, 4), nn.Dropout(rate))))
+
+    return Task(
+        model=build,
+        dataset=rows,
+        loss=lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])),
+        optimizer=lambda params: torch.optim.AdamW(params),
+    )
+
+
+def ragged() -> Task:
+    """Samples of unequal length, padded to the longest of the batch by a collator that takes them apart."""
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        names = [sample.pop("name") for sample in samples]
+        return {"x": nn.utils.rnn.pad_sequence([s["x"] for s in samples], batch_first=True), "names": names}
+
+    return _mlp(
+        lambda model, batch: (model(batch["x"].view(-1, 16)).square().sum(), 1),
+        width=16,
+        layers=2,
+        dataset=[{"x": torch.zeros(16 * (i % 4 + 1)), "name": "a"} for i in range(8)],
+        collate=collate,
+    )
+
+
+def sleeps(pid_file: str) -> Task:
+    import os
+
+    Path(pid_file).write_text(str(os.getpid()))
+    time.sleep(600)
+    return small()

@@ -1,0 +1,84 @@
+"""`batchwright estimate` as a person and as a script see it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from batchwright.cli import main
+from batchwright.cli.estimate import arguments
+from batchwright.core.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+
+@pytest.fixture
+def run(capfd):
+    def of(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["estimate", *words])
+        out, err = capfd.readouterr()
+        return ended.value.code, out, err
+
+    return of
+
+
+@pytest.mark.torch
+def test_the_answer_comes_first_and_says_that_it_is_predicted(run, tasks):
+    code, out, err = run(
+        f"{tasks}:gpt", "--memory", "64MiB", "--margin", "1MiB", "--sequence-length", "32,64", "--arg", "layers=1"
+    )
+    assert code == 0
+    first = out.splitlines()[0]
+    assert (
+        first.startswith("max_micro_batch_size ") and "at sequence_length 64, predicted, in 64.0 MiB (1.0 MiB" in first
+    )
+    for words in ("parameters", "optimizer", "activations", "per sample over", "frontier, from peak =", "assumed:",
+                  "not validated on one here", "Predicted, not measured"):  # fmt: skip
+        assert words in out
+    assert "estimated micro_batch_size 1 sequence_length 32" in err
+
+
+@pytest.mark.torch
+def test_a_calibrated_answer_shows_both(run, tasks, monkeypatch):
+    monkeypatch.setattr("batchwright.estimate.trial.measure", lambda request: 2**20)
+    code, out, _ = run(f"{tasks}:small", "--device", "t4-16g", "--micro-batch-size", "64", "--calibrate")
+    assert code == 0 and "one real trial on this CPU" in out and re.search(r"measured +1\.0 MiB", out)
+    assert "with the difference added, max_micro_batch_size would be" in out
+
+
+@pytest.mark.torch
+def test_a_failing_task_exits_5_with_its_traceback_on_stderr(run, tasks):
+    code, out, err = run(f"{tasks}:wrong", "--micro-batch-size", "2", "--json")
+    assert code == 5 and json.loads(out)["error"]["type"] == "RunError"
+    assert "Traceback" in err and 'raise ValueError("the labels are missing")' in err
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("words", "code"), [(("masked", "--micro-batch-size", "2"), 2), (("small", "--memory", "1KiB"), 3), (("nope",), 2)]
+)
+def test_exit_codes(run, tasks, words, code):
+    assert run(f"{tasks}:{words[0]}", *words[1:])[0] == code
+
+
+def test_invalid_requests_exit_2(run):
+    assert run("x.py:task", "--device", "h100")[0] == 2
+    assert run("x.py:task", "--memory", "lots")[0] == 2
+    assert run("x.py:task", "--micro-batch-size", "2,x")[0] == 2
+    code, _, err = run()
+    assert code == 2 and "which task?" in err
+
+
+def test_devices_are_listed(run):
+    code, out, _ = run("--device", "list", "--json")
+    assert code == 0 and {"name", "memory_bytes", "source"} <= set(json.loads(out)["devices"][0])
+    assert "h100-80g" in run("--device", "list")[1]
+
+
+def test_arguments_are_what_they_look_like():
+    assert arguments(("a=1", "b=x=y", "c=null", "d=1e-3")) == {"a": 1, "b": "x=y", "c": None, "d": 0.001}
+    with pytest.raises(ConfigError, match="not KEY=VALUE"):
+        arguments(("layers",))

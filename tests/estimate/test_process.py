@@ -1,0 +1,94 @@
+"""The estimating process as a process: nothing of it in the caller, and it never outlives the caller."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from batchwright.core.errors import RunError
+from batchwright.estimate import process
+from batchwright.estimate.records import Request
+
+COMMAND = [sys.executable, "-m", "batchwright", "estimate"]
+
+
+@pytest.mark.torch
+def test_one_document_on_stdout_calibrated_and_no_torch_in_the_caller(tasks):
+    code = (
+        "import sys\nfrom batchwright.cli import main\n"
+        "try: main(sys.argv[1:])\nfinally: sys.stderr.write('HEAVY ' + ' '.join({'torch', 'jax', 'numpy'} & set(sys.modules)))"
+    )
+    words = ["estimate", f"{tasks}:small", "--memory", "1GiB", "--micro-batch-size", "4096,8192", "--calibrate",
+             "--json"]  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    trial = document["calibration"]
+    assert trial["measured_bytes"] == trial["estimated_bytes"] + trial["difference_bytes"] > 2**20
+    assert document["max_micro_batch_size"] > 8192 and document["device"] is None
+    assert done.stderr.endswith("HEAVY ") and "estimated micro_batch_size 4096" in done.stderr
+
+
+def _blocked(folder: Path, module: str) -> dict[str, str]:
+    (folder / f"{module}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{module}'\", name='{module}')")
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [("torch", "def task(): ..."), ("jax", "from batchwright.estimate import JaxStep\ndef task(): ...")],
+)
+def test_a_missing_framework_names_its_extra(tmp_path, module, source):
+    (tmp_path / "train.py").write_text(source)
+    blocked = _blocked(tmp_path, module)
+    done = subprocess.run(
+        [*COMMAND, str(tmp_path / "train.py"), "--json"], capture_output=True, text=True, env=blocked, timeout=60
+    )
+    assert done.returncode == 4, done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert error["type"] == "MissingExtraError" and f"batchwright[{module}]" in error["message"]
+
+
+def test_a_timeout_ends_the_process(tasks, tmp_path):
+    request = Request(f"{tasks}:sleeps", {"pid_file": str(tmp_path / "pid")})
+    with pytest.raises(RunError, match=r"did not finish within 0\.2 s"):
+        process.run("estimate", request, timeout=0.2)
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel to end the child with its parent")
+def test_the_process_dies_with_a_killed_caller(tasks, tmp_path):
+    file = tmp_path / "pid"
+    caller = subprocess.Popen([*COMMAND, f"{tasks}:sleeps", "--arg", f"pid_file={file}"], stderr=subprocess.DEVNULL)
+    try:
+        pid = int(_wait_for(lambda: file.exists() and file.read_text()))
+    finally:
+        os.kill(caller.pid, signal.SIGKILL)
+        caller.wait()
+    assert _wait_for(
+        lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    )
+
+
+def _wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return value
+
+
+def test_a_death_without_a_result_is_told(monkeypatch, tmp_path):
+    killer = tmp_path / "python"
+    killer.write_text("#!/bin/sh\nkill -9 $$\n")
+    killer.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killer))
+    with pytest.raises(RunError, match=r"died of signal 9 \(killed: out of memory, perhaps\) and left no result"):
+        process.run("estimate", Request("x.py:task"), timeout=60)

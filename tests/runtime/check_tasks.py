@@ -1,0 +1,373 @@
+"""Tasks for `check`: correct ones, and one for every fault it must find. `batchwright check check_tasks.py:NAME`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from batchwright.runtime.task import Task
+
+VOCABULARY, WIDTH, IGNORE = 23, 16, -100
+
+
+class Images:
+    """Sixty-four random images of one shape with a class each."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(i)), i % 5
+
+
+class Sentences:
+    """Sixty-four token sequences of lognormal length (3 to 40)."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> Tensor:
+        length = min(40, max(3, round(random.Random(i).lognormvariate(2.3, 0.8))))
+        return torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(i))
+
+
+class Cnn(nn.Module):
+    def __init__(self, norm: nn.Module | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), norm or nn.GroupNorm(2, 8)
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(F.relu(self.norm(self.conv(x))).mean((2, 3))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, masked: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=dropout, batch_first=True)
+        self.head, self.masked = nn.Linear(WIDTH, VOCABULARY), masked
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        padding = tokens == 0
+        return self.head(self.block(self.embed(tokens), src_key_padding_mask=padding if self.masked else None))
+
+
+class Experts(nn.Module):
+    """Two experts and a router; `balance` is the router's auxiliary loss for the last forward."""
+
+    def __init__(self, statistic: bool = False) -> None:
+        super().__init__()
+        self.router, self.statistic = nn.Linear(WIDTH, 2), statistic
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, VOCABULARY) for _ in range(2))
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.balance = torch.zeros(())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        gates = self.router(x).softmax(-1)
+        if self.statistic:  # Switch's: a product of two means over the micro batch
+            self.balance = 2 * (gates.mean((0, 1)) * gates.mean((0, 1))).sum()
+        else:
+            self.balance = self.router.weight.square().sum()  # does not depend on the data
+        return sum(g.unsqueeze(-1) * e(x) for g, e in zip(gates.unbind(-1), self.experts, strict=True))  # type: ignore[return-value]
+
+
+def pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    tokens = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)
+    labels = nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORE)
+    return tokens, labels
+
+
+def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor], reduction: str = "sum") -> tuple[Tensor, Tensor]:
+    tokens, labels = batch
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction=reduction, ignore_index=IGNORE)
+    return loss, (labels != IGNORE).sum()
+
+
+def image_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _images(loss: Any = image_loss, model: Any = Cnn, optimizer: Any = sgd) -> Task:
+    return Task(model, Images(), loss, optimizer)
+
+
+def _tokens(loss: Any = token_loss, model: Any = Transformer) -> Task:
+    return Task(model, Sentences(), loss, sgd, collate=pad)
+
+
+# Correct ones.
+
+
+def cnn() -> Task:
+    return _images()
+
+
+def transformer() -> Task:
+    return _tokens()
+
+
+def sequence_weighted() -> Task:
+    """A sum over tokens, counted in sequences: another weighting, and a valid one."""
+    return _tokens(lambda model, batch: (token_loss(model, batch)[0], len(batch[0])))
+
+
+def auxiliary() -> Task:
+    def loss(model: Any, batch: Any) -> Any:
+        return (*token_loss(model, batch), 0.5 * model.balance)
+
+    return _tokens(loss, Experts)
+
+
+def with_dropout() -> Task:
+    return _tokens(model=lambda: Transformer(dropout=0.2))
+
+
+def noisy() -> Task:
+    """Noise drawn in the loss, as diffusion models do."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        return image_loss(model, (batch[0] + 0.3 * torch.randn_like(batch[0]), batch[1]))
+
+    return _images(loss)
+
+
+def balance_statistic() -> Task:
+    """A router's balance loss over its micro batch: right in scale, not in value."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        return (*token_loss(model, batch), 0.5 * model.balance)
+
+    return _tokens(loss, lambda: Experts(statistic=True))
+
+
+# Planted faults.
+
+
+def mean_with_count() -> Task:
+    return _images(lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1]), len(batch[0])))
+
+
+def token_mean_with_count() -> Task:
+    return _tokens(lambda model, batch: token_loss(model, batch, "mean"))
+
+
+def sum_without_weight() -> Task:
+    return _images(lambda model, batch: (image_loss(model, batch)[0], 1.0))
+
+
+def mean_of_means() -> Task:
+    return _tokens(lambda model, batch: (token_loss(model, batch, "mean")[0], 1.0))
+
+
+def mean_times_rows() -> Task:
+    return _tokens(lambda model, batch: (token_loss(model, batch, "mean")[0] * len(batch[0]), len(batch[0])))
+
+
+def padded_weight() -> Task:
+    return _tokens(lambda model, batch: (token_loss(model, batch)[0], batch[0].numel()))
+
+
+def ragged_tail() -> Task:
+    return _images(lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1]), 1.0))
+
+
+def auxiliary_in_sum() -> Task:
+    def loss(model: Any, batch: Any) -> Any:
+        loss_sum, weight = token_loss(model, batch)
+        return loss_sum + 0.5 * model.balance, weight
+
+    return _tokens(loss, Experts)
+
+
+def auxiliary_as_sum() -> Task:
+    def loss(model: Any, batch: Any) -> Any:
+        loss_sum, weight = token_loss(model, batch)
+        return loss_sum, weight, 0.5 * model.balance * weight
+
+    return _tokens(loss, Experts)
+
+
+def batch_norm() -> Task:
+    return _images(model=lambda: Cnn(nn.BatchNorm2d(8)))
+
+
+def batch_norm_flat() -> Task:
+    """BatchNorm1d refuses a micro batch of one."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.head = nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(F.relu(self.norm(self.first(x.flatten(1)))))
+
+    return _images(model=Flat)
+
+
+def contrastive() -> Task:
+    def loss(model: Any, batch: Any) -> Any:
+        x = F.normalize(model(batch[0]))
+        y = F.normalize(model(batch[0].flip(-1)))
+        return F.cross_entropy(x @ y.T / 0.1, torch.arange(len(x)), reduction="sum"), len(x)
+
+    return _images(loss)
+
+
+def unmasked_padding() -> Task:
+    return _tokens(model=lambda: Transformer(masked=False))
+
+
+def autocast() -> Task:
+    def loss(model: Any, batch: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return token_loss(model, batch)
+
+    return _tokens(loss)
+
+
+def bf16() -> Task:
+    def loss(model: Any, batch: Any) -> Any:
+        logits = model(batch[0].bfloat16())
+        return F.cross_entropy(logits, torch.zeros_like(batch[1]), reduction="sum"), len(batch[0])
+
+    return _images(loss, lambda: Cnn().bfloat16())
+
+
+def scheduled() -> Task:
+    """A scheduler that the optimizer steps itself."""
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(params, lr=0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(made, T_max=1000)
+        made.register_step_post_hook(lambda *_: schedule.step())
+        return made
+
+    return _images(optimizer=optimizer)
+
+
+def rank_reduced() -> Task:
+    """The weight is summed over ranks by the loss already."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        loss_sum, weight = token_loss(model, batch)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(weight)
+        return loss_sum, weight
+
+    return _tokens(loss)
+
+
+def broken() -> Task:
+    return _images(lambda model, batch: image_loss(model, (batch[0].flatten(), batch[1])))
+
+
+def broken_at_one() -> Task:
+    def loss(model: Any, batch: Any) -> Any:
+        if len(batch[0]) == 1:
+            raise ValueError("one is not enough")
+        return image_loss(model, batch)
+
+    return _images(loss)
+
+
+# Several at once, and harder ones.
+
+
+def batch_norm_and_mean() -> Task:
+    def loss(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1]), len(batch[0])
+
+    return _images(loss, lambda: Cnn(nn.BatchNorm2d(8)))
+
+
+def dropout_and_mean() -> Task:
+    return _tokens(lambda model, batch: (token_loss(model, batch, "mean")[0], 1.0), lambda: Transformer(dropout=0.2))
+
+
+def auxiliary_statistic_in_sum() -> Task:
+    def loss(model: Any, batch: Any) -> Any:
+        loss_sum, weight = token_loss(model, batch)
+        return loss_sum + 0.5 * model.balance, weight
+
+    return _tokens(loss, lambda: Experts(statistic=True))
+
+
+def masked_in_collate() -> Task:
+    """Masking at random in collate, as masked language models do: equal in distribution."""
+
+    def collate(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, labels = pad(rows)
+        chosen = torch.bernoulli(torch.full(tokens.shape, 0.3)).bool()
+        return tokens.masked_fill(chosen & (tokens != 0), 1), labels
+
+    return Task(Transformer, Sentences(), token_loss, sgd, collate=collate)
+
+
+def functional_batch_norm() -> Task:
+    """Batch statistics without a BatchNorm module."""
+
+    class Model(Cnn):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(F.relu(F.batch_norm(self.conv(x), None, None, training=True)).mean((2, 3)))
+
+    return _images(model=Model)
+
+
+def keeps_state() -> Task:
+    """The loss is scaled by what earlier micro batches were."""
+
+    class Model(Cnn):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += len(x)
+            return super().forward(x) * (1 + self.seen / 100)
+
+    return _images(model=Model)
+
+
+def pairs() -> Task:
+    """A loss over all pairs of a micro batch."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        x = model(batch[0])
+        return (x.unsqueeze(0) - x.unsqueeze(1)).square().sum(), len(x)
+
+    return _images(loss)
+
+
+def single_precision_only() -> Task:
+    """Does not run in fp64: a custom function that insists on fp32."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        logits = model(batch[0])
+        if logits.dtype != torch.float32:
+            raise TypeError("fp32 only")
+        return F.cross_entropy(logits, batch[1]), len(batch[0])
+
+    return _images(loss)
+
+
+def unseeded() -> Task:
+    """A model made in the function itself, so anew in every process."""
+    return _images(model=Cnn())
+
+
+def sized(classes: int = 5) -> Task:
+    """Takes an argument."""
+    model = Cnn()
+    model.head = nn.Linear(8, classes)
+    return _images(model=model)
