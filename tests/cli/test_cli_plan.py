@@ -241,3 +241,32 @@ def test_values_written_with_suffixes(cli):
     assert found["global_batch_size"] == 1024
     meant = cli("plan", "--global-batch-size-tokens", "4M", "--sequence-length", "4096")
     assert "Did you mean 4Mi = 4,194,304 (1024)?" in meant.err
+
+
+def test_a_probe_says_what_fits_and_what_each_split_costs(cli, tmp_path):
+    probe = tmp_path / "probe.json"
+    trials = [{"micro_batch_size": m, "status": "fits", "step_seconds": 0.1 + 0.05 * m} for m in (1, 2, 4, 8)]
+    probe.write_text(json.dumps({"trials": trials, "max_micro_batch_size": 11}))
+    found = cli("plan", "--global-batch-size", "96", "--devices", "2", "--from-probe", str(probe), "--json").json
+    assert found["global_batch_size"] == 96 and found["micro_batch_size"] == 8  # the largest divisor of 48 up to 11
+    assert found["sources"]["max_micro_batch_size"] == found["sources"]["step_seconds"] == "probed"
+    assert found["step_seconds"] == pytest.approx(6 * 0.5)
+    costs = {a["micro_batch_size"]: a["step_seconds"] for a in found["alternatives"]}
+    assert costs == pytest.approx({m: 48 // m * (0.1 + 0.05 * m) for m in (1, 2, 3, 4, 6)})
+    text = cli("plan", "--global-batch-size", "96", "--devices", "2", "--from-probe", str(probe)).out
+    assert "s/step" in text
+    given = cli("plan", "--global-batch-size", "96", "--devices", "2", "--max-micro-batch-size", "4",
+                "--from-probe", str(probe), "--json").json  # fmt: skip
+    assert given["micro_batch_size"] == 4 and given["sources"]["max_micro_batch_size"] == "given"
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"trials": 5}', '{"trials": [5]}', '{"trials": [{"status": "fits", "step_seconds": 1}]}']
+)
+def test_a_bad_probe_file_is_refused(cli, tmp_path, content):
+    probe = tmp_path / "probe.json"
+    probe.write_text(content)
+    for verb in ("plan", "ramp"):
+        ran = cli(verb, "--global-batch-size", "96", "--nodes", "2", "--devices-per-node", "1", "--micro-batch-size", "1",
+                  "--from-probe", str(probe), "--json")  # fmt: skip
+        assert ran.code == 2 and ran.json["error"]["type"] == "ConfigError"

@@ -72,6 +72,9 @@ def gather(
     words: tuple[str, ...], flags: Mapping[str, Any], left_out: tuple[str, ...] = (), own: Collection[str] = READERS
 ) -> Gathered:
     """What files, overrides and flags say together, of the fields that a verb reads (`own`)."""
+    typed = {name: value for name, value in flags.items() if value is not None and value is not False}
+    if not words and not left_out:  # flags alone are in our own words: nothing to translate
+        return Gathered(typed, {name: f"--{name.replace('_', '-')}" for name in typed}, ())
     entries: list[tuple[str, dialects.Given]] = []
     lenient = bool(left_out)
     wrong: list[Violation] = []
@@ -98,11 +101,7 @@ def gather(
                 else:
                     entries.append((_native(name), dialects.Given(_scalar(item), f"{word}: {name}", 0)))
     raise_violations(ConfigError, wrong)
-    entries += [
-        (name, dialects.Given(value, f"--{name.replace('_', '-')}", 2))
-        for name, value in flags.items()
-        if value is not None and value is not False
-    ]
+    entries += [(name, dialects.Given(value, f"--{name.replace('_', '-')}", 2)) for name, value in typed.items()]
     resolved = dialects.resolve(entries, own={*own, *_NATIVE.values()}, lenient=lenient)
     notes = list(resolved.notes)
     if left_out or resolved.ignored:

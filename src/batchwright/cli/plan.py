@@ -18,6 +18,8 @@ from .options import batch_options, json_option, number, print_json, stack, worl
 
 if TYPE_CHECKING:
     from batchwright.core.nearby import Nearby
+    from batchwright.core.request import Request
+    from batchwright.core.throughput import Throughput
 
 _pipeline_options = stack(
     number("--pipeline-schedule", f"{' | '.join(SCHEDULES)}.", "NAME"),
@@ -47,6 +49,7 @@ _loading_options = stack(
 @world_options
 @_pipeline_options
 @_loading_options
+@number("--from-probe", "A probe's result: what fits, and how long each split takes.", "FILE.json")
 @number("--samples-per-second", "Measured throughput of the whole job.", "X")
 @number("--step-seconds", "Measured time of an optimizer step.", "X")
 @number("--round", "down | up: round the global batch to what divides, and say so.", "WAY")
@@ -54,7 +57,14 @@ _loading_options = stack(
 @number("--tolerance", "List batches and node counts this near that work, such as 10%.", "PERCENT")
 @json_option
 @click.pass_context
-def command(ctx: click.Context, words: tuple[str, ...], tolerance: str | None, as_json: bool, **flags: Any) -> None:
+def command(
+    ctx: click.Context,
+    words: tuple[str, ...],
+    from_probe: str | None,
+    tolerance: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
     """The rest of a batch from the numbers that are known.
 
     global batch = micro batch × accumulation steps × data-parallel size. Give any numbers you have, as flags, as
@@ -62,13 +72,16 @@ def command(ctx: click.Context, words: tuple[str, ...], tolerance: str | None, a
     its source. Numbers take suffixes: 4M is 4,000,000 and 4Mi is 4,194,304.
     """
     request = gather(words, flags, ctx.meta["left_out"]).request()
+    times = None
+    if from_probe:
+        request, times = _probed(request, from_probe)
     near = None
     if tolerance is not None:
         from batchwright.core.nearby import nearby
 
         near = nearby(request, percentage(tolerance))
     try:
-        made = plan(request)
+        made = plan(request, times)
     except PlanError as error:
         if near and not as_json:
             click.echo("\n".join(["nearby, and valid:", *_nearby(near)]))
@@ -80,6 +93,24 @@ def command(ctx: click.Context, words: tuple[str, ...], tolerance: str | None, a
         print_json(made.to_json() | extra)
     else:
         click.echo("\n".join(render(made, near)))
+
+
+def _probed(request: Request, path: str) -> tuple[Request, Throughput]:
+    """What a probe measured: the most that fits, unless something else was given, and the times."""
+    from dataclasses import replace
+
+    from batchwright.core.throughput import Throughput
+    from batchwright.core.units import count
+
+    from .config import read_file
+
+    record = read_file(path)
+    times = Throughput.from_probe(record)
+    if request.max_micro_batch_size is None and record.get("max_micro_batch_size") is not None:
+        most = count(record["max_micro_batch_size"], "max_micro_batch_size")
+        origins = {**request.origins, "max_micro_batch_size": f"probe {path}"}
+        request = replace(request, max_micro_batch_size=most, origins=origins)
+    return request, times
 
 
 def render(made: Plan, near: tuple[Nearby, ...] | None = None) -> list[str]:
@@ -107,17 +138,7 @@ def render(made: Plan, near: tuple[Nearby, ...] | None = None) -> list[str]:
     if load.hosts > 1 or load.expansion_factor != 1:
         lines += ["", f"loading: {_loading(made)}"]
     if made.alternatives:
-        lines += ["", "alternatives, best first:"]
-        lines += text.table(
-            [
-                (a.micro_batch_size, a.accumulation_steps, a.data_parallel_size, a.reason)
-                for a in made.alternatives[:_FEW]
-            ],
-            head=("micro", "accumulation", "data-parallel", ""),
-            right=[0, 1, 2],
-        )
-        if len(made.alternatives) > _FEW:
-            lines.append(f"  … and {len(made.alternatives) - _FEW} more: --json lists them")
+        lines += ["", "alternatives, best first:", *_alternatives(made)]
     if near is not None:
         lines += ["", "nearby, and valid:", *_nearby(near)]
     if made.notes:
@@ -128,6 +149,24 @@ def render(made: Plan, near: tuple[Nearby, ...] | None = None) -> list[str]:
 _ALWAYS = {"global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices"}
 _FEW = 6
 _ROWS = 12
+
+
+def _alternatives(made: Plan) -> list[str]:
+    timed = made.alternatives[0].step_seconds is not None
+    rows = [
+        (
+            a.micro_batch_size,
+            a.accumulation_steps,
+            a.data_parallel_size,
+            *([_value(a.step_seconds)] if timed else []),
+            a.reason,
+        )
+        for a in made.alternatives[:_FEW]
+    ]
+    head = ("micro", "accumulation", "data-parallel", *(["s/step"] if timed else []), "")
+    lines = text.table(rows, head=head, right=range(len(head) - 1))
+    more = len(made.alternatives) - _FEW
+    return lines + ([f"  … and {more} more: --json lists them"] if more > 0 else [])
 
 
 def _value(value: object) -> str:

@@ -35,6 +35,13 @@ def notes_for(plan: Plan, *, chosen: bool) -> tuple[str, ...]:
             f"{limit} would fit, but {plan.global_batch_size // ranks} samples per rank have no larger divisor than {micro} "
             f"up to it: global_batch_size {either(near)} would run with micro_batch_size {limit}."
         )
+    faster = [a for a in plan.alternatives if a.step_seconds and a.step_seconds < 0.98 * (plan.step_seconds or 0)]
+    if faster and plan.sources.get("step_seconds") == "probed":
+        best = min(faster, key=lambda a: a.step_seconds or 0)
+        notes.append(
+            f"By the probe, micro_batch_size={best.micro_batch_size} with {best.accumulation_steps} accumulation steps takes "
+            f"{best.step_seconds:.4g} s per step instead of {plan.step_seconds:.4g}."
+        )
     if chosen and micro & (micro - 1):
         notes.append(
             f"micro_batch_size={micro} is not a power of two. Powers of two are easier to divide later; they are not "

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import gcd, lcm, prod
-from typing import Any
+from math import gcd, lcm
+from typing import TYPE_CHECKING, Any
 
 from . import codec
-from .equation import Split, Unknowns, equation, ragged_split, solve, splits
+from .bend import ragged_plan, rounded_batch
+from .equation import Split, Unknowns, solve
 from .errors import PlanError, Violation, either, raise_violations
 from .loading import Loading, loading
 from .nearest import divisors, nearest_divisors
 from .notes import notes_for
 from .pipeline import Pipeline, PipelineRule
 from .provenance import provenance
-from .request import LARGEST_BATCH, Request, asked_for, batch_in_samples, resolve_ranks, unused_pipeline, world_of
+from .request import LARGEST_BATCH, Request, batch_in_samples, resolve_ranks, unused_pipeline, world_of
 from .units import count
 from .world import World
+
+if TYPE_CHECKING:
+    from .throughput import Throughput
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Alternative:
     accumulation_steps: int
     data_parallel_size: int
     reason: str
+    step_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,10 @@ class Plan:
         )
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request, times: Throughput | None = None) -> Plan:
     """Give the rest of the numbers, or raise a PlanError that shows what does not work out.
+
+    With measured `times` every split also shows how long its step takes.
 
     >>> p = plan(Request(global_batch_size=32, nodes=1, devices_per_node=2, max_micro_batch_size=2))
     >>> p.micro_batch_size, p.accumulation_steps, p.data_parallel_size
@@ -110,8 +117,8 @@ def plan(request: Request) -> Plan:
     raise_violations(PlanError, _unused(request))
     wrong = [] if ranks is None else _world_violations(request, _world(request, ranks))
     try:
-        unknowns = _rounded(request, unknowns, notes)
-        ragged = _ragged(request, unknowns)
+        unknowns = rounded_batch(request, unknowns, notes)
+        ragged = ragged_plan(request, unknowns)
         found = (ragged,) if ragged else solve(unknowns)
     except PlanError as error:
         raise PlanError(violations=[*wrong, *error.violations]) from None
@@ -122,7 +129,13 @@ def plan(request: Request) -> Plan:
     best = found[0]
     world = _world(request, best.data_parallel_size)
     size = count(unknowns.global_batch_size or best.product, "global_batch_size", most=LARGEST_BATCH)
+
+    def seconds(split: Split) -> float | None:
+        return None if times is None else _step_seconds(times, rule, request, split)
+
     samples_per_second, step_seconds = _speed(request, size)
+    if step_seconds is None and (step_seconds := seconds(best)):
+        samples_per_second = size / step_seconds
     result = Plan(
         global_batch_size=size,
         micro_batch_size=best.micro_batch_size,
@@ -156,10 +169,13 @@ def plan(request: Request) -> Plan:
             stored_hosts=request.stored_hosts,
             equal_rows=request.equal_rows,
         ),
-        alternatives=tuple(_alternative(best, other) for other in found[1:]),
+        alternatives=tuple(_alternative(best, other, seconds(other)) for other in found[1:]),
         notes=(),
     )
     sources, reasons = provenance(request, unknowns, result)
+    if times is not None and request.step_seconds is None and request.samples_per_second is None:
+        for name in ("step_seconds", "samples_per_second"):
+            sources[name], reasons[name] = "probed", f"{best.accumulation_steps} micro steps of {best.micro_batch_size}"
     result = replace(result, sources=sources, reasons=reasons)
     return replace(result, notes=(*notes, *notes_for(result, chosen=len(found) > 1)))
 
@@ -232,83 +248,6 @@ def _world_violations(request: Request, world: World) -> list[Violation]:
     ]
 
 
-def _rounded(request: Request, unknowns: Unknowns, notes: list[str]) -> Unknowns:
-    """Round the global batch to a multiple of what is known, when that was asked for by name."""
-    batch = unknowns.global_batch_size
-    if request.round is None or batch is None:
-        return unknowns
-    known = unknowns.known
-    quantum = prod(known.values())
-    rounded = batch // quantum * quantum if request.round == "down" else -(-batch // quantum) * quantum
-    if len(known) < 3:  # on to the first multiple that has an allowed split: a pipeline may refuse some
-        step = -quantum if request.round == "down" else quantum
-        tried = range(rounded, rounded + 1000 * step, step)
-        rounded = next((n for n in tried if n > 0 and any(splits(replace(unknowns, global_batch_size=n)))), rounded)
-    asked = f"global_batch_size {batch}"
-    if request.global_batch_size_tokens and not asked_for(request, batch):
-        asked = f"global_batch_size_tokens {request.global_batch_size_tokens:,}"
-    if asked_for(request, rounded):
-        return unknowns
-    if rounded == 0:
-        raise PlanError(
-            f"global_batch_size={batch} rounds down to nothing: {equation(known)} = {quantum} is more than {batch}. "
-            f"Nearest: {quantum} (round up).",
-            field="global_batch_size",
-            given=batch,
-            nearest=(quantum,),
-        )
-    if len(known) == 3:  # all is given: only a product can be right, and rounding must not hide a contradiction
-        return unknowns
-    notes.append(
-        f"Rounded {request.round} as asked: {asked} -> {rounded} samples"
-        + (f", a multiple of {equation(known)}" if known else "")
-        + (f" = {quantum}." if len(known) > 1 else ".")
-    )
-    return replace(unknowns, global_batch_size=rounded)
-
-
-def _ragged(request: Request, unknowns: Unknowns) -> Split | None:
-    """A batch that does not divide, run exactly anyway: accumulation = ceil(ceil(batch / ranks) / micro)."""
-    batch, ranks = unknowns.global_batch_size, unknowns.data_parallel_size
-    if not request.allow_ragged or batch is None or ranks is None:
-        return None
-    share = -(-batch // ranks)
-    micro, steps = unknowns.micro_batch_size, unknowns.accumulation_steps
-    if batch % (ranks * (micro or 1) * (steps or 1)) == 0:
-        return None
-    split = ragged_split(unknowns)
-    micro, needed = split.micro_batch_size, split.accumulation_steps
-    reason = unknowns.pipeline.refusal(needed) if unknowns.pipeline else None
-    if unknowns.pipeline and reason:
-        near = unknowns.pipeline.nearest(needed)
-        batches = [m * micro * ranks if m < needed else (m - 1) * micro * ranks + 1 for m in near]
-        raise PlanError(
-            f"global_batch_size={batch} on data_parallel_size={ranks} takes {needed} accumulation steps of micro batches "
-            f"of {micro}, and the pipeline refuses: {reason}. Nearest: {either(batches)}.",
-            field="global_batch_size",
-            given=batch,
-            nearest=batches,
-        )
-    if steps not in (None, needed):
-        raise PlanError(
-            f"global_batch_size={batch} on data_parallel_size={ranks} takes {needed} accumulation steps: shares of at "
-            f"most ceil({batch} / {ranks}) = {share} samples in micro batches of {micro}; not {steps}. "
-            f"Nearest: accumulation_steps={needed}.",
-            field="accumulation_steps",
-            given=steps,
-            nearest=(needed,),
-        )
-    if unknowns.max_micro_batch_size and micro > unknowns.max_micro_batch_size:
-        raise PlanError(
-            f"micro_batch_size={micro} is more than max_micro_batch_size={unknowns.max_micro_batch_size}, the most that "
-            f"fits. Nearest: {unknowns.max_micro_batch_size}.",
-            field="micro_batch_size",
-            given=micro,
-            nearest=(unknowns.max_micro_batch_size,),
-        )
-    return split
-
-
 def pipeline_rule(request: Request) -> PipelineRule | None:
     """The pipeline schedule of a request, or None without a pipeline."""
     if request.pipeline_parallel == 1:
@@ -377,7 +316,16 @@ def _speed(request: Request, batch: int) -> tuple[float | None, float | None]:
     return (batch / seconds, seconds) if seconds else (None, None)
 
 
-def _alternative(best: Split, other: Split) -> Alternative:
+def _step_seconds(times: Throughput, rule: PipelineRule | None, request: Request, split: Split) -> float:
+    idle = 0.0
+    if rule is not None and request.pipeline_style == "accumulation":
+        idle = float(rule.idle) / rule.virtual_stages
+    return times.step_seconds(
+        nodes=1, micro_batch_size=split.micro_batch_size, accumulation_steps=split.accumulation_steps, idle=idle
+    )
+
+
+def _alternative(best: Split, other: Split, seconds: float | None) -> Alternative:
     micro, steps, ranks = other.micro_batch_size, other.accumulation_steps, other.data_parallel_size
     parts: list[str] = []
     if micro < best.micro_batch_size:
@@ -390,4 +338,4 @@ def _alternative(best: Split, other: Split) -> Alternative:
         parts.append(f"{best.accumulation_steps / steps:g}× fewer micro steps")
     if ranks != best.data_parallel_size:
         parts.append(f"{ranks} rank{'s' * (ranks > 1)} instead of {best.data_parallel_size}")
-    return Alternative(micro, steps, ranks, "; ".join(parts))
+    return Alternative(micro, steps, ranks, "; ".join(parts), seconds)
