@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
-from batchwright import dialects
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.request import READERS, Request, read_request, unknown_key
 from batchwright.core.units import LONGEST
-from batchwright.dialects.paste import unpaste
+
+from .paste import unpaste
 
 # The sections of batchwright.yaml and their fields; a verb takes those it reads.
 SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -75,6 +75,8 @@ def gather(
     typed = {name: value for name, value in flags.items() if value is not None and value is not False}
     if not words and not left_out:  # flags alone are in our own words: nothing to translate
         return Gathered(typed, {name: f"--{name.replace('_', '-')}" for name in typed}, ())
+    from batchwright import dialects
+
     entries: list[tuple[str, dialects.Given]] = []
     lenient = bool(left_out)
     wrong: list[Violation] = []

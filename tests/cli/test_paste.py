@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.dialects.paste import unpaste
+from batchwright.cli.paste import unpaste
 
 OWN = {"--json": False, "--nodes": True, "--global-batch-size": True}
 

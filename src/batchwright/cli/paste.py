@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from . import is_foreign
-
 # A line that starts with one of these was written for another program.
 _PROGRAMS = frozenset({"nemo", "python", "python3", "torchrun", "accelerate", "deepspeed", "srun"})
+
+
+def _is_foreign(key: str) -> bool:
+    from batchwright.dialects import is_foreign  # flags of our own never get here
+
+    return is_foreign(key)
 
 
 def unpaste(
@@ -40,7 +44,7 @@ def unpaste(
             pasted = word.rsplit("/", 1)[-1] in _PROGRAMS
         if word.startswith("--") and len(word) > 2:
             key = flag[2:].replace("-", "_")
-            if is_foreign(key) or (pasted and is_ours(key)):
+            if _is_foreign(key) or (pasted and is_ours(key)):
                 if takes_next:
                     value, equals = words[at], "="
                     at += 1

@@ -1,0 +1,349 @@
+"""`batchwright run`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchwright.core import codec
+from batchwright.core.errors import ConfigError, RunError, Violation, raise_violations
+from batchwright.core.nodes import POLICIES
+from batchwright.core.ramp_request import RAMP_READERS, read_ramp
+from batchwright.core.request import READERS, unknown_key
+from batchwright.core.units import count
+
+from . import GROUPS, text
+from .config import gather, read_file
+from .options import batch_options, json_option, number, print_json, stack
+
+if TYPE_CHECKING:
+    from batchwright.core.ramp import Ramp
+    from batchwright.launch.files import RunDirectory
+    from batchwright.launch.records import RunPlan
+    from batchwright.launch.status import RunStatus
+
+_ramp_options = stack(
+    number("--linear", "Grow by INC in equal parts of SAMPLES, from START to the global batch.", "START,INC,SAMPLES"),
+    number("--per-device", "MaxText's rule, in sizes per device.", "START,INC,END,SAMPLES"),
+    number("--thresholds", 'From each position in samples on, a size: "0:768 60M:1536".', '"AT:SIZE ..."'),
+    number("--thresholds-tokens", "The same in tokens.", '"AT:SIZE ..."'),
+    number("--thresholds-steps", "The same in steps.", '"AT:SIZE ..."'),
+    number("--doubling", "Twice the batch every so many samples, up to the global batch.", "START,EVERY[,UNIT]"),
+    number("--recipe", "A published schedule.", "NAME"),
+    click.option("--allow-falling", is_flag=True, help="Accept a batch that falls."),
+    number("--samples", "The budget in samples."),
+    number("--tokens", "The budget in tokens."),
+    number("--last-step", "shorten | drop | overshoot: the step in which the budget ends.", "POLICY"),
+)
+_world_options = stack(
+    number("--nodes", "Nodes of the largest stage. Locally a node is a group of processes."),
+    number("--devices-per-node", "Processes in each."),
+    number("--devices", "All processes, where nodes do not matter."),
+    number("--node-policy", f"{' | '.join(POLICIES)}.", "NAME"),
+    number("--from-probe", "A probe's result: its measured times, for the policies that need them.", "FILE.json"),
+    click.option("--stop-every-stage", is_flag=True, help="A launch of its own for every stage, as NeMo does."),
+    click.option("--allow-ragged", is_flag=True, help="Accept stages that do not divide: shares differ by one sample."),
+)
+_launch_options = stack(
+    number("--engine", "local.  [default: local]", "NAME"),
+    number("--dir", "The run directory.  [default: runs/NAME]", "RUN_DIR"),
+    click.option("--arg", "args", multiple=True, metavar="KEY=VALUE", help="An argument of the task's function."),
+    click.option("--env", multiple=True, metavar="KEY=VALUE", help="A variable for every rank."),
+    number("--position-command", "Prints how many samples the command has trained on and saved.", "COMMAND"),
+    number("--checkpoint-samples", "Save every so many samples.  [default: a twentieth of the run]"),
+    number("--keep", "Checkpoints to keep.  [default: 3]"),
+    number("--strategy", "auto | ddp | fsdp2 | none.  [default: auto]", "NAME"),
+    number("--seed", "Of the model and the order.  [default: 0]"),
+    number("--threads", "CPU threads of each rank.  [default: 1]"),
+    number("--max-retries", "Failures in a row, without a new checkpoint, that are retried.  [default: 3]"),
+    number("--retry-seconds", "Wait before the first retry; doubled for each further one.  [default: 5]", "S"),
+    number(
+        "--stall-seconds",
+        "No progress for so long: name the rank and restart. Or never.  [default: 600; a command: never]",
+        "S",
+    ),
+    number("--start-seconds", "The same until a launch's first step.  [default: 1800]", "S"),
+    number("--grace-seconds", "From asking for a checkpoint to ending the processes.  [default: 60]", "S"),
+    number("--stop-signal", "What your command takes as save and stop.  [default: SIGTERM]", "NAME"),
+)
+_LAUNCH_FLAGS = (
+    "engine", "checkpoint_samples", "keep", "strategy", "seed", "threads", "max_retries", "retry_seconds",
+    "stall_seconds", "start_seconds", "grace_seconds", "stop_signal",
+)  # fmt: skip
+
+
+class CommandLine(click.Command):
+    """A verb that keeps everything after `--` as it is: the user's command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta["command"] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+
+@click.command(
+    cls=CommandLine,
+    epilog="\b\nExample:\n"
+    "  batchwright run train.py:task --linear 16,16,96 --global-batch-size 64 --samples 4096 \\\n"
+    "      --micro-batch-size 8 --nodes 4 --devices-per-node 1 --node-policy constant-work\n"
+    "  batchwright run batchwright.yaml --dry-run\n"
+    "  batchwright run --samples 1M --thresholds '0:256 500K:512' --nodes 4 --devices-per-node 8 \\\n"
+    "      -- python train.py --batch {global_batch_size} --until {end_sample}\n"
+    "  batchwright run --resume runs/train",
+)
+@click.argument("words", nargs=-1, metavar="[FILE.py:FUNCTION] [FILE.yaml] [KEY=VALUE]... [-- COMMAND...]")
+@_ramp_options
+@batch_options
+@_world_options
+@_launch_options
+@click.option("--dry-run", is_flag=True, help="Print every launch's command, environment and stages; start nothing.")
+@click.option("--resume", metavar="RUN_DIR", help="Go on with a run, after whatever ended it.")
+@click.option("--status", "status_of", metavar="RUN_DIR", help="Where a run is; from anywhere.")
+@click.option("--stop", "stop_of", metavar="RUN_DIR", help="Save a checkpoint and end a run.")
+@click.option("--now", is_flag=True, help="With --stop: without the checkpoint.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, words: tuple[str, ...], dry_run: bool, resume: str | None, status_of: str | None,
+    stop_of: str | None, now: bool, as_json: bool, **flags: Any,
+) -> None:  # fmt: skip
+    """The whole ramp, launch by launch: each stage on its own nodes, to the end, through crashes.
+
+    Trains a task (FILE.py:function) in batchwright's loop, or runs any command with {global_batch_size},
+    {micro_batch_size}, {accumulation_steps}, {nodes}, {start_sample} and {end_sample} filled in per launch. A command
+    tells how far it got in the file that BATCHWRIGHT_STATUS_FILE names, or --position-command does. All state is in the
+    run directory. Ctrl-C once: checkpoint and stop; twice: stop now.
+    """
+    from batchwright.launch.build import begin
+    from batchwright.launch.files import RunDirectory
+
+    chosen = [name for name, value in {"--resume": resume, "--status": status_of, "--stop": stop_of}.items() if value]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} are two wishes: give one.", field=chosen[1][2:])
+    if status_of is not None:
+        _show_status(RunDirectory(status_of), as_json)
+    elif stop_of is not None:
+        _stop(RunDirectory(stop_of), now, as_json)
+    elif resume is not None:
+        directory, plan = _resumed(RunDirectory(resume), words + ctx.meta["command"], flags)
+        ctx.exit(_supervise(directory, plan, as_json))
+    else:
+        directory, plan, made = _new(words, ctx.meta["command"], flags)
+        if dry_run:
+            _dry_run(directory, plan, made, as_json)
+            return
+        begin(directory, plan)
+        ctx.exit(_supervise(directory, plan, as_json))
+
+
+def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) -> tuple[RunDirectory, RunPlan, Ramp]:
+    """A plan from files, overrides and flags."""
+    from batchwright.launch.build import build
+    from batchwright.launch.files import RunDirectory
+    from batchwright.launch.settings import TASK_KEYS, read_options, split_command
+
+    targets = [w for w in words if _is_task(w)]
+    mine = [
+        w for w in words if w not in targets and "=" in w and w.partition("=")[0].split(".")[0] in ("launch", "task")
+    ]
+    rest = tuple(w for w in words if w not in targets and w not in mine)
+    launch, task = _sections(rest, mine)
+    own = {name: value for name, value in flags.items() if name in READERS or name in RAMP_READERS}
+    gathered = gather(rest, own, own=[*READERS, *RAMP_READERS])
+    probe = {"probe": read_file(flags["from_probe"])} if flags["from_probe"] else {}
+    wanted = read_ramp({k: v for k, v in gathered.values.items() if k in RAMP_READERS} | probe)
+    unknown = [unknown_key(f"task.{k}", "", [f"task.{n}" for n in TASK_KEYS]) for k in task if k not in TASK_KEYS]
+    if len(targets) > 1:
+        unknown.append(Violation(f"{' and '.join(targets)} are two tasks: give one.", "task", targets[1]))
+    raise_violations(ConfigError, unknown)
+    there = {name: launch.pop(name, None) for name in ("dir", "position_command", "command", "environment")}
+    variables = [f"{k}={v}" for k, v in (there["environment"] or {}).items()]
+    flagged = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
+    if after or there["command"]:  # silent for hours is how some scripts train
+        launch.setdefault("stall_seconds", "never")
+    values = {**launch, "settings": task.get("settings") or {}, **flagged, "environment": [*variables, *flags["env"]]}
+    plan, made = build(
+        gathered.request(), wanted, read_options(values),
+        target=targets[0] if targets else None if after else task.get("target"),
+        arguments={**(task.get("args") or {}), **_arguments(flags["args"])},
+        command=after or (() if targets else split_command(there["command"] or ())),
+        position_command=split_command(flags["position_command"] or there["position_command"] or ()),
+    )  # fmt: skip
+    name = os.path.splitext(os.path.basename(plan.target.rpartition(":")[0] or plan.target))[0]
+    return RunDirectory(flags["dir"] or there["dir"] or os.path.join("runs", name)), plan, made
+
+
+def _sections(words: tuple[str, ...], overrides: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The `launch` and `task` sections of the files, with `launch.key=value` and `task.key=value` on top."""
+    import yaml
+
+    sections: dict[str, Any] = {"launch": {}, "task": {}}
+    for word in words:
+        if "=" not in word or os.path.exists(word):
+            tree = read_file(word)
+            for name, section in sections.items():
+                section.update(tree.get(name) if isinstance(tree.get(name), Mapping) else {})
+    for word in overrides:
+        key, _, value = word.partition("=")
+        *path, last = key.split(".")
+        into = sections
+        for part in path:
+            into = into.setdefault(part, {})
+            if not isinstance(into, dict):
+                raise ConfigError(f"{key[:80]} has no place: {part} is a value.", field=key[:80], given=value[:80])
+        into[last] = yaml.safe_load(value)
+    return sections["launch"], sections["task"]
+
+
+def _is_task(word: str) -> bool:
+    file, _, name = word.rpartition(":")
+    return word.endswith(".py") or (file.endswith(".py") and name.isidentifier())
+
+
+def _arguments(words: tuple[str, ...]) -> dict[str, Any]:
+    import yaml
+
+    wrong = [Violation(f"--arg {w!r} is not KEY=VALUE.", "arg", w, (f"{w}=...",)) for w in words if "=" not in w]
+    raise_violations(ConfigError, wrong)
+    return {key: yaml.safe_load(value) for key, _, value in (w.partition("=") for w in words)}
+
+
+def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, Any]) -> tuple[RunDirectory, RunPlan]:
+    """The plan of a run, with the launch settings that are given again."""
+    from batchwright.launch.build import refit
+    from batchwright.launch.files import write_json
+    from batchwright.launch.settings import read_options
+
+    plan = directory.plan()
+    known = {*_LAUNCH_FLAGS, "max_micro_batch_size", "env"}
+    others = sorted(name for name, value in flags.items() if value not in (None, False, ()) and name not in known)
+    if words or others:
+        named = ", ".join([*words, *(f"--{name.replace('_', '-')}" for name in others)])
+        raise ConfigError(
+            f"a run is resumed as it was planned: {named[:200]} cannot be changed. Launch settings and "
+            "--max-micro-batch-size can.",
+            field="resume",
+            given=named[:200],
+        )
+    values = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
+    changed = replace(plan, options=read_options({**values, "environment": list(flags["env"])}, plan.options))
+    if flags["max_micro_batch_size"] is not None:
+        changed = refit(changed, count(flags["max_micro_batch_size"], "max_micro_batch_size"))
+    if changed != plan and directory.supervisor() is None:
+        write_json(directory.path / "plan.json", changed)
+    return directory, changed
+
+
+def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
+    """Bring it to its end; the exit code says how that went."""
+    from batchwright.launch.engine import engine
+    from batchwright.launch.show import listener
+    from batchwright.launch.supervisor import Supervisor
+
+    shown = listener()
+    for note in plan.notes:
+        shown.note(f"note: {note}")
+    shown.note(f"run directory: {directory.path}")
+    try:
+        state = Supervisor(directory, plan, engine(plan.options.engine), shown, _classify).run()
+    finally:
+        shown.close()
+    _show_status(directory, as_json, plot=True, plan=plan)
+    return {"complete": 0, "stopped": 130}.get(state, RunError.exit_code)
+
+
+def _classify(code: int | None, output: str) -> str | None:
+    """Whether a rank's end was for lack of memory, by the probe's taxonomy. SIGKILL alone is no evidence."""
+    from batchwright.probe.deaths import from_exit
+
+    return "oom" if from_exit(1 if code is None or code < 0 else code, output).status == "oom" else None
+
+
+def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, plan: RunPlan | None = None) -> None:
+    from batchwright.launch import summary
+    from batchwright.launch.status import status
+
+    plan = plan or directory.plan()
+    now = status(directory, plan)
+    ledger = _ledger(directory, plan, now)
+    if as_json:
+        print_json(now.to_json(ledger))
+        return
+    lines = [summary.headline(plan, now)]
+    if now.reason:
+        lines += [f"reason: {now.reason}"]
+    if rows := summary.launch_rows(now):
+        lines += ["", *text.table(rows, head=summary.LAUNCH_HEAD, right=range(7))]
+    if rows := summary.boundary_rows(now.boundaries):
+        lines += ["", "time lost at boundaries:", *text.table(rows, head=summary.BOUNDARY_HEAD, right=range(6))]
+    if ledger.get("ok") is not None:
+        lines += ["", f"ledger: {'ok' if ledger['ok'] else 'NOT ok'}, {ledger['gaps']} gaps, {ledger['repeats']} repeats, "
+                  f"{ledger['discarded_samples']} samples discarded and done again"]  # fmt: skip
+    if plot and now.starts:
+        from batchwright.report.plots import staircase
+
+        edges = [*(s.start_sample for s in plan.stages), plan.total_samples]
+        series = {"global batch": [s.global_batch_size for s in plan.stages], "nodes": [s.nodes for s in plan.stages]}
+        lines += ["", staircase(edges, series, xlabel="samples", height=9, color=sys.stdout.isatty())]
+    verbs = [verb for group in GROUPS.values() for verb in group]
+    if steps := summary.next_steps(plan, now, ledger, verbs):
+        lines += ["", "next:", *text.notes(steps)]
+    click.echo("\n".join(lines))
+
+
+def _ledger(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> dict[str, Any]:
+    """The audit of the loop's ledger; a command keeps none, so nothing is claimed for it."""
+    nothing = {"ok": None, "gaps": None, "repeats": None}
+    if plan.kind != "task" or not (directory.path / "ledger").is_dir():
+        return nothing
+    try:
+        from batchwright.runtime.audit import audit
+    except ImportError:  # looked at from a machine without torch
+        return nothing
+    try:
+        made = codec.encode(audit(directory.path))
+    except RunError:
+        return nothing
+    return {key: made[key] for key in ("ok", "gaps", "repeats", "samples", "discarded_samples", "findings")}
+
+
+def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
+    """Ask the supervisor to end, and wait until it has."""
+    from batchwright.launch.status import stop
+
+    plan = directory.plan()
+    if directory.supervisor() is not None:
+        click.echo("stopping" + ("" if now else ": a checkpoint first"), err=True)
+        stop(directory, plan, now)
+    _show_status(directory, as_json, plan=plan)
+
+
+def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) -> None:
+    """Every launch as it would be started from its first sample."""
+    from batchwright.launch.summary import dry_run
+
+    from .ramp import render
+
+    records = dry_run(directory, plan)
+    if as_json:
+        print_json({"schema": codec.SCHEMA, "dir": str(directory.path), "launches": records, "stages": made.stages()})
+        return
+    lines = render(made)
+    for record in records:
+        where = f"{record['nodes']} nodes × {plan.devices_per_node} = {record['ranks']} ranks"
+        span = f"samples {record['start_sample']:,} to {record['end_sample']:,}"
+        lines += ["", f"launch {record['index'] + 1}: {where}, {span}"]
+        lines += [f"  {key}={shlex.quote(value)}" for key, value in record["environment"].items()]
+        lines += ["  $ " + " ".join(shlex.quote(_near(word)) for word in record["command"])]
+    click.echo("\n".join(lines))
+
+
+def _near(word: str) -> str:
+    """A path as it looks from here, so that a line can be read; --json has it whole."""
+    return "python" if word == sys.executable else word.replace(os.getcwd() + os.sep, "")
