@@ -1,0 +1,230 @@
+"""The loop against one written by hand, checkpoints against torch.save, the audit of a million steps, and torture.
+
+    python benchmarks/bench_loop.py [--rounds 7] [--torture 20]
+
+Times are CPU time of this process (user + system), interleaved round by round; the ratio is the median of the rounds'
+ratios, with the smallest and largest in brackets. Threads: 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "examples" / "bytegpt"), str(ROOT / "tests" / "runtime")]
+
+from bytegpt import task  # noqa: E402
+
+from batchwright.core.rules import Constant  # noqa: E402
+from batchwright.runtime import tensors  # noqa: E402
+from batchwright.runtime.audit import _expected, audit  # noqa: E402
+from batchwright.runtime.checkpoint import Checkpoints  # noqa: E402
+from batchwright.runtime.ledger import WIDTH, Ledger, _line  # noqa: E402
+from batchwright.runtime.loop import Settings, train  # noqa: E402
+from batchwright.runtime.order import GlobalOrder  # noqa: E402
+
+STEPS, BATCH, MICRO = 6, 16, 8
+
+
+def clock() -> float:
+    return time.process_time()
+
+
+def by_hand(mine, order: GlobalOrder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What one would write: the same samples, the same split, the same division; no ledger, events or signals."""
+    position = 0
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        ids, total = order.ids(range(position, position + BATCH)).tolist(), 0
+        for at in range(0, BATCH, MICRO):
+            batch = mine.collate([mine.dataset[i] for i in ids[at : at + MICRO]])
+            loss, weight = mine.loss(model, batch)
+            loss.backward()
+            total += weight
+        for parameter in model.parameters():
+            parameter.grad /= total
+        optimizer.step()
+        position += BATCH
+
+
+def loop_ratio(rounds: int) -> None:
+    mine = task("small", 128, files=60)
+    order, schedule = GlobalOrder(len(mine.dataset), 0), Constant(BATCH).compile().until(STEPS * BATCH)
+    ratios, ours, hands = [], [], []
+
+    def hand() -> float:
+        model = mine.build_model(0)
+        optimizer = mine.optimizer(model.parameters())
+        before = clock()
+        by_hand(mine, order, model, optimizer)
+        return clock() - before
+
+    def loop() -> float:
+        """From the first step to the last, as the events thread and the ledger see it: setup and save left out."""
+        marks: list[float] = []
+        with tempfile.TemporaryDirectory() as folder:
+            settings = Settings(directory=folder, micro_batch_size=MICRO, progress=False)
+            train(mine, schedule, settings, on_step=lambda *_: marks.append(clock()))
+        return (marks[-1] - marks[0]) / (len(marks) - 1) * STEPS
+
+    hand(), loop()
+    for index in range(rounds):
+        one, two = (hand(), loop()) if index % 2 else (loop(), hand())[::-1]
+        hands.append(one), ours.append(two), ratios.append(two / one)
+    print(f"| loop, CPU time of {STEPS} steps of {BATCH} samples | by hand | batchwright | ratio | of the fastest |")
+    print("|---|---|---|---|---|")
+    one, two = statistics.median(hands), statistics.median(ours)
+    fastest = min(ours) / min(hands)
+    print(f"| byte GPT, 0.9 M parameters | {one:.2f} s | {two:.2f} s | {shown(ratios)} | {fastest:.3f} |")
+
+
+def save_ratio(rounds: int) -> None:
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    rows: dict[str, list[tuple[float, float]]] = {"save, synced": [], "load, verified": [], "load, not verified": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        size = sum(t.numel() * t.element_size() for t in tensors.split(model, (optimizer,))[0].values())
+        checkpoints, wall = Checkpoints(folder / "ours", keep=1), time.perf_counter
+
+        def plain_save(_: int) -> None:
+            with open(folder / "plain.pt", "wb") as file:
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        def plain_load() -> None:
+            state = torch.load(folder / "plain.pt", weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+
+        def save(index: int) -> None:
+            checkpoints.save(model, optimizer, step=index, position=index)
+
+        def load(verify: bool) -> None:
+            saved = checkpoints.newest(verify=verify)
+            assert saved is not None
+            checkpoints.load(saved, model, optimizer)
+
+        plain_save(0), save(0)
+        for index in range(1, rounds + 1):
+            rows["save, synced"].append((timed(wall, plain_save, index), timed(wall, save, index)))
+            rows["load, verified"].append((timed(wall, plain_load), timed(wall, load, True)))
+            rows["load, not verified"].append((timed(wall, plain_load), timed(wall, load, False)))
+    print(
+        f"\n| checkpoint of {size / 1e6:.0f} MB, wall time | torch.save / load | batchwright | ratio |\n|---|---|---|---|"
+    )
+    for what, pairs in rows.items():
+        one, two = (statistics.median(p[i] for p in pairs) for i in (0, 1))
+        print(f"| {what} | {one:.2f} s | {two:.2f} s | {shown([b / a for a, b in pairs])} |")
+
+
+def timed(now: Callable[[], float], call: Callable[..., object], *args: object) -> float:
+    before = now()
+    call(*args)
+    return now() - before
+
+
+def shown(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
+
+
+def audit_speed(steps: int = 1_000_000, batch: int = 8) -> None:
+    order = GlobalOrder(10**9, seed=1)
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        ledger = Ledger(root / "ledger", order)
+        for first in range(0, steps, 1000):
+            hash_ = _expected(order, first * batch, (first + 1000) * batch, first, batch)
+            ledger.applied(first, first * batch, batch)
+            run = ledger._run
+            assert run is not None
+            run.steps, run.samples, run.low, run.high = 1000, 1000 * batch, hash_ % 2**64, hash_ >> 64
+            ledger.close(sync=False)
+            os.pwrite(ledger._file, _line(run), ledger._offset - WIDTH)
+        ledger.finish()
+        folder = root / "checkpoints" / f"step-{steps:012d}-launch-00000"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"position": steps * batch, "step": steps, "launch": 0}))
+        whole = timed(clock, lambda: audit(root))
+        spans = timed(clock, lambda: audit(root, recompute=False))
+        assert audit(root).ok
+        print(f"\n| audit of {steps:,} steps, {steps * batch:,} samples | CPU time |\n|---|---|")
+        print(
+            f"| ids recomputed | {whole:.1f} s ({steps * batch / whole / 1e6:.0f} M samples/s) |\n| spans only | {spans:.3f} s |"
+        )
+    ids = order.ids(range(64))
+    with tempfile.TemporaryDirectory() as name:
+        ledger = Ledger(name, order)
+        before = clock()
+        for step in range(20_000):
+            ledger.fed(ids)
+            ledger.applied(step, step * 64, 64)
+        print(f"| one step of 64 samples in the ledger | {(clock() - before) / 20_000 * 1e6:.0f} µs |")
+        ledger.finish()
+
+
+def torture(rounds: int) -> None:
+    """kill -9 at random moments, on random worlds and strategies, until the end is reached; then the audit."""
+    from loop_runs import Launch, final, furthest, launch, progress, ramp
+    from loop_runs import launches as launches_of
+
+    draw, discarded, launches = random.Random(11), 0, 0
+    folder = Path(tempfile.mkdtemp())
+    launch(1, ramp(384), {"directory": str(folder / "whole"), "micro_batch_size": 4})
+    worst = 0.0
+    for index in range(rounds):
+        run = folder / f"run{index}"
+        for _ in range(4):
+            ranks = draw.choice([1, 2, 4])
+            options = {
+                "directory": str(run),
+                "micro_batch_size": draw.choice([1, 2]),
+                "checkpoint_every": 32,
+                "strategy": draw.choice(["ddp", "fsdp2"]),
+                "asynchronous": draw.random() < 0.5,
+            }
+            before = launches_of(run)
+            running = Launch(ranks, ramp(384), options, {"pause": 0.005})
+            deadline = time.monotonic() + 20
+            while (launches_of(run) == before or not progress(run)) and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(draw.random() * 0.5)
+            running.kill(*([] if draw.random() < 0.5 else [draw.randrange(ranks)]))
+            running.wait(40)
+            launches += 1
+        assert set(launch(2, ramp(384), {"directory": str(run), "micro_batch_size": 2})) == {0}
+        found = audit(run)
+        assert found.ok and found.samples == 384, found.findings
+        discarded += found.discarded_samples
+        worst = max(worst, furthest(final(run), final(folder / "whole")))
+    shutil.rmtree(folder)
+    print(f"\n| torture | |\n|---|---|\n| runs, kills | {rounds}, {launches} |\n| audits that held | {rounds} |")
+    print(f"| samples discarded and redone | {discarded:,} |\n| largest difference of a weight | {worst:.1e} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--torture", type=int, default=6)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    loop_ratio(given.rounds)
+    save_ratio(given.rounds)
+    audit_speed()
+    torture(given.torture)
