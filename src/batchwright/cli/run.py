@@ -51,7 +51,10 @@ _world_options = stack(
     click.option("--allow-ragged", is_flag=True, help="Accept stages that do not divide: shares differ by one sample."),
 )
 _launch_options = stack(
-    number("--engine", "local.  [default: local]", "NAME"),
+    number("--engine", "local | slurm | kubernetes (manifests of a --dry-run).  [default: local]", "NAME"),
+    number("--site", "Slurm: a file with what the cluster always needs, the keys of launch.slurm.", "FILE.yaml"),
+    click.option("--detach", is_flag=True, help="Slurm: leave at once; the jobs submit one another."),
+    click.option("--elastic", is_flag=True, help="Slurm: rather fewer nodes than a long wait."),
     number("--dir", "The run directory.  [default: runs/NAME]", "RUN_DIR"),
     click.option("--arg", "args", multiple=True, metavar="KEY=VALUE", help="An argument of the task's function."),
     click.option("--env", multiple=True, metavar="KEY=VALUE", help="A variable for every rank."),
@@ -121,6 +124,7 @@ def command(
     run directory. Ctrl-C once: checkpoint and stop; twice: stop now.
     """
     from batchwright.launch.build import begin
+    from batchwright.launch.engine import engine
     from batchwright.launch.files import RunDirectory
 
     chosen = [name for name, value in {"--resume": resume, "--status": status_of, "--stop": stop_of}.items() if value]
@@ -132,14 +136,16 @@ def command(
         _stop(RunDirectory(stop_of), now, as_json)
     elif resume is not None:
         directory, plan = _resumed(RunDirectory(resume), words + ctx.meta["command"], flags)
-        ctx.exit(_supervise(directory, plan, as_json))
+        ctx.exit(_detach(directory, plan, as_json) if flags["detach"] else _supervise(directory, plan, as_json))
     else:
         directory, plan, made = _new(words, ctx.meta["command"], flags)
         if dry_run:
             _dry_run(directory, plan, made, as_json)
             return
+        if plan.options.engine == "kubernetes":
+            engine(plan.options.engine)  # says why not
         begin(directory, plan)
-        ctx.exit(_supervise(directory, plan, as_json))
+        ctx.exit(_detach(directory, plan, as_json) if flags["detach"] else _supervise(directory, plan, as_json))
 
 
 def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) -> tuple[RunDirectory, RunPlan, Ramp]:
@@ -154,6 +160,7 @@ def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) 
     ]
     rest = tuple(w for w in words if w not in targets and w not in mine)
     launch, task = _sections(rest, mine)
+    _cluster(launch, flags)
     own = {name: value for name, value in flags.items() if name in READERS or name in RAMP_READERS}
     gathered = gather(rest, own, own=[*READERS, *RAMP_READERS])
     probe = {"probe": read_file(flags["from_probe"])} if flags["from_probe"] else {}
@@ -177,6 +184,22 @@ def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) 
     )  # fmt: skip
     name = os.path.splitext(os.path.basename(plan.target.rpartition(":")[0] or plan.target))[0]
     return RunDirectory(flags["dir"] or there["dir"] or os.path.join("runs", name)), plan, made
+
+
+def _cluster(launch: dict[str, Any], flags: dict[str, Any]) -> None:
+    """The site's file and the flags of a cluster, put into `launch.slurm`; refused for other engines."""
+    from batchwright.launch.slurm_site import layers
+
+    given = [name for name in ("site", "detach", "elastic") if flags[name]]
+    name = flags["engine"] or launch.get("engine") or "local"
+    if given and name != "slurm":
+        raise ConfigError(
+            f"--{given[0]} is for --engine slurm, and the engine is {name}.",
+            field=given[0], given=flags[given[0]], nearest=("slurm",),
+        )  # fmt: skip
+    if given or launch.get("slurm"):
+        site = read_file(flags["site"]) if flags["site"] else None
+        launch["slurm"] = layers(launch.get("slurm"), site, flags["elastic"])
 
 
 def _sections(words: tuple[str, ...], overrides: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -221,7 +244,7 @@ def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, A
     from batchwright.launch.settings import read_options
 
     plan = directory.plan()
-    known = {*_LAUNCH_FLAGS, "max_micro_batch_size", "env"}
+    known = {*_LAUNCH_FLAGS, "max_micro_batch_size", "env", "site", "detach", "elastic"}
     others = sorted(name for name, value in flags.items() if value not in (None, False, ()) and name not in known)
     if words or others:
         named = ", ".join([*words, *(f"--{name.replace('_', '-')}" for name in others)])
@@ -232,12 +255,33 @@ def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, A
             given=named[:200],
         )
     values = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
+    section: dict[str, Any] = {"engine": plan.options.engine, "slurm": dict(plan.options.slurm)}
+    _cluster(section, flags)
+    values["slurm"] = section["slurm"]
     changed = replace(plan, options=read_options({**values, "environment": list(flags["env"])}, plan.options))
     if flags["max_micro_batch_size"] is not None:
         changed = refit(changed, count(flags["max_micro_batch_size"], "max_micro_batch_size"))
     if changed != plan and directory.supervisor() is None:
         write_json(directory.path / "plan.json", changed)
     return directory, changed
+
+
+def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
+    """Submit the first job of a chain, or all of them, and leave."""
+    from batchwright.launch.slurm_run import detach
+
+    jobs = detach(directory, plan)
+    place = shlex.quote(str(directory.path))
+    if as_json:
+        state = "running" if jobs else "complete"
+        print_json({"schema": codec.SCHEMA, "state": state, "jobs": jobs, "dir": str(directory.path)})
+    elif jobs:
+        click.echo(
+            f"submitted: job {', '.join(jobs)}. They submit one another; look with batchwright run --status {place}"
+        )
+    else:
+        click.echo("nothing to do: the run is complete")
+    return 0
 
 
 def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
@@ -251,7 +295,12 @@ def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
         shown.note(f"note: {note}")
     shown.note(f"run directory: {directory.path}")
     try:
-        state = Supervisor(directory, plan, engine(plan.options.engine), shown, _classify).run()
+        if plan.options.engine == "slurm":
+            from batchwright.launch.slurm_run import supervise
+
+            state = supervise(directory, plan, shown, _classify)
+        else:
+            state = Supervisor(directory, plan, engine(plan.options.engine), shown, _classify).run()
     finally:
         shown.close()
     _show_status(directory, as_json, plot=True, plan=plan)
@@ -270,16 +319,22 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
     from batchwright.launch.status import status
 
     plan = plan or directory.plan()
-    now = status(directory, plan)
+    now, jobs = status(directory, plan), None
+    if plan.options.engine == "slurm":
+        from batchwright.launch.slurm_run import seen
+
+        now, jobs = seen(directory, plan, now)
     ledger = _ledger(directory, plan, now)
     if as_json:
-        print_json(now.to_json(ledger))
+        print_json(now.to_json(ledger) | ({"chain": jobs.to_json(plan)} if jobs else {}))
         return
     lines = [summary.headline(plan, now)]
     if now.reason:
         lines += [f"reason: {now.reason}"]
     if rows := summary.launch_rows(now):
         lines += ["", *text.table(rows, head=summary.LAUNCH_HEAD, right=range(7))]
+    if jobs:
+        lines += ["", *text.table(jobs.cells(), head=jobs.head, right=(0, 1, *range(3, 9))), f"  {jobs.sum(plan)}"]
     if rows := summary.boundary_rows(now.boundaries):
         lines += ["", "time lost at boundaries:", *text.table(rows, head=summary.BOUNDARY_HEAD, right=range(6))]
     if ledger.get("ok") is not None:
@@ -318,6 +373,14 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
     from batchwright.launch.status import stop
 
     plan = directory.plan()
+    if plan.options.engine == "slurm":
+        from batchwright.launch.slurm_run import is_chain
+        from batchwright.launch.slurm_run import stop as stop_chain
+
+        if is_chain(directory):
+            stop_chain(directory, plan, now)
+            _show_status(directory, as_json, plan=plan)
+            return
     if directory.supervisor() is not None:
         click.echo("stopping" + ("" if now else ": a checkpoint first"), err=True)
         stop(directory, plan, now)
@@ -326,11 +389,11 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
 
 def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) -> None:
     """Every launch as it would be started from its first sample."""
-    from batchwright.launch.summary import dry_run
+    from batchwright.launch.slurm_dry import dry_records
 
     from .ramp import render
 
-    records = dry_run(directory, plan)
+    records = dry_records(directory, plan)
     if as_json:
         print_json({"schema": codec.SCHEMA, "dir": str(directory.path), "launches": records, "stages": made.stages()})
         return
@@ -341,6 +404,7 @@ def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) 
         lines += ["", f"launch {record['index'] + 1}: {where}, {span}"]
         lines += [f"  {key}={shlex.quote(value)}" for key, value in record["environment"].items()]
         lines += ["  $ " + " ".join(shlex.quote(_near(word)) for word in record["command"])]
+        lines += [f"  {key}: {_near(record[key])}" for key in ("script", "test", "manifest") if key in record]
     click.echo("\n".join(lines))
 
 

@@ -29,7 +29,7 @@ def notes_for(plan: Plan, *, chosen: bool) -> tuple[str, ...]:
             "measure it with a probe."
         )
     limit = plan.max_micro_batch_size
-    if chosen and limit and 2 * micro <= limit and plan.pipeline is None:
+    if chosen and limit and 2 * micro <= limit and steps > 1 and plan.pipeline is None:
         near = nearest_multiples(limit * ranks, plan.global_batch_size)
         notes.append(
             f"{limit} would fit, but {plan.global_batch_size // ranks} samples per rank have no larger divisor than {micro} "

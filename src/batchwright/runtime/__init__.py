@@ -9,31 +9,60 @@
 The pieces are usable one by one; nothing here needs the others' loop.
 """
 
-from .loader import Loader, Micro
-from .noise import NoiseEstimate, NoiseScale
-from .order import GlobalOrder
-from .parallel import StepResult
-from .ranks import Ranks, data_parallel, discover
-from .sampler import Slice, StepSampler
-from .step import Accumulator, GradientStep, accumulate
-from .task import Task, load_task, windows
+TYPE_CHECKING = False  # type checkers read it as true
 
-__all__ = [
-    "Accumulator",
-    "GlobalOrder",
-    "GradientStep",
-    "Loader",
-    "Micro",
-    "NoiseEstimate",
-    "NoiseScale",
-    "Ranks",
-    "Slice",
-    "StepResult",
-    "StepSampler",
-    "Task",
-    "accumulate",
-    "data_parallel",
-    "discover",
-    "load_task",
-    "windows",
-]
+if TYPE_CHECKING:
+    from .loader import Loader as Loader
+    from .loader import Micro as Micro
+    from .loop import train as train
+    from .noise import NoiseEstimate as NoiseEstimate
+    from .noise import NoiseScale as NoiseScale
+    from .order import GlobalOrder as GlobalOrder
+    from .parallel import StepResult as StepResult
+    from .ranks import Ranks as Ranks
+    from .ranks import data_parallel as data_parallel
+    from .ranks import discover as discover
+    from .sampler import Slice as Slice
+    from .sampler import StepSampler as StepSampler
+    from .settings import Settings as Settings
+    from .step import Accumulator as Accumulator
+    from .step import GradientStep as GradientStep
+    from .step import accumulate as accumulate
+    from .task import Task as Task
+    from .task import load_task as load_task
+    from .task import windows as windows
+
+# Where each name lives; looked up on first use, since FSDP alone takes a second to import.
+_HOMES = {
+    "Accumulator": "step",
+    "GlobalOrder": "order",
+    "GradientStep": "step",
+    "Loader": "loader",
+    "Micro": "loader",
+    "NoiseEstimate": "noise",
+    "NoiseScale": "noise",
+    "Ranks": "ranks",
+    "Settings": "settings",
+    "Slice": "sampler",
+    "StepResult": "parallel",
+    "StepSampler": "sampler",
+    "Task": "task",
+    "accumulate": "step",
+    "data_parallel": "ranks",
+    "discover": "ranks",
+    "load_task": "task",
+    "train": "loop",
+    "windows": "task",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'batchwright.runtime' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"batchwright.runtime.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

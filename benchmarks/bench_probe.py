@@ -1,0 +1,207 @@
+"""The largest micro batch in a memory budget: batchwright against Lightning's and Accelerate's finders.
+
+Same model, data, budget (address space above the imported libraries, as in a trial) and allocator settings, each tool
+in a process of its own, interleaved. The truth is a bisection with a fresh process per size. Counts do not depend on the
+machine's load; times are ratios of the same round, of the processors' time (steady) and of the wall's (not, when shared).
+
+Peers: `pip install --target DIR --no-deps lightning …` and run with PYTHONPATH=DIR (never let pip replace torch).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROUNDS = int(sys.argv[sys.argv.index("--rounds") + 1]) if "--rounds" in sys.argv else 1
+BUDGET = 768 * 2**20
+TASK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+V, D, T, LAYERS = 4096, 128, 128, 2
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(T, D)
+        block = lambda: nn.TransformerEncoderLayer(D, 4, 4 * D, 0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.ModuleList(block() for _ in range(LAYERS))
+        self.head = nn.Linear(D, V)
+
+    def forward(self, x):
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for block in self.blocks:
+            h = block(h, src_mask=mask, is_causal=True)
+        return self.head(h)
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+    def __getitem__(self, i):
+        return torch.randint(0, V, (T + 1,), generator=torch.Generator().manual_seed(i))
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"), batch[:, 1:].numel()
+
+def task():
+    from batchwright.runtime.task import Task
+    return Task(model=GPT, dataset=Data(), loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+"""
+# What a peer's process does: import, set the budget, search, and say what it found and left behind.
+PEER = """
+import json, os, random, resource, sys
+sys.path.insert(0, os.getcwd())
+import torch
+from bench_task import GPT, Data, loss
+tool = sys.argv[1]
+if tool.startswith("lightning"):
+    import lightning
+else:
+    import accelerate
+size = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("VmSize")).split()[1]) * 1024
+hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+resource.setrlimit(resource.RLIMIT_AS, (size() + int(sys.argv[2]), hard))
+tried, rng, files = [], torch.get_rng_state(), set(os.listdir("."))
+
+if tool.startswith("lightning"):
+    import logging, warnings
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.batch_size, self.model = 2, GPT()
+        def training_step(self, batch, index):
+            if not tried or tried[-1] != self.batch_size:
+                tried.append(self.batch_size)
+            total, weight = loss(self.model, batch)
+            return total / weight
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(Data(), batch_size=self.batch_size)
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    module = Module()
+    trainer = lightning.Trainer(max_steps=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+                                enable_checkpointing=False, accelerator="cpu")
+    rng = torch.get_rng_state()
+    found = lightning.pytorch.tuner.Tuner(trainer).scale_batch_size(module, mode="binsearch", steps_per_trial=2, max_trials=50)
+else:
+    start = int(tool.rpartition("-")[2])
+    data = Data()
+
+    @accelerate.utils.find_executable_batch_size(starting_batch_size=start)
+    def train(batch_size):
+        tried.append(batch_size)
+        model = GPT()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(2):
+            batch = torch.stack([data[(step * batch_size + i) % len(data)] for i in range(batch_size)])
+            total, weight = loss(model, batch)
+            (total / weight).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return batch_size
+
+    found = train()
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+left = sorted(set(os.listdir(".")) - files - {"__pycache__"})
+print(json.dumps({"found": found, "trials": len(tried), "files": left, "rng": not torch.equal(rng, torch.get_rng_state())}))
+"""
+# The allocator of a trial, for all: otherwise the peers' limit moves from run to run.
+ENVIRONMENT = os.environ | {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
+TOOLS = ("lightning-binsearch", "accelerate-256", "accelerate-1024")
+
+
+def clocks() -> tuple[float, float]:
+    """Wall time, and processor time of all processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.monotonic(), used.ru_utime + used.ru_stime
+
+
+def since(before: tuple[float, float]) -> dict[str, float]:
+    return dict(zip(("seconds", "cpu"), (now - then for now, then in zip(clocks(), before, strict=True)), strict=True))
+
+
+def ours(folder: Path) -> dict[str, object]:
+    words = [sys.executable, "-m", "batchwright", "probe", f"{folder / 'bench_task.py'}:task", "--memory", str(BUDGET)]
+    started, before = clocks(), set(os.listdir(folder))
+    done = subprocess.run([*words, "--limit-only", "--exact", "--fresh", "--dir", str(folder / "journal"), "--json"],
+                          cwd=folder, capture_output=True, text=True, check=True)  # fmt: skip
+    made = json.loads(done.stdout)
+    left = sorted(set(os.listdir(folder)) - before - {"__pycache__", "journal"})
+    trials = sum(t["purpose"] == "limit" for t in made["trials"])
+    return {"found": made["max_micro_batch_size"], "trials": trials, "files": left, "rng": False} | since(started)
+
+
+def peer(tool: str, folder: Path) -> dict[str, object] | None:
+    started = clocks()
+    done = subprocess.run([sys.executable, "peer.py", tool, str(BUDGET)], cwd=folder, env=ENVIRONMENT, text=True,
+                          capture_output=True, check=False)  # fmt: skip
+    if done.returncode:
+        print(f"{tool}: {'not installed' if 'No module named' in done.stderr else done.stderr[-300:]}", file=sys.stderr)
+        return None
+    return json.loads(done.stdout.strip().splitlines()[-1]) | since(started)
+
+
+def truth(folder: Path) -> int:
+    from batchwright.probe.request import read_request
+    from batchwright.probe.runner import TaskRunner
+
+    (folder / "scratch").mkdir()
+    runner = TaskRunner(read_request(f"{folder / 'bench_task.py'}:task", memory=BUDGET), folder / "scratch")
+    low, high = 0, 256
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if runner.limit(middle).fits else (low, middle)
+    return low
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "bench_task.py").write_text(TASK)
+        (folder / "peer.py").write_text(PEER)
+        rows: dict[str, list[dict[str, object]]] = {"batchwright probe": []} | {tool: [] for tool in TOOLS}
+        for _ in range(ROUNDS):
+            rows["batchwright probe"].append(ours(folder))
+            for tool in TOOLS:
+                if (found := peer(tool, folder)) is not None:
+                    rows[tool].append(found)
+        largest = truth(folder)
+    print(f"Largest micro batch by bisection with fresh processes: {largest} (budget {BUDGET >> 20} MiB)\n")
+    print("| tool | found | limit trials | CPU, ratio to ours | wall, ratio to ours | files left | RNG changed |")
+    print("|---|---|---|---|---|---|---|")
+    base = rows["batchwright probe"]
+    for tool, runs in rows.items():
+        if not runs:
+            print(f"| {tool} | not installed | | | | | |")
+            continue
+        cpu, wall = (
+            statistics.median(r[key] / b[key] for r, b in zip(runs, base, strict=False))  # type: ignore[operator]
+            for key in ("cpu", "seconds")
+        )
+        last = runs[-1]
+        left, changed = ", ".join(last["files"]) or "none", "yes" if last["rng"] else "no"  # type: ignore[arg-type]
+        print(f"| {tool} | {last['found']} | {last['trials']} | {cpu:.2f} | {wall:.2f} | {left} | {changed} |")
+    mine = rows["batchwright probe"][-1]
+    if mine["found"] != largest or int(mine["trials"]) > 5:  # type: ignore[call-overload]
+        sys.exit(f"broken promise: found {mine['found']} of {largest} in {mine['trials']} limit trials")
+
+
+if __name__ == "__main__":
+    main()

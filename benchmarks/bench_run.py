@@ -1,0 +1,177 @@
+"""What supervising costs, what a boundary costs, and torture: random kills of a real run, each with an exact audit.
+
+python benchmarks/bench_run.py [ROUNDS] [SEED]        # default: 8 rounds
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent / "tests" / "launch"
+BATCHWRIGHT = (sys.executable, "-m", "batchwright", "run")
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def wait(found, seconds: float = 300.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if value := found():
+                return value
+        except (OSError, ValueError):
+            pass
+        time.sleep(0.05)
+    raise TimeoutError("waited in vain")
+
+
+def newest(run: Path) -> Path | None:
+    return max((p.parent for p in run.glob("launches/*/manifest.json")), default=None)
+
+
+def supervisor_share(folder: Path, seconds: float = 20.0) -> float:
+    """CPU of the supervisor over a stretch of training that reports twenty times a second."""
+    run = folder / "share"
+    process = subprocess.Popen(
+        [*BATCHWRIGHT, "--global-batch-size", "8", "--samples", "1M", "--dir", str(run), "--", sys.executable,
+         str(TESTS / "trainer.py"), "8", "{start_sample}", "{end_sample}", "slow=0.05"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        wait(lambda: list(run.glob("launches/*/status.json")))
+        time.sleep(2)
+        begun, before = time.monotonic(), cpu_seconds(process.pid)
+        time.sleep(seconds)
+        return (cpu_seconds(process.pid) - before) / (time.monotonic() - begun)
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Torture:
+    """One run of the tiny task on two ranks, and somebody who does not want it to end."""
+
+    def __init__(self, folder: Path, rounds: int, seed: int) -> None:
+        self.mark, self.run, self.rounds, self.draw = (
+            folder / "hang",
+            folder / 'it\'s a "run"',
+            rounds,
+            random.Random(seed),
+        )
+        self.begin = (
+            f"{TESTS / 'tiny.py'}:task", "--thresholds", "0:8 96:16", "--samples", str(256 + 96 * rounds), "--nodes", "2",
+            "--devices-per-node", "1", "--node-policy", "constant-work", "--dir", str(self.run), "--retry-seconds", "0.1",
+            "--stall-seconds", "10", "--checkpoint-samples", "32", "--max-retries", "20",
+            "--arg", "slow=0.05", "--arg", f"hang={self.mark}",
+        )  # fmt: skip
+        self.process = self.start(*self.begin)
+        self.done: list[str] = []
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*BATCHWRIGHT, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def steps(self, launch: Path) -> int:
+        path = self.run / "events" / f"launch-{int(launch.name):05d}.jsonl"
+        return path.read_text().count('"kind": "step"') if path.exists() else 0
+
+    def strike(self) -> bool:
+        """Wait for a launch that trains, then do one thing to it; False when the run has ended first."""
+
+        def training():
+            launch = newest(self.run)
+            return self.process.poll() is not None or (
+                launch is not None and self.steps(launch) >= self.draw.randint(1, 5) and not (launch / "ending.json").exists()
+            )  # fmt: skip
+
+        wait(training)
+        launch = newest(self.run)
+        if self.process.poll() is not None or launch is None:
+            return False
+        ranks = [json.loads(p.read_text()) for p in launch.glob("ranks/?.json")]
+        victim = self.draw.choice(ranks)
+        what = self.draw.choice(("rank", "torchrun", "supervisor", "stop", "hang", "truncate"))
+        try:
+            if what == "rank":
+                os.kill(victim["pid"], signal.SIGKILL)
+            elif what == "torchrun":
+                parent = Path(f"/proc/{victim['parent']}/stat").read_text().rsplit(")", 1)[1].split()[1]
+                os.kill(int(parent), signal.SIGKILL)
+            elif what == "hang":
+                self.mark.write_text(str(ranks.index(victim)))
+            elif what == "stop":
+                os.kill(victim["pid"], signal.SIGSTOP)
+            else:
+                self.process.kill()
+                self.process.wait()
+                if what == "truncate" and len(list(self.run.glob("checkpoints/step-*"))) > 1:
+                    last = max(self.run.glob("checkpoints/step-*"), key=lambda p: p.name.split("-launch-")[::-1])
+                    file = self.draw.choice([p for p in last.rglob("*") if p.is_file()])
+                    os.truncate(file, file.stat().st_size // 2)
+                self.process = self.start("--resume", str(self.run))
+        except (ProcessLookupError, FileNotFoundError):  # it was quicker
+            return True
+        self.done.append(what)
+        number = int(launch.name)
+        wait(lambda: self.process.poll() is not None or int((newest(self.run) or launch).name) > number)
+        self.mark.unlink(missing_ok=True)
+        return True
+
+    def finish(self) -> dict:
+        for _ in range(self.rounds):
+            if not self.strike():
+                break
+        code = self.process.wait(600)
+        told = subprocess.run([*BATCHWRIGHT, "--status", str(self.run), "--json"], capture_output=True, check=True)
+        return {"code": code, **json.loads(told.stdout)}
+
+
+def main() -> None:
+    rounds, seed = (
+        (int(word) for word in [*sys.argv[1:], "8", "1"][:2]) if len(sys.argv) != 2 else (int(sys.argv[1]), 1)
+    )
+    broken: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        share = supervisor_share(folder)
+        print(f"| the supervisor | |\n|---|---|\n| CPU, of one core | {share:.2%} |")
+        if share > 0.01:
+            broken.append(f"the supervisor takes {share:.2%} of a core, promised 1%")
+        torture = Torture(folder, rounds, seed)
+        try:
+            document = torture.finish()
+        finally:
+            torture.process.kill()
+        ledger, boundaries = document["ledger"], document["boundaries"]
+        print(f"\n| torture, seed {seed} | |\n|---|---|")
+        for what in sorted(set(torture.done)):
+            print(f"| {what} | {torture.done.count(what)} |")
+        print(f"| state | {document['state']}, exit {document['code']} |")
+        print(
+            f"| audit | ok {ledger['ok']}, {ledger['gaps']} gaps, {ledger['repeats']} repeats, of {ledger['samples']} |"
+        )
+        print(f"| discarded and redone | {ledger['discarded_samples']} samples |")
+        lost = sorted(b["lost_seconds"] for b in boundaries)
+        if lost:
+            print(
+                f"| lost per boundary | {lost[len(lost) // 2]:.1f} s (median of {len(lost)}, {lost[0]:.1f} to {lost[-1]:.1f}) |"
+            )
+        if document["state"] != "complete" or not ledger["ok"] or ledger["samples"] != document["total_samples"]:
+            broken.append(f"torture with seed {seed}: {document['state']}, ledger {ledger}")
+    if broken:
+        sys.exit("; ".join(broken))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""From a ramp to the plan of a run: what is checked before anything is started."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from batchwright.core.errors import ConfigError, EnvironmentFault, ScheduleError
+from batchwright.core.nearest import divisors
+from batchwright.core.nodes import Stage
+from batchwright.core.ramp import Ramp, ramp
+from batchwright.core.ramp_request import RampRequest
+from batchwright.core.request import Request
+
+from . import template
+from .files import RunDirectory, write_json
+from .records import COMMAND, TASK, Options, RunPlan
+
+
+def build(
+    request: Request,
+    wanted: RampRequest,
+    options: Options,
+    *,
+    target: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    command: Sequence[str] = (),
+    position_command: Sequence[str] = (),
+    working_directory: str | None = None,
+) -> tuple[RunPlan, Ramp]:
+    """The plan of a run and the ramp it follows; a task or a command, never both."""
+    if bool(target) == bool(command):
+        what = "both" if target else "neither"
+        raise ConfigError(
+            f"{what} given: a run takes a task (FILE.py:function) or a command after --.", field="task", given=target
+        )
+    template.check(command)
+    template.check(position_command, "position_command")
+    beyond = template.places(position_command) - {"run_dir"}
+    if beyond:
+        raise ConfigError(
+            f"the position command may have {{run_dir}} only: {', '.join(sorted(beyond))} belong to one launch.",
+            field="position_command",
+        )
+    notes: list[str] = []
+    request = _placed(request, notes)
+    if target and max(request.tensor_parallel, request.pipeline_parallel, request.context_parallel) > 1:
+        raise ConfigError(
+            "a task is data-parallel: splitting a model over devices is your framework's business. Leave tensor, pipeline "
+            "and context parallelism out, or run your own script: batchwright run … -- COMMAND.",
+            field="tensor_parallel",
+            given=request.tensor_parallel,
+            nearest=(1,),
+        )
+    if template.places(command) & set(template.BATCH_PLACES) and not wanted.stop_every_stage:
+        wanted = replace(wanted, stop_every_stage=True)
+        notes.append("The command is given its batch, so every stage is a launch of its own.")
+    if target and wanted.lr_scaling:
+        options = replace(options, settings={"lr_scaling": wanted.lr_scaling, **options.settings})
+    made = ramp(request, wanted)
+    if made.schedule.total_samples is None:
+        raise ScheduleError(
+            "a run needs an end: the last stage is open. Give the budget, --samples N or --tokens N.", field="samples"
+        )
+    assert made.placement is not None  # _placed saw to that
+    stage = made.placement.stages[0]
+    replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
+    per_node = request.devices_per_node or stage.data_parallel_size * replica // stage.nodes
+    plan = RunPlan(
+        TASK if target else COMMAND,
+        _absolute(target) if target else command[0],
+        dict(arguments or {}),
+        tuple(command),
+        tuple(position_command),
+        working_directory or os.getcwd(),
+        made.schedule,
+        made.placement.stages,
+        made.placement.launches,
+        per_node,
+        options,
+        tuple(notes),
+    )
+    return plan, replace(made, notes=(*notes, *made.notes))
+
+
+def _placed(request: Request, notes: list[str]) -> Request:
+    """A world: that of the request, or one process."""
+    known = (request.nodes, request.devices, request.data_parallel_size)
+    if any(value is not None for value in known):
+        return request
+    notes.append("No world is given: one process on this machine (--nodes N --devices-per-node M for more).")
+    return replace(request, nodes=1, devices_per_node=request.devices_per_node or 1)
+
+
+def _absolute(target: str) -> str:
+    """The task's file by its full path: a run is resumed from anywhere."""
+    file, separator, name = target.rpartition(":")
+    if not separator or not file.endswith(".py"):
+        file, name = target, "task"
+    path = Path(file).expanduser().absolute()
+    if not path.is_file():
+        raise ConfigError(f"task file {file} does not exist (looked for it at {path}).", field="task", given=target)
+    return f"{path}:{name}"
+
+
+def refit(plan: RunPlan, max_micro_batch_size: int) -> RunPlan:
+    """The same samples in smaller micro batches: a free choice at any time, as the gradient is the global batch's."""
+    return replace(plan, stages=tuple(_refit(stage, max_micro_batch_size) for stage in plan.stages))
+
+
+def _refit(stage: Stage, limit: int) -> Stage:
+    if stage.micro_batch_size <= limit:
+        return stage
+    share = -(-stage.global_batch_size // stage.data_parallel_size)
+    micro = limit if stage.ragged else max(n for n in divisors(share) if n <= limit)
+    return replace(stage, micro_batch_size=micro, accumulation_steps=-(-share // micro))
+
+
+def begin(directory: RunDirectory, plan: RunPlan) -> None:
+    """Write the plan, where there is none yet."""
+    if directory.exists:
+        raise ConfigError(
+            f"{directory.path} holds a run already. Go on with batchwright run --resume "
+            f"{shlex.quote(str(directory.path))}, or give another --dir.",
+            field="dir",
+            given=str(directory.path),
+        )
+    try:
+        write_json(directory.path / "plan.json", plan)
+    except OSError as error:
+        raise EnvironmentFault(f"{directory.path} cannot be written: {error}.", field="dir") from None

@@ -1,0 +1,143 @@
+"""What the supervisor asks of an engine: start, poll, signal, logs. A second engine is a second class of this shape.
+
+A handle is plain JSON. It is recorded in the launch's manifest, so that a new supervisor can ask about a launch that an
+old one started.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from batchwright.core.errors import ConfigError
+
+from .files import read_json
+
+Handle = Mapping[str, Any]
+Wish = Literal["checkpoint", "trace", "kill"]
+
+ENGINES = ("local", "slurm", "kubernetes")
+TAIL_BYTES = 64 * 1024  # enough for any traceback
+
+
+@dataclass(frozen=True)
+class Job:
+    """One launch for an engine: what each rank runs (or, when `direct`, the one command), where, and on how much."""
+
+    name: str
+    directory: Path  # of this launch: ranks/ and logs/ are made in it
+    nodes: int
+    ranks_per_node: int
+    argv: tuple[str, ...]
+    direct: bool
+    environment: Mapping[str, str]
+    working_directory: Path
+    stop_signal: str
+    grace_seconds: float
+
+
+@dataclass(frozen=True)
+class Poll:
+    """Whether a launch waits, runs or has ended; `code` is only ever shown, never believed."""
+
+    state: Literal["pending", "running", "ended"]
+    code: int | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class RankLog:
+    """One rank as its files and the kernel show it; `state` is the letter of /proc, `code` None while it lives."""
+
+    rank: int
+    pid: int | None
+    state: str | None
+    code: int | None
+    ended: float | None
+    path: Path
+    tail: str
+
+
+class Engine(Protocol):
+    """Start, poll, signal, logs."""
+
+    name: str
+
+    def command(self, job: Job) -> tuple[str, ...]:
+        """The command that `start` would run, for people to read."""
+        ...
+
+    def start(self, job: Job) -> Handle:
+        """Start a launch; what is returned finds it again."""
+        ...
+
+    def poll(self, handle: Handle) -> Poll:
+        """Whether it waits, runs or has ended."""
+        ...
+
+    def signal(self, handle: Handle, wish: Wish) -> None:
+        """Ask every rank to save and stop, to leave a stack trace in its log, or end it all now."""
+        ...
+
+    def logs(self, handle: Handle) -> tuple[RankLog, ...]:
+        """Every rank's state and last output."""
+        ...
+
+
+def engine(name: str) -> Engine:
+    """The engine of this name."""
+    if name == "local":
+        from .local import LocalEngine
+
+        return LocalEngine()
+    if name == "slurm":
+        from .slurm import SlurmEngine
+
+        return SlurmEngine()
+    if name == "kubernetes":
+        raise ConfigError(
+            "engine=kubernetes has manifests to look at and runs nothing: give --dry-run.", field="engine", given=name
+        )
+    raise ConfigError(
+        f"engine={name[:40]!r} is not one of {', '.join(ENGINES)}.", field="engine", given=name[:40], nearest=ENGINES
+    )
+
+
+def rank_logs(directory: Path, *, alive: bool = True) -> tuple[RankLog, ...]:
+    """The ranks of a launch from the files that `rank.py` writes; the kernel's view only where they run here."""
+    folder = directory / "ranks"
+    found: list[RankLog] = []
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    for rank in sorted(int(n[:-5]) for n in names if n.endswith(".json") and n[:-5].isdigit()):
+        begun = read_json(folder / f"{rank}.json") or {}
+        ended = read_json(folder / f"{rank}.exit.json") or {}
+        pid = begun.get("pid")
+        state = process_state(pid, begun.get("start_time")) if alive and pid and "code" not in ended else None
+        path = directory / "logs" / f"rank-{rank}.log"
+        found.append(RankLog(rank, pid, state, ended.get("code"), ended.get("time"), path, tail(path)))
+    return tuple(found)
+
+
+def tail(path: Path, size: int = TAIL_BYTES) -> str:
+    """The last output in a log."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return file.read(size).decode("utf-8", "replace").replace("\r", "\n")
+    except OSError:
+        return ""
+
+
+def process_state(pid: int, start_time: int | None) -> str | None:
+    """The kernel's letter for a process (R, S, D, T, Z), or None when it is gone or its number is another's now."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rsplit(b")", 1)[1].split()
+    except OSError:
+        return None
+    if start_time is not None and int(fields[19]) != start_time:
+        return None
+    return fields[0].decode()

@@ -1,0 +1,121 @@
+"""Why a launch failed: the first rank to go, how, its last words; and, where memory ran out, numbers that need less."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Sequence
+
+from batchwright.core.nearest import divisors
+from batchwright.core.nodes import Stage
+
+from .engine import Poll, RankLog
+from .records import Failure
+
+LINES = 12
+REFUSED = 2  # our loop: the request does not work out, so a retry will not either
+# From a rank's exit code and last output to "oom" or None; the command line hands in the probe's taxonomy.
+Classify = Callable[[int | None, str], str | None]
+# Where a healthy rank stands while another keeps it waiting.
+_WAITING = re.compile(r"/torch/(distributed|autograd)/|/torch/_tensor\.py|/multiprocessing/|/threading\.py")
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+
+
+def died(code: int | None) -> str:
+    """An exit code in words.
+
+    >>> died(-9), died(137), died(1)
+    ('was killed by SIGKILL', 'was killed by SIGKILL', 'exited with 1')
+    """
+    if code is None:
+        return "ended without a word"
+    number = -code if code < 0 else code - 128 if code > 128 else 0
+    try:
+        return f"was killed by {signal.Signals(number).name}" if number else f"exited with {code}"
+    except ValueError:
+        return f"exited with {code}"
+
+
+def last_lines(text: str, most: int = LINES) -> tuple[str, ...]:
+    """The last lines that say something."""
+    return tuple(line[:400] for line in text.splitlines() if line.strip())[-most:]
+
+
+def explain(poll: Poll, ranks: Sequence[RankLog], launcher: str, classify: Classify, who: str = "torchrun") -> Failure:
+    """The failure behind an ended launch: the rank that went first, else the launcher itself."""
+    gone = sorted((r for r in ranks if r.code not in (None, 0)), key=lambda r: r.ended or 0.0)
+    if gone:
+        # A rank that reports its peer's death is not the cause: a signal, where there was one, came first.
+        first = next((r for r in gone if r.code is not None and r.code < 0 and -r.code != signal.SIGTERM), gone[0])
+        lines = last_lines(first.tail)
+        kind = next((k for r in gone if (k := classify(r.code, r.tail))), "crash")
+        told = next((r for r in gone if classify(r.code, r.tail)), first)
+        lines = last_lines(told.tail) if told is not first else lines
+        raised = _raised(told.tail)
+        reason = f"rank {told.rank} {died(told.code)}" + (f": {raised}" if raised else "")
+        kind = "refused" if kind == "crash" and who == "torchrun" and told.code == REFUSED else kind
+        return Failure(reason, told.rank, told.code, lines, kind)
+    if any(r.code == 0 for r in ranks) or poll.code == 0:
+        return Failure("it ended without an error, and before its end", None, poll.code, _of(ranks, launcher))
+    return Failure(f"{who} {died(poll.code)}, and its ranks with it", None, poll.code, _of(ranks, launcher))
+
+
+def _of(ranks: Sequence[RankLog], launcher: str) -> tuple[str, ...]:
+    return last_lines(launcher) or next((last_lines(r.tail) for r in ranks if r.tail.strip()), ())
+
+
+_RAISED = re.compile(
+    r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Exit|Fault|Interrupt|Warning)(?:: .*)?)$", re.MULTILINE
+)
+
+
+def _raised(text: str) -> str | None:
+    found = _RAISED.findall(text)
+    return found[-1][:300] if found else None
+
+
+def stuck(before: Sequence[RankLog], after: Sequence[RankLog], seconds: float) -> Failure:
+    """Who kept the others waiting: a stopped process, else the rank whose last stack is not in a collective."""
+    stopped = [r for r in before if r.state in ("T", "t")]
+    if stopped:
+        one = stopped[0]
+        reason = f"no progress for {seconds:.0f} s: rank {one.rank} (process {one.pid}) is stopped"
+        return Failure(reason, one.rank, None, last_lines(one.tail, 4), "stalled")
+    places = {r.rank: _place(r.tail) for r in after}
+    busy = [rank for rank, place in places.items() if place and not _WAITING.search(place)]
+    if busy and len(busy) < max(2, len(after)):
+        rank = busy[0]
+        others = {1: "", 2: "; the other waits for it"}.get(len(after), f"; {len(after) - 1} others wait for it")
+        reason = f"no progress for {seconds:.0f} s: rank {rank} is stuck at {places[rank]}{others}"
+        return Failure(reason, rank, None, (), "stalled")
+    where = tuple(f"rank {rank}: {place or 'left no stack'}" for rank, place in places.items())
+    return Failure(f"no progress for {seconds:.0f} s, and no rank stands out", None, None, where, "stalled")
+
+
+def _place(text: str) -> str | None:
+    """The innermost Python frame of the main thread in the trace that faulthandler leaves on SIGABRT."""
+    start = text.rfind("Fatal Python error: Aborted")
+    if start < 0:
+        return None
+    current = text.find("Current thread", start)
+    found = _FRAME.search(text, current if current >= 0 else start)
+    return f"{found[1]}:{found[2]} in {found[3]}" if found else None
+
+
+def memory_advice(stage: Stage, directory: str) -> str:
+    """Numbers of the same global batch that need less memory per rank; none of them is measured."""
+    ranks, micro = stage.data_parallel_size, stage.micro_batch_size
+    share = -(-stage.global_batch_size // ranks)
+    smaller = [n for n in reversed(divisors(share)) if n < micro][:2] or ([micro // 2] if micro > 1 else [])
+    batch = f"micro_batch_size {micro} × accumulation_steps {stage.accumulation_steps} × data_parallel_size {ranks}"
+    if not smaller:
+        return (
+            f"{batch} is out of memory at the smallest micro batch there is: shorten sequences, recompute activations, or "
+            "shard the model (--strategy fsdp2)."
+        )
+    options = " or ".join(f"{n} × {-(-share // n)} × {ranks}" for n in smaller)
+    return (
+        f"{batch} does not fit. The same global batch of {stage.global_batch_size} with less memory: {options} (not "
+        f"measured here; batchwright probe measures). Go on: batchwright run --resume {directory} "
+        f"--max-micro-batch-size {smaller[0]}"
+    )

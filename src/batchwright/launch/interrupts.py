@@ -1,0 +1,58 @@
+"""Signals to the supervisor: the first asks for a checkpoint and a stop, the second stops now. It sleeps between them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """While entered, counts the wishes to stop; `sleep` ends early on one, and when a child ends."""
+
+    def __init__(self) -> None:
+        self.wishes = 0
+        self._before: dict[int, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._wakeup = -1
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._pipe = os.pipe()
+            for end in self._pipe:
+                os.set_blocking(end, False)
+            self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            for number in (*_STOPPING, signal.SIGCHLD):
+                self._before[number] = signal.signal(number, self._came)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._wakeup)
+            for end in self._pipe:
+                os.close(end)
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        if number in _STOPPING:
+            self.wishes += 1
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, at most so long."""
+        if self._pipe is None:
+            threading.Event().wait(seconds)
+            return
+        if select.select([self._pipe[0]], [], [], max(0.0, seconds))[0]:
+            try:
+                while os.read(self._pipe[0], 512):
+                    pass
+            except BlockingIOError:
+                pass

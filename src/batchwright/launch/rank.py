@@ -1,0 +1,81 @@
+"""The parent of one rank: gives it a log and a death wish, and writes down how it ended, which torchrun loses.
+
+Run once per rank:
+
+    python -P -m batchwright.launch.rank DIRECTORY RANK COMMAND...
+
+RANK is a number, or the name of the variable that holds it. Below DIRECTORY: `logs/rank-N.log`, `ranks/N.json` (its
+process), `ranks/N.exit.json` (its end). The kernel kills the rank when this process dies, and this one when its parent
+does. SIGUSR1 is ignored until the rank asks for it: a wish to stop that comes while torch is imported is not its death.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from .guard import die_as, die_with, no_core
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def _write(path: str, document: dict[str, object]) -> None:
+    """Whole or not at all; a full disk costs the record, not the rank."""
+    try:
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            json.dump(document, file)
+        os.replace(f"{path}.part", path)
+    except OSError:
+        pass
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process was started, in the kernel's ticks: with the number, it names a process for good."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rsplit(b")", 1)[1].split()[19])
+    except OSError:
+        return None
+
+
+def main(words: list[str]) -> None:
+    """Run the rank; see the module's text."""
+    directory, place, command = words[0], words[1], words[2:]
+    rank = int(place) if place.isdigit() else int(os.environ.get(place, "0"))
+    parent, me = os.getppid(), os.getpid()
+    die_with(parent)
+    for folder in ("ranks", "logs"):
+        os.makedirs(os.path.join(directory, folder), exist_ok=True)
+    # Whoever asks a rank to stop asks its whole group: this process stays until the rank has gone.
+    for number in _PASSED_ON:
+        signal.signal(number, lambda *_: None)
+
+    def prepare() -> None:
+        die_with(me)
+        no_core()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    record = os.path.join(directory, "ranks", str(rank))
+    log = open(os.path.join(directory, "logs", f"rank-{rank}.log"), "ab", buffering=0)
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=prepare)
+    except OSError as error:
+        log.write(f"{command[0]}: {error.strerror}\n".encode())
+        code = 127 if isinstance(error, FileNotFoundError) else 126
+        _write(f"{record}.json", {"pid": None})
+        _write(f"{record}.exit.json", {"code": code, "time": time.time()})
+        sys.exit(code)
+    _write(
+        f"{record}.json", {"pid": child.pid, "parent": me, "start_time": _start_time(child.pid), "time": time.time()}
+    )
+    code = child.wait()
+    _write(f"{record}.exit.json", {"code": code, "time": time.time()})
+    die_as(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,144 @@
+"""What a run is made of: its plan, one manifest per launch, and how a launch ended. All of it is JSON on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchwright.core import codec
+from batchwright.core.nodes import Launch, Stage
+from batchwright.core.schedule import Schedule
+
+TASK, COMMAND = "task", "command"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is launched and looked after; every field is a flag of the same name."""
+
+    engine: str = "local"
+    threads: int = 1  # of a rank: more ranks than cores are common on one machine
+    max_retries: int = 3  # in a row, without a new checkpoint
+    retry_seconds: float = 5.0  # before the first retry; doubled for each further one
+    longest_retry_seconds: float = 300.0
+    stall_seconds: float | None = 600.0  # without progress; None: never
+    start_seconds: float = 1800.0  # until the first sign of life: compiling and loading may take long
+    grace_seconds: float = 60.0  # from asking for a checkpoint to ending the processes
+    stop_signal: str = "SIGTERM"  # what a command takes as the wish to save and stop; a task gets SIGUSR1
+    checkpoint_samples: int | None = None  # None: at boundaries, and about twenty times in all
+    keep: int = 3  # checkpoints
+    strategy: str = "auto"
+    seed: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the loop, by its own names
+    slurm: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what the cluster wants to hear (slurm_site.py)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All that a supervisor needs to begin or to go on: what to train, along which stages, in which launches."""
+
+    kind: str
+    target: str  # FILE.py:function with an absolute path, or the program's name
+    arguments: Mapping[str, Any]
+    command: tuple[str, ...]
+    position_command: tuple[str, ...]
+    working_directory: str
+    schedule: Schedule
+    stages: tuple[Stage, ...]
+    launches: tuple[Launch, ...]
+    devices_per_node: int
+    options: Options
+    notes: tuple[str, ...] = ()
+    schema: int = codec.SCHEMA
+
+    @property
+    def total_samples(self) -> int:
+        """Where the run ends."""
+        return self.schedule.total_samples or 0
+
+    def launch_at(self, position: int) -> Launch:
+        """The launch that trains the sample at `position`."""
+        return next(launch for launch in self.launches if launch.end_sample is None or position < launch.end_sample)
+
+    def stage_at(self, position: int) -> Stage:
+        """The stage that owns the sample at `position`; at the end, the last."""
+        return next((s for s in self.stages if s.end_sample is None or position < s.end_sample), self.stages[-1])
+
+    def stage_before(self, position: int, start: int = 0) -> Stage:
+        """The stage of the last sample trained; at a boundary that is the one that just ended."""
+        return self.stage_at(max(position - 1, start))
+
+    def step_at(self, position: int) -> int:
+        """How many optimizer steps are behind `position`."""
+        if position >= self.total_samples:
+            return self.schedule.total_steps or 0
+        return self.schedule.at_sample(position).step
+
+    def ranks(self, launch: Launch) -> int:
+        """Processes of a launch."""
+        return launch.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One started launch. `number` counts every start of the run, retries too: it is what the fence compares."""
+
+    number: int
+    launch: int
+    nodes: int
+    ranks: int
+    start_sample: int
+    end_sample: int
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    working_directory: str
+    started: float
+    handle: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a launch did not reach its end: the rank, how it ended, the last lines of its log."""
+
+    reason: str
+    rank: int | None = None
+    code: int | None = None
+    lines: tuple[str, ...] = ()
+    kind: str = "crash"  # crash | oom | stalled | refused | overshot
+    advice: str | None = None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a launch ended, written once it has: done, stopped or failed, and where that leaves the run."""
+
+    number: int
+    outcome: str
+    position: int
+    ended: float
+    code: int | None = None
+    failure: Failure | None = None
+    first_step: float | None = None  # when its first step was over
+    last_step: float | None = None  # when its last one was
+    saved: float | None = None  # when its last checkpoint was complete
+    loaded: float | None = None  # when it was ready to train
+    load_seconds: float | None = None  # of which it took so long to load a checkpoint
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a running launch is; times are seconds since the epoch, and None where nobody told."""
+
+    position: int
+    changed: float | None = None  # the last sign of life
+    first_step: float | None = None
+    last_step: float | None = None
+    saved: float | None = None
+    saved_position: int = 0
+    loaded: float | None = None
+    load_seconds: float | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    samples_per_second: float | None = None

@@ -1,0 +1,123 @@
+"""The settings of a launch, read strictly: from the file's `launch` section, `launch.key=value` and flags alike."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.request import choice, unknown_key
+from batchwright.core.units import count, positive
+
+from .engine import ENGINES
+from .records import Options
+from .slurm_site import read_site
+
+
+def _seconds(value: Any, name: str) -> float:
+    return 0.0 if str(value).strip() in ("0", "0.0") else positive(value, name)
+
+
+def _stall(value: Any, name: str) -> float | None:
+    return None if str(value).strip().lower() in ("never", "off", "none") else positive(value, name)
+
+
+def _signal(value: Any, name: str) -> str:
+    word = str(value).upper()
+    word = word if word.startswith("SIG") else f"SIG{word}"
+    if word not in signal.Signals.__members__:
+        raise ConfigError(
+            f"{name}={str(value)[:40]!r} is not a signal.",
+            field=name,
+            given=str(value)[:40],
+            nearest=("SIGTERM", "SIGUSR1"),
+        )
+    return word
+
+
+def _environment(value: Any, name: str) -> dict[str, str]:
+    """From a mapping, or from KEY=VALUE words."""
+    pairs = value.items() if isinstance(value, Mapping) else [str(word).partition("=")[::2] for word in value]
+    made: dict[str, str] = {}
+    for key, text in pairs:
+        if not str(key) or "=" in str(key) or "\0" in f"{key}{text}":
+            raise ConfigError(f"{name}: {str(key)[:60]!r} is not the name of a variable. Write KEY=VALUE.", field=name)
+        made[str(key)] = str(text)
+    return made
+
+
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} has to be a mapping of the loop's settings.", field=name, given=str(value)[:40])
+    return dict(value)
+
+
+def _slurm(value: Any, name: str) -> dict[str, Any]:
+    """Kept as it was given, once all of it can be read."""
+    if not isinstance(value, Mapping):
+        raise ConfigError("launch.slurm has to be a mapping.", field=name, given=str(value)[:40])
+    read_site(value)
+    return dict(value)
+
+
+TASK_KEYS = ("target", "args", "settings")  # of the section `task`
+_SMALL: Callable[..., int] = partial(count, most=10_000)
+
+READERS: Mapping[str, Callable[[Any, str], Any]] = {
+    "engine": choice(*ENGINES),
+    "threads": _SMALL,
+    "max_retries": partial(count, least=0, most=10_000),
+    "retry_seconds": _seconds,
+    "longest_retry_seconds": _seconds,
+    "stall_seconds": _stall,
+    "start_seconds": positive,
+    "grace_seconds": _seconds,
+    "stop_signal": _signal,
+    "checkpoint_samples": count,
+    "keep": _SMALL,
+    "strategy": choice("auto", "ddp", "fsdp2", "none"),
+    "seed": partial(count, least=0),
+    "environment": _environment,
+    "settings": _mapping,
+    "slurm": _slurm,
+}
+
+
+def read_options(values: Mapping[str, Any], base: Options | None = None) -> Options:
+    """Options from raw values, on top of `base`; all that is wrong with them is said at once.
+
+    >>> read_options({"max_retries": "5", "stall_seconds": "never"}).max_retries
+    5
+    """
+    wrong: list[Violation] = []
+    read: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name not in READERS:
+            wrong.append(unknown_key(f"launch.{name}", str(value)[:40], [f"launch.{n}" for n in READERS]))
+            continue
+        try:
+            read[name] = READERS[name](value, name)
+        except ConfigError as error:
+            wrong.extend(error.violations)
+    raise_violations(ConfigError, wrong)
+    known = base or Options()
+    if "environment" in read:
+        read["environment"] = {**known.environment, **read["environment"]}
+    return Options(**{**vars(known), **read})
+
+
+def split_command(given: Any) -> tuple[str, ...]:
+    """A command from a list of words, or from one line as a shell would read it; no shell ever runs it.
+
+    >>> split_command("where 'my run'")
+    ('where', 'my run')
+    """
+    try:
+        return tuple(shlex.split(given)) if isinstance(given, str) else tuple(str(word) for word in given)
+    except ValueError as error:
+        raise ConfigError(f"{given[:80]!r} is not a command: {error}.", field="command", given=given[:80]) from None

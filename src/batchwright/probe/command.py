@@ -1,0 +1,153 @@
+"""Trials of any command with {micro_batch_size} in it: other frameworks' scripts, probed as they are.
+
+A step is a line that matches: `batchwright: step 12` for scripts that print a marker, `--step-regex`, or what common
+frameworks print anyway. Once enough steps were seen the command is ended, so it may be a whole training run. With
+`{steps}` in the command no line is needed: it is timed at two numbers of steps, and start-up cancels out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from batchwright.core.errors import EnvironmentFault
+
+from . import process
+from .deaths import Death, from_exit
+from .records import Trial
+from .request import PLACEHOLDER, STEPS, Request
+from .timing import Timing
+
+# What common loops print per step; the first pattern that matches a line is kept for the rest of the trial.
+MARKERS = (
+    r"batchwright: step (\d+)",
+    r"completed step: (\d+)",  # MaxText
+    r"\biteration\s+(\d+)/",  # Megatron-LM, NeMo
+    r"\bglobal_step[ =:]+(\d+)",  # Lightning, NeMo 2
+    r"\bstep[ =:#]+(\d+)",
+    r"\b(\d+)/\d+ \[\d+:\d+<",  # tqdm, as in Hugging Face's Trainer
+)
+_LIMIT_STEPS = 3  # a line may be printed before its step ends; by the third, two steps with optimizer state are done
+_FEW, _MANY = 5, 25  # {steps}
+
+
+@dataclass
+class CommandRunner:
+    """Makes trials of a command; `--memory` bounds the address space of each of its processes, imports included."""
+
+    request: Request
+    scratch: Path
+    identity: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        files = {w: Path(w) for w in self.request.command if Path(w).is_file()}
+        self.identity = {
+            "command": " ".join(self.request.command),
+            "device": platform.node(),
+            "code": {w: hashlib.sha256(p.read_bytes()).hexdigest()[:8] for w, p in sorted(files.items())},
+        }
+
+    def conditions(self) -> dict[str, Any]:
+        """What a trial's verdict depends on beside the command itself."""
+        return {"memory": self.request.memory, "margin": self.request.margin}
+
+    def describe(self) -> Mapping[str, Any]:
+        """The identity: known without running anything."""
+        return self.identity
+
+    def limit(self, size: int) -> Trial:
+        """Whether a size runs."""
+        marks = _Marks(self.request.step_regex, least=_LIMIT_STEPS, seconds=0.0)
+        done = self._run(size, _LIMIT_STEPS, marks, limited=True)
+        return self._trial(size, "limit", done)
+
+    def evaluation(self, size: int) -> Trial:
+        """A command evaluates by itself or not at all."""
+        raise NotImplementedError("a command has no evaluation trial")
+
+    def throughput(self, size: int, contrasts: bool = False) -> Trial:
+        """How fast a size is; contrasts would need a look inside."""
+        marks = _Marks(self.request.step_regex, least=_FEW + 3, seconds=self.request.seconds)
+        if any(STEPS in word for word in self.request.command) and not self.request.step_regex:
+            few = self._run(size, _FEW, None, limited=False)
+            many = self._run(size, _MANY, None, limited=False)
+            if few.returncode == many.returncode == 0 and many.seconds > few.seconds:
+                # Two totals have no spread of their own, so nothing can be said of the noise: low and high are the
+                # time with the whole of start-up's variation (assumed 10%) on either side.
+                step = (many.seconds - few.seconds) / (_MANY - _FEW)
+                slack = 0.1 * few.seconds / (_MANY - _FEW)
+                timing = Timing(step, max(step / 10, step - slack), step + slack, 0.0, _MANY - _FEW, _FEW)
+                return self._trial(size, "throughput", many, timing)
+            return self._trial(size, "throughput", many if few.returncode == 0 else few)
+        done = self._run(size, _MANY, marks, limited=False)
+        return self._trial(size, "throughput", done, marks.timing())
+
+    def _run(self, size: int, steps: int, marks: _Marks | None, limited: bool) -> process.Exit:
+        r = self.request
+        words = [w.replace(PLACEHOLDER, str(size)).replace(STEPS, str(steps)) for w in r.command]
+        done = process.run(
+            words,
+            process.environment(limited=limited and r.memory is not None, task=False),
+            timeout=r.timeout,
+            scratch=self.scratch,
+            address_space=r.memory - r.margin if r.memory and limited else 0,
+            on_line=marks.see if marks else None,
+            report=True,
+        )
+        if done.returncode in (126, 127) and done.output.startswith(f"{words[0]}: "):
+            raise EnvironmentFault(
+                f"the command cannot be started: {done.output.strip()}.", field="command", given=words[0]
+            )
+        return done
+
+    def _trial(self, size: int, purpose: str, done: process.Exit, timing: Timing | None = None) -> Trial:
+        r = self.request
+        limit = r.memory - r.margin if r.memory else None
+        report = done.report or {}
+        peak = report.get("peak_address_space_bytes" if limit else "peak_resident_bytes") or None
+        if done.enough or done.returncode == 0:
+            return Trial(
+                size, "fits", purpose, peak, limit, seconds=done.seconds, timing=timing,
+                step_seconds=timing.seconds if timing else None,
+                samples_per_second=size / timing.seconds if timing else None,
+            )  # fmt: skip
+        if done.returncode is None:
+            death = Death("hang", f"no end within {r.timeout:g} s, and too few steps were seen")
+        else:
+            death = from_exit(done.returncode, done.output)
+        traceback = death.traceback or (done.output[-2000:].strip() or None)
+        return Trial(
+            size, death.status, purpose, None, limit, seconds=done.seconds, death=death.kind, reason=death.reason,
+            traceback=traceback,
+        )  # fmt: skip
+
+
+class _Marks:
+    """Steps seen in the output, each with its time."""
+
+    def __init__(self, regex: str | None, least: int, seconds: float) -> None:
+        self._patterns = [re.compile(p, re.IGNORECASE) for p in ((regex,) if regex else MARKERS)]
+        self._least, self._seconds = least, seconds
+        self.seen: list[tuple[int, float]] = []
+
+    def see(self, line: str, when: float) -> bool:
+        """Take a line; True when there are enough steps over enough time."""
+        for pattern in self._patterns:
+            if found := pattern.search(line):
+                self._patterns = [pattern]
+                number = int(found[1]) if pattern.groups and found[1].isdigit() else len(self.seen)
+                if not self.seen or number > self.seen[-1][0]:
+                    self.seen.append((number, when))
+                break
+        return len(self.seen) >= self._least and self.seen[-1][1] - self.seen[0][1] >= self._seconds
+
+    def timing(self) -> Timing | None:
+        """The time of a step, from the time between lines and the steps between them."""
+        times = [(t1 - t0) / (n1 - n0) for (n0, t0), (n1, t1) in pairwise(self.seen) if t1 > t0]
+        return Timing.of(times) if len(times) >= 3 else None

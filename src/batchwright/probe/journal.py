@@ -1,0 +1,131 @@
+"""The journal of a probe: append-only lines of JSON, each on disk before the next trial starts.
+
+    {"kind": "begin", "identity": {...}}      what was probed: code, model, optimizer, precision, device, versions
+    {"kind": "trial", "conditions": {...}, "trial": {...}}
+
+Trials count when their identity and conditions (memory, ranks, …) are those of now; whatever stops the prober, a later
+one goes on from there. A line that was cut off by a crash is skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from batchwright.core import codec
+
+from .records import Trial
+
+_NAMES = {"args": "arguments", "command": "command"}
+
+
+def path_for(directory: Path, target: str) -> Path:
+    """Where the journal of a target lies: a readable name, made unique by a hash."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", target).strip("-")[-40:].strip("-")
+    return directory / f"probe-{name}-{hashlib.sha256(target.encode()).hexdigest()[:8]}.jsonl"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two identities, in words.
+
+    >>> changes({"optimizer": "AdamW", "device": "cpu"}, {"optimizer": "SGD", "device": "cpu"})
+    ['optimizer changed: AdamW -> SGD']
+    """
+    found: list[str] = []
+    for key in dict.fromkeys([*before, *now]):
+        old, new = before.get(key), now.get(key)
+        whole = key.removesuffix("_options")
+        if old == new or (whole != key and before.get(whole) != now.get(whole)):
+            continue  # another optimizer has other options: saying that it is another one is enough
+        name = _NAMES.get(key, key.replace("_", " "))
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            for part in sorted({*old, *new}):
+                if old.get(part) != new.get(part):
+                    found.append(f"{name} changed: {part} {_short(old.get(part))} -> {_short(new.get(part))}")
+        else:
+            found.append(f"{name} changed: {_short(old)} -> {_short(new)}")
+    return found
+
+
+def _short(value: Any) -> str:
+    return "nothing" if value is None else str(value)[:80]
+
+
+class Journal:
+    """One target's journal (or none); a fault of the disk is kept in `error`, and never stops a probe."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.error: str | None = None
+        self._identity: Mapping[str, Any] | None = None  # of the last block
+
+    def blocks(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """(identity, trial lines) of everything stored, oldest first."""
+        found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+        try:
+            text = self.path.read_text(encoding="utf-8") if self.path and self.path.is_file() else ""
+        except OSError as error:
+            self.error = f"{self.path}: {error.strerror}"
+            return []
+        for line in text.splitlines():
+            try:
+                record = json.loads(line)
+                if record["kind"] == "begin":
+                    found.append((record["identity"], []))
+                elif record["kind"] == "trial" and found:
+                    found[-1][1].append(record)
+            except (ValueError, KeyError, TypeError):
+                continue  # cut off while it was written
+        return found
+
+    def resume(self, identity: Mapping[str, Any], conditions: Mapping[str, Any]) -> tuple[list[Trial], list[str]]:
+        """The stored trials that hold for this identity and these conditions, and what changed if none were."""
+        identity = json.loads(json.dumps(identity))
+        blocks = self.blocks()
+        trials = [
+            replace(codec.decode(Trial, record["trial"]), resumed=True)
+            for stored, records in blocks
+            if stored == identity
+            for record in records
+            # A crash or a hang is never taken from a journal: what caused it may be gone.
+            if record["conditions"] == conditions and record["trial"]["status"] in ("fits", "oom")
+        ]
+        changed = changes(blocks[-1][0], identity) if blocks and blocks[-1][0] != identity else []
+        if blocks and not changed:
+            self._identity = identity
+        return trials, changed
+
+    def add(self, identity: Mapping[str, Any], conditions: Mapping[str, Any], trial: Trial) -> None:
+        """Append a trial, and before it the identity where that is a new one."""
+        lines: list[dict[str, Any]] = []
+        identity = json.loads(json.dumps(identity))
+        if identity != self._identity:
+            lines.append({"kind": "begin", "identity": identity})
+        lines.append({"kind": "trial", "conditions": dict(conditions), "trial": codec.encode(trial)})
+        if self._append(lines):
+            self._identity = identity
+
+    def _append(self, lines: list[dict[str, Any]]) -> bool:
+        if self.path is None or self.error:
+            return False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a+b", buffering=0) as file:
+                torn = b""
+                if file.seekable() and file.tell() > 0:
+                    file.seek(-1, os.SEEK_END)
+                    torn = b"" if file.read(1) == b"\n" else b"\n"
+                data = torn + b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+                while data:
+                    data = data[file.write(data) or 0 :]
+                os.fsync(file.fileno())
+        except OSError as error:
+            self.error = f"{self.path}: {error.strerror}"
+            return False
+        return True

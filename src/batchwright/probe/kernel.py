@@ -1,0 +1,45 @@
+"""What the kernel and the interpreter say of this process: memory, processors, the code it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+
+def status_bytes(name: str) -> int:
+    """A size that the kernel keeps of this process: VmSize now, or VmPeak, which RLIMIT_AS is compared with."""
+    for line in Path("/proc/self/status").read_text().splitlines() if sys.platform == "linux" else ():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+
+
+def others_seconds() -> float | None:
+    """Processor seconds that all programs but this one have used."""
+    try:
+        fields = [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    user, nice, system, _idle, _wait, irq, soft, steal = fields
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def digest(data: str | bytes) -> str:
+    """A short fingerprint.
+
+    >>> digest("a")
+    'ca978112'
+    """
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()[:8]
+
+
+def code_below(folder: Path) -> dict[str, str]:
+    """Fingerprints of the imported files of a folder: the task's file and the neighbours it uses, not what is installed."""
+    files = {Path(f) for m in list(sys.modules.values()) if (f := getattr(m, "__file__", None))}
+    ours = Path(__file__).resolve().parents[1]
+    own = (f for f in files if f.is_relative_to(folder) and f.suffix == ".py" and not f.is_relative_to(ours))
+    return {str(f.relative_to(folder)): digest(f.read_bytes()) for f in sorted(own) if "site-packages" not in f.parts}

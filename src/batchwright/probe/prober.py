@@ -1,0 +1,262 @@
+"""The probe: limit, evaluation, throughput and bottleneck of a task or a command, from trials that can be resumed."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from batchwright.core.errors import BatchwrightError, RunError
+
+from . import curve as curves
+from .command import CommandRunner
+from .diagnosis import diagnose
+from .journal import Journal, path_for
+from .progress import Progress, Silent
+from .records import Probe, Trial
+from .request import Request, megabytes, read_request
+from .runner import TaskRunner
+from .search import START, Limit, find_limit
+from .timing import CONTENDED, Timing
+
+_USUAL = 4  # limit trials: two points, the prediction, one above it
+
+
+class Runner(Protocol):
+    """Makes trials: of a task, of a command, or of whatever a test scripts."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]: ...
+    def conditions(self) -> dict[str, Any]: ...
+    def describe(self) -> Mapping[str, Any]: ...
+    def limit(self, size: int) -> Trial: ...
+    def evaluation(self, size: int) -> Trial: ...
+    def throughput(self, size: int, contrasts: bool = False) -> Trial: ...
+
+
+def probe(
+    target: str | Sequence[str],
+    *,
+    args: Mapping[str, Any] | None = None,
+    memory: int | str | None = None,
+    margin: int | str = 0,
+    max: int | str | None = None,
+    multiple_of: int | str = 1,
+    exact: bool = False,
+    longest: bool = False,
+    evaluation: bool = False,
+    ranks: int | str = 1,
+    timeout: float | str = 600.0,
+    device: str | None = None,
+    workers: int | str = 0,
+    seconds: float | str = 2.0,
+    throughput: bool = True,
+    step_regex: str | None = None,
+    dir: str | Path | None = ".batchwright",
+    fresh: bool = False,
+    peak_tflops: float | str | None = None,
+    predict_slope: Callable[[], float | None] | None = None,
+    progress: Progress | None = None,
+) -> Probe:
+    """Measure what fits and what is fast: `target` is `FILE.py:function`, or the words of a command.
+
+    `predict_slope` gives bytes per sample without running (the estimate), and saves a trial. `dir=None` keeps no journal.
+
+    >>> probe("missing.py:task")
+    Traceback (most recent call last):
+    batchwright.core.errors.ConfigError: task file missing.py does not exist (looked for it at ...).
+    """
+    request = read_request(
+        target, args=dict(args or {}), memory=memory, margin=margin, largest=max, multiple_of=multiple_of, exact=exact,
+        longest=longest, evaluation=evaluation, ranks=ranks, timeout=timeout, device=device, workers=workers,
+        seconds=seconds, throughput=throughput, step_regex=step_regex, directory=dir, fresh=fresh,
+        peak_tflops=peak_tflops,
+    )  # fmt: skip
+    return run_probe(request, predict_slope=predict_slope, progress=progress)
+
+
+def run_probe(
+    request: Request, *, predict_slope: Callable[[], float | None] | None = None, progress: Progress | None = None
+) -> Probe:
+    """The same for a request that is already read."""
+    with tempfile.TemporaryDirectory(prefix="batchwright-probe-", ignore_cleanup_errors=True) as scratch:
+        kind = CommandRunner if request.command else TaskRunner
+        return _Session(request, kind(request, Path(scratch)), progress or Silent()).run(predict_slope)
+
+
+class _Session:
+    """One probe: its trials so far, the journal they go to, and whoever watches."""
+
+    def __init__(self, request: Request, runner: Runner, progress: Progress) -> None:
+        self.request, self.runner, self.progress = request, runner, progress
+        self.trials: list[Trial] = []
+        self.notes: list[str] = []
+        self._began = time.monotonic()
+        path = path_for(request.directory, request.name) if request.directory else None
+        self.journal = Journal(path)
+        self._stored: dict[tuple[str, int], list[Trial]] = {}
+
+    def run(self, predict_slope: Callable[[], float | None] | None) -> Probe:
+        self._resume()
+        slope = self._slope(predict_slope)
+        limit = self._limit("limit", self.runner.limit, self.request.largest, slope)
+        evaluation = self._limit("evaluation", self.runner.evaluation, None, None) if self.request.evaluation else None
+        return self._conclude(limit, evaluation)
+
+    def _resume(self) -> None:
+        if self.request.fresh or not self.journal.blocks():
+            return
+        trials, changed = self.journal.resume(self.runner.describe(), self.runner.conditions())
+        for change in changed:
+            self._note(f"{change}; probing again")
+        for trial in trials:
+            self._stored.setdefault((trial.purpose, trial.micro_batch_size), []).append(trial)
+        if trials:
+            self._note(f"resumed: {len(trials)} trials are in {self.journal.path}")
+
+    def _slope(self, predict: Callable[[], float | None] | None) -> float | None:
+        if predict is None:
+            return None
+        try:
+            return predict()
+        except BatchwrightError as error:
+            self._note(f"no estimate: {error} Two trials take its place.")
+            return None
+
+    def _limit(self, purpose: str, run: Callable[[int], Trial], cap: int | None, slope: float | None) -> Limit:
+        def one(size: int, predicted: int | None) -> Trial:
+            done = sum(t.purpose == purpose for t in self.trials)
+            return self._trial(run, size, purpose, left=_USUAL - done - 1, predicted=predicted)
+
+        r = self.request
+        return find_limit(one, cap=cap, multiple_of=r.multiple_of, exact=r.exact, start=START, slope=slope)
+
+    def _trial(
+        self, run: Callable[[int], Trial], size: int, purpose: str, left: int = 0, predicted: int | None = None
+    ) -> Trial:
+        """One trial: from the journal, or made now and written down; a crash ends everything."""
+        stored = self._stored.get((purpose, size))
+        if stored:
+            trial = stored.pop(0)
+        else:
+            self.progress.started(size, purpose, left)
+            trial = replace(run(size), predicted_peak_memory_bytes=predicted)
+            if trial.status != "crash":
+                self.journal.add(self.runner.identity, self.runner.conditions(), trial)
+        self.trials.append(trial)
+        self.progress.finished(trial)
+        if trial.status == "crash":
+            raise _failed(trial)
+        return trial
+
+    def _conclude(self, limit: Limit, evaluation: Limit | None) -> Probe:
+        r = self.request
+        timed: dict[int, Trial] = {}
+        if r.throughput:
+            wanted = curves.sizes(limit.largest, r.multiple_of)
+            for at, size in enumerate(wanted):
+                trial = self._trial(self.runner.throughput, size, "throughput", left=len(wanted) - at - bool(r.command))
+                if trial.fits and trial.timing:
+                    timed[size] = trial
+        timings: dict[int, Timing] = {size: t.timing for size, t in timed.items() if t.timing}
+        curve = curves.analyse(timings) if timings else None
+        recommended = limit.largest
+        if curve is not None:
+            recommended = builtin_max(timings) if curve.noisy else curve.largest_worthwhile
+        diagnosis = None
+        if curve is not None:
+            contrasts: Mapping[str, Timing] = {}
+            if not r.command:
+                last = self._trial(lambda size: self.runner.throughput(size, True), recommended, "throughput")
+                contrasts = last.contrasts or {}
+            diagnosis = diagnose(contrasts, curve, recommended, r.ranks)
+        self._remark(limit, timed, curve)
+        at = timed.get(recommended)
+        identity = self.runner.identity
+        speed = at.samples_per_second if at else None
+        tflops = at.flops / at.step_seconds / 1e12 if at and at.flops and at.step_seconds else None
+        peak = r.peak_tflops or known_peak(str(identity.get("device", "")), str(identity.get("precision", "")))
+        return Probe(
+            trials=tuple(self.trials),
+            max_micro_batch_size=limit.largest,
+            first_failing_micro_batch_size=limit.first_failing,
+            saturating_micro_batch_size=curve.saturating if curve else None,
+            recommended_micro_batch_size=recommended,
+            largest_worthwhile_micro_batch_size=curve.largest_worthwhile if curve else None,
+            bottleneck=diagnosis.bottleneck if diagnosis else None,
+            max_evaluation_batch_size=evaluation.largest if evaluation else None,
+            curve=curve,
+            diagnosis=diagnosis,
+            memory_bytes=next((t.limit_bytes for t in self.trials if t.limit_bytes), None),
+            margin_bytes=r.margin,
+            ranks=r.ranks,
+            tokens_per_second=speed * at.tokens_per_sample if at and speed and at.tokens_per_sample else None,
+            tflops_per_second=tflops,
+            mfu=tflops / peak if tflops and peak else None,
+            device=identity.get("device"),
+            target=r.target or " ".join(r.command),
+            identity=dict(identity),
+            notes=tuple(self.notes),
+            journal=str(self.journal.path) if self.journal.path and not self.journal.error else None,
+            journal_error=self.journal.error,
+            seconds=time.monotonic() - self._began,
+        )
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.progress.note(text)
+
+    def _remark(self, limit: Limit, timed: Mapping[int, Trial], curve: curves.Curve | None) -> None:
+        """What a reader of the numbers should know."""
+        r = self.request
+        failing = next((t for t in self.trials if t.micro_batch_size == limit.first_failing and not t.fits), None)
+        if limit.first_failing is None:
+            self.notes.append(f"{limit.largest} is the cap (--max), not the limit: larger sizes were not tried.")
+        elif failing is not None and failing.status == "timeout":
+            self.notes.append(f"micro_batch_size {limit.first_failing} timed out, so memory may not be what ends here.")
+        if r.memory is None and not r.command and "cpu" in str(self.runner.identity.get("device", "")):
+            limit_bytes = next((t.limit_bytes for t in self.trials if t.limit_bytes), None)
+            self.notes.append(f"memory {megabytes(limit_bytes)} is half of this host's; --memory sets another budget.")
+        if curve is not None and curve.noisy:
+            self.notes.append("the times are too noisy to rank speeds: the largest measured size is recommended.")
+        if r.throughput and not timed:
+            self.notes.append("no throughput: no step was seen in the output. Print `batchwright: step N`, give "
+                              "--step-regex, or put {steps} into the command.")  # fmt: skip
+        busy = [s for s, t in timed.items() if t.timing and (t.timing.contention or 0) > CONTENDED]
+        if busy:
+            self.notes.append(f"other programs used the processors while {len(busy)} of {len(timed)} sizes were timed.")
+        if any(t.allocator_retries for t in self.trials if t.fits):
+            self.notes.append("fits but thrashes: the allocator had to free its cache and retry near the limit.")
+
+
+builtin_max = max
+
+
+def _failed(trial: Trial) -> RunError:
+    error = RunError(
+        f"micro_batch_size={trial.micro_batch_size}: {trial.reason}. This is not a matter of size ({trial.death}), so the "
+        "search stopped.",
+        field="micro_batch_size",
+        given=trial.micro_batch_size,
+    )
+    if trial.traceback:
+        error.add_note(trial.traceback)
+    return error
+
+
+def known_peak(device: str, precision: str) -> float | None:
+    """The device's peak TFLOP/s at a precision, from the data sheet; None where the device is not in the table.
+
+    >>> known_peak("NVIDIA H100 80GB HBM3", "bfloat16 (highest matmul)"), known_peak("cpu", "float32")
+    (989, None)
+    """
+    table = json.loads(Path(__file__).with_name("peaks.json").read_text(encoding="utf-8"))["devices"]
+    row = next((row for row in table if row["name"] in device), None)
+    if row is None:
+        return None
+    kind = precision.split(" ")[0].split("+")[0]
+    return row.get("tf32" if kind == "float32" and "highest" not in precision else kind)

@@ -1,0 +1,347 @@
+"""One trial of a task, in a process of its own: `python -m batchwright.probe.worker SPEC.json`.
+
+The answer goes to a result file, replaced atomically at every stage, so that a prober knows how far each rank came even
+when the process is killed. The step is written out here, and not `runtime.step`'s, which carries schedules, ledgers and
+noise: a trial should depend on as little as possible, and the memory of the two is the same (loss / weight, backward,
+optimizer; at least two of them, so that the optimizer's state counts).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from batchwright.core import codec
+from batchwright.core.errors import PlanError
+from batchwright.probe.deaths import death_of
+from batchwright.probe.guard import die_with
+from batchwright.probe.kernel import code_below, digest, others_seconds, status_bytes
+from batchwright.probe.timing import Timing
+from batchwright.runtime.ranks import discover
+from batchwright.runtime.task import Task, load_task
+
+_SEED = 0
+
+
+class Worker:
+    """A task on one rank, and its result file."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        self.size: int = spec["micro_batch_size"]
+        self.ranks = discover()
+        self.path = Path(spec["result"] + f".{self.ranks.rank}")
+        self.result: dict[str, Any] = {"status": "running", "stage": 0, "doing": "starting"}
+        self.base = status_bytes("VmSize")
+        self.device = self._device()
+        self._free = self._set_limit()
+
+    def _device(self) -> torch.device:
+        name = self.spec["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+        if name == "cuda" and self.ranks.size > 1:
+            name = f"cuda:{self.ranks.local_rank}"
+        return torch.device(name)
+
+    def _set_limit(self) -> Callable[[], None]:
+        """Enforce the budget; returns what lifts it again, so that a failure can still be written down."""
+        if not self.spec["limited"]:
+            return lambda: None
+        memory: int | None = self.spec["memory"]
+        if self.device.type == "cuda":  # not testable where this was written: no GPU
+            free, total = torch.cuda.mem_get_info(self.device)
+            memory = min(memory or total, free)
+            share = max(0, memory - self.spec["margin"]) / total
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
+        elif self.device.type == "cpu" and memory is None:
+            memory = self.spec["host_memory"]
+        budget = None if memory is None else max(1, memory - self.spec["margin"])
+        self.result["limit_bytes"] = budget
+        if self.device.type != "cpu" or budget is None:
+            return lambda: None
+        # RLIMIT_AS makes allocations fail as on a device; RLIMIT_RSS is ignored by Linux. Only the soft limit is set.
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (self.base + budget, hard))
+        return lambda: resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+
+    def stage(self, doing: str) -> None:
+        """Say how far this rank came."""
+        self.write(stage=self.result["stage"] + 1, doing=doing)
+
+    def write(self, **more: Any) -> None:
+        self.result.update(more)
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(json.dumps(codec.encode(self.result)), encoding="utf-8")
+        os.replace(part, self.path)
+
+    def run(self) -> int:
+        """The whole trial; the exit status tells torchrun whether to end the other ranks."""
+        try:
+            self.stage("building the task")
+            self._build()
+            if self.spec["mode"] != "describe":
+                getattr(self, "_" + self.spec["mode"])()
+                self.write(**self._peaks())
+            self.write(status="done")
+            return 0
+        except (Exception, SystemExit) as error:
+            self._free()
+            if isinstance(error, PlanError):
+                self.write(status="invalid", error=error.record())
+            else:
+                death = death_of(error)
+                self.write(status="death", kind=death.kind, reason=death.reason, traceback=death.traceback)
+            return 1
+
+    def _build(self) -> None:
+        if self.ranks.size > 1:
+            torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        self.task: Task = load_task(self.spec["target"], self.spec["args"])
+        model = self.task.build_model(_SEED).to(self.device)
+        model.train()
+        bare = model
+        if self.ranks.size > 1:
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
+        self.model = model
+        self.optimizer = self.task.optimizer(model.parameters())
+        self.longest: int | None = self.spec["longest_index"]
+        if self.spec["longest"] and self.longest is None and self.task.example_batch is None:
+            self.longest = max(range(len(self.task.dataset)), key=lambda i: elements(self.task.dataset[i]))
+        example = self.batch(0, 1)
+        self.result["tokens_per_sample"] = tokens(example)
+        self.write(identity=identity(self.spec, self.task, bare, self.optimizer, example, self.device),
+                   longest_index=self.longest)  # fmt: skip
+
+    def batch(self, step: int, size: int) -> Any:
+        """A batch on the device: the task's example, the longest sample repeated, or samples in their order."""
+        task = self.task
+        if task.example_batch is not None:
+            return to_device(task.example_batch(size), self.device)
+        count = len(task.dataset)
+        first = (step * self.ranks.size + self.ranks.rank) * size
+        ids = [self.longest if self.longest is not None else (first + i) % count for i in range(size)]
+        collate = task.collate or torch.utils.data.default_collate
+        return to_device(collate([task.dataset[i] for i in ids]), self.device)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        total, weight, mean = self.task.loss_of(self.model, batch)
+        return total / weight if mean is None else total / weight + mean
+
+    def step(self, batch: Any, update: bool = True) -> None:
+        """One optimizer step of one micro batch, or (`update` false) one accumulated micro step."""
+        quiet = not update and isinstance(self.model, nn.parallel.DistributedDataParallel)
+        with self.model.no_sync() if quiet else contextlib.nullcontext():  # pyright: ignore
+            self.loss(batch).backward()
+        if update:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _limit(self) -> None:
+        batch = None
+        for step in range(self.spec["steps"]):
+            self.stage(f"reading the batch of step {step}")
+            batch = self.batch(step, self.size)  # the old one is still alive here, as in any loop over a loader
+            self.stage(f"forward of step {step}")
+            loss = self.loss(batch)
+            self.stage(f"backward of step {step}")
+            loss.backward()
+            del loss
+            self.stage(f"optimizer in step {step}")
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self._synchronise()
+
+    def _evaluation(self) -> None:
+        self.step(self.batch(0, 1))  # evaluation happens amid training: weights and the optimizer's state are there
+        self.model.eval()
+        batch = None
+        with torch.no_grad():
+            for step in range(self.spec["steps"]):
+                self.stage(f"evaluation batch {step}")
+                batch = self.batch(step, self.size)
+                self.loss(batch)
+        self._synchronise()
+
+    def _throughput(self) -> None:
+        batch = self.batch(0, self.size)
+        self.stage("warm-up")
+        self.result["flops"] = self._flops(batch)
+        cached = lambda: self.step(batch)  # noqa: E731
+        self.result["timing"] = self._time(cached)
+        if self.spec["contrasts"]:
+            self.stage("contrasts")
+            feed = self._loader()
+            contrasts = {
+                "loader": self._time(lambda: self.step(next(feed)), skip=2 * self.spec["workers"]),
+                "accumulate": self._time(lambda: self.step(batch, update=False)),
+            }
+            self.optimizer.zero_grad(set_to_none=True)
+            # Before and after the others: a machine that became busy meanwhile shows as a wide interval.
+            contrasts["cached"] = self.result["timing"].merged(self._time(cached))
+            self.result["contrasts"] = contrasts
+
+    def _loader(self) -> Iterator[Any]:
+        count, size = len(self.task.dataset), self.size
+        order = ([(k * size + i) % count for i in range(size)] for k in range(10**9))
+        loader: Any = torch.utils.data.DataLoader(
+            self.task.dataset, batch_sampler=order, collate_fn=self.task.collate, num_workers=self.spec["workers"],
+            pin_memory=self.device.type == "cuda",
+        )  # fmt: skip
+        return (to_device(batch, self.device) for batch in loader)
+
+    def _time(self, step: Callable[[], None], skip: int = 0) -> Timing:
+        def once() -> tuple[float, float]:
+            wall, cpu = time.perf_counter(), time.process_time()
+            step()
+            self._synchronise()
+            return time.perf_counter() - wall, time.process_time() - cpu
+
+        first = [once() for _ in range(3 + skip)][-3:]
+        steps = int(self.spec["seconds"] / max(1e-6, min(wall for wall, _ in first[1:])))
+        steps = self._agree(max(3, min(100, steps)))
+        before, switches, wall = others_seconds(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.monotonic()
+        times = first + [once() for _ in range(steps)]
+        wall = time.monotonic() - wall
+        after = others_seconds()
+        return Timing.of(
+            [t for t, _ in times],
+            [c for _, c in times],
+            contention=(after - before) / wall / (os.cpu_count() or 1) if before and after and wall else None,
+            switches=resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches,
+        )
+
+    def _agree(self, steps: int) -> int:
+        """Rank 0's number for all: ranks that step unequally often would wait for each other forever."""
+        if self.ranks.size == 1:
+            return steps
+        shared = torch.tensor([steps], device=self.device)
+        torch.distributed.broadcast(shared, 0)
+        return int(shared.item())
+
+    def _flops(self, batch: Any) -> float | None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        if self.ranks.size > 1:
+            self.step(batch)
+            return None
+        try:
+            with FlopCounterMode(display=False) as counter:
+                self.step(batch)
+            return float(counter.get_total_flops()) or None
+        except (NotImplementedError, AttributeError, KeyError):  # what it cannot follow, it need not count
+            return None
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def _peaks(self) -> dict[str, Any]:
+        if self.device.type == "cuda":
+            stats = torch.cuda.memory_stats(self.device)
+            return {
+                "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device),
+                "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
+                "allocator_retries": stats.get("num_alloc_retries", 0),
+            }
+        return {"peak_memory_bytes": max(0, status_bytes("VmPeak") - self.base)}
+
+
+def tensors(data: Any) -> list[torch.Tensor]:
+    """All tensors of a batch, in order."""
+    if isinstance(data, torch.Tensor):
+        return [data]
+    if isinstance(data, numpy.ndarray):
+        return [torch.as_tensor(data)]
+    parts = data.values() if isinstance(data, dict) else data if isinstance(data, (list, tuple)) else ()
+    return [t for part in parts for t in tensors(part)]
+
+
+def elements(sample: Any) -> int:
+    """How long a sample is: the elements of its tensors, or the length of a plain sequence."""
+    return sum(t.numel() for t in tensors(sample)) or (len(sample) if hasattr(sample, "__len__") else 1)
+
+
+def tokens(batch: Any) -> int | None:
+    """Tokens per sample: the second dimension of the first batch of integers, which is what token ids are."""
+    for t in tensors(batch):
+        if t.dim() >= 2 and not t.is_floating_point() and t.dtype != torch.bool:
+            return int(t.shape[1])
+    return None
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """A batch moved, whatever it is made of."""
+    if hasattr(data, "to"):  # tensors, and batches that know how, such as a tokenizer's
+        return data.to(device)
+    if isinstance(data, dict):
+        return {k: to_device(v, device) for k, v in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(v, device) for v in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(to_device(v, device) for v in data)
+    return data
+
+
+def identity(
+    spec: dict[str, Any], task: Task, model: nn.Module, optimizer: Any, example: Any, device: torch.device
+) -> dict[str, Any]:
+    """What the measurements are about; when any of it changes they no longer hold."""
+    shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    shapes += [(n, tuple(b.shape), str(b.dtype), False) for n, b in model.named_buffers()]
+    count = sum(p.numel() for p in model.parameters())
+    folder = Path(spec["target"].rpartition(":")[0] or spec["target"]).resolve().parent
+    options = {k: v for k, v in optimizer.defaults.items() if k not in ("lr", "weight_decay")}
+    return {
+        "model": f"{type(model).__name__} with {count:,} parameters ({digest(repr(shapes))})",
+        "optimizer": type(optimizer).__name__,
+        "optimizer_options": {k: str(v) for k, v in sorted(options.items())},
+        "precision": "+".join(sorted({s[2].removeprefix("torch.") for s in shapes}))
+        + f" ({torch.get_float32_matmul_precision()} matmul)",
+        "sequence_length": tokens(example),
+        "sample": [[list(t.shape[1:]), str(t.dtype).removeprefix("torch.")] for t in tensors(example)],
+        "device": device_name(device),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__},
+        "args": {k: str(v) for k, v in sorted(spec["args"].items())},
+        "code": code_below(folder),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The device's own name, such as `NVIDIA H100 80GB HBM3`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.machine()})"
+
+
+def main() -> None:
+    """Read the specification, make the trial, leave the result."""
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if spec["ranks"] > 1:
+        die_with(os.getppid())  # torchrun does not take its ranks along when it is killed
+    gc.collect()
+    worker = Worker(spec)
+    code = worker.run()
+    if worker.ranks.size > 1 and torch.distributed.is_initialized() and code == 0:
+        torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no destructor of the user's may turn a finished trial into a crash
+
+
+if __name__ == "__main__":
+    main()

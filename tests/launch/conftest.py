@@ -1,0 +1,154 @@
+"""Runs for tests: `batchwright run` as a process of its own, its ranks, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+TRAINER = (sys.executable, str(HERE / "trainer.py"), "{global_batch_size}", "{start_sample}", "{end_sample}")
+TASK = f"{HERE / 'tiny.py'}:task"
+PATIENCE = 240.0  # for a machine that is busy with other things
+
+
+class Run:
+    """One run directory and the command that works on it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.process: subprocess.Popen[str] | None = None
+        self._said: dict[int, Any] = {}
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """`batchwright run …` in the background."""
+        errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "batchwright", "run", *words], stdout=subprocess.PIPE, stderr=errors, text=True,
+            cwd=self.directory.parent,
+        )  # fmt: skip
+        self._said[self.process.pid] = errors
+        return self.process
+
+    def said(self) -> str:
+        """Its diagnostics so far."""
+        assert self.process is not None
+        file = self._said[self.process.pid]
+        return os.pread(file.fileno(), 1 << 20, 0).decode()
+
+    def finish(self) -> tuple[int, str, str]:
+        """Wait for it: exit code, output, diagnostics."""
+        assert self.process is not None
+        out, _ = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, out, self.said()
+
+    def close(self) -> None:
+        """Put the diagnostics away."""
+        for file in self._said.values():
+            file.close()
+
+    def __call__(self, *words: str) -> tuple[int, str, str]:
+        self.start(*words)
+        return self.finish()
+
+    def scripted(self, *script: str, flags: tuple[str, ...] = (), ramp: str = "0:8 64:16 192:32") -> tuple[str, ...]:
+        """The words of a run of the scripted trainer over three stages on 1, 2 and 4 nodes."""
+        return (
+            "--thresholds", ramp, "--samples", "512", "--nodes", "4", "--devices-per-node", "1", "--node-policy",
+            "constant-work", "--dir", str(self.directory), "--retry-seconds", "0.1", *flags, "--", *TRAINER, *script,
+        )  # fmt: skip
+
+    def task(self, *flags: str, ramp: str, samples: int, nodes: int, args: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """The words of a run of the tiny task in the real loop."""
+        return (
+            TASK, "--thresholds", ramp, "--samples", str(samples), "--nodes", str(nodes), "--devices-per-node", "1",
+            "--node-policy", "constant-work", "--dir", str(self.directory), "--retry-seconds", "0.1", *flags,
+            *(word for arg in args for word in ("--arg", arg)),
+        )  # fmt: skip
+
+    def resume(self, *flags: str) -> tuple[int, str, str]:
+        return self("--resume", str(self.directory), *flags)
+
+    def status(self) -> dict[str, Any]:
+        code, out, err = self("--status", str(self.directory), "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.directory / "events" / "supervisor.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+    def newest(self) -> Path:
+        """The newest launch's directory."""
+        return self.until(
+            lambda: max((p.parent for p in self.directory.glob("launches/*/manifest.json")), default=None)
+        )
+
+    def rank_pid(self, rank: int, launch: Path | None = None) -> int:
+        path = (launch or self.newest()) / "ranks" / f"{rank}.json"
+        return self.until(lambda: json.loads(path.read_text())["pid"] if path.exists() else None)
+
+    def position(self) -> int:
+        """As the newest launch's own files tell."""
+        launch = self.newest()
+        told = launch / "status.json"
+        if told.exists():
+            return json.loads(told.read_text())["consumed_samples"]
+        events = self.directory / "events" / f"launch-{int(launch.name):05d}.jsonl"
+        lines = events.read_text().splitlines() if events.exists() else []
+        steps = [json.loads(line)["samples"] for line in lines if '"kind": "step"' in line and line.endswith("}")]
+        return max(steps, default=0)
+
+    def until(self, found: Callable[[], Any], seconds: float = PATIENCE, *, ended: bool = True) -> Any:
+        """Wait until something is there."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                value = found()
+            except (OSError, ValueError):
+                value = None
+            if value:
+                return value
+            if ended and self.process is not None and self.process.poll() is not None:
+                raise AssertionError(f"the supervisor ended meanwhile:\n{self.said()}")
+            time.sleep(0.02)
+        raise AssertionError(f"waited for {seconds:.0f} s in vain")
+
+    def processes(self) -> list[str]:
+        """Everything that runs with this run's directory in its command line or environment."""
+        mark, found = str(self.directory).encode(), []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                words = Path(f"/proc/{name}/cmdline").read_bytes()
+                state = Path(f"/proc/{name}/stat").read_bytes().rsplit(b")", 1)[1].split()[0]
+                about = words + Path(f"/proc/{name}/environ").read_bytes()
+            except OSError:
+                continue
+            if mark in about and int(name) != os.getpid() and state != b"Z" and b"pytest" not in words:
+                found.append(f"{name} {words.replace(bytes(1), b' ').decode(errors='replace')[:200]}")
+        return found
+
+    def assert_nothing_left(self) -> None:
+        """No orphan, whatever happened."""
+        self.until(lambda: not self.processes(), 15, ended=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """A run in a directory whose name is as awkward as they come."""
+    made = Run(tmp_path / 'a run\'s "own" $(touch x) dir')
+    yield made
+    if made.process is not None and made.process.poll() is None:
+        made.process.send_signal(signal.SIGKILL)
+        made.process.communicate()
+    made.close()
+    made.assert_nothing_left()

@@ -1,0 +1,234 @@
+"""The pieces of a run without processes: time left, reasons, advice, settings, files."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchwright.core import codec
+from batchwright.core.errors import ConfigError, EnvironmentFault
+from batchwright.core.ramp_request import read_ramp
+from batchwright.core.request import Request
+from batchwright.launch.build import build, refit
+from batchwright.launch.engine import Poll, RankLog
+from batchwright.launch.eta import Speeds, remaining_seconds
+from batchwright.launch.failure import explain, memory_advice, stuck
+from batchwright.launch.files import RunDirectory, write_json
+from batchwright.launch.loop_spec import Follower, position
+from batchwright.launch.records import Ending, Failure, Manifest, Options, Progress, RunPlan
+from batchwright.launch.settings import read_options
+from batchwright.launch.show import Bar, Lines, describe
+
+TRACE = """step 3
+Fatal Python error: Aborted
+
+Thread 0x00007f (most recent call first):
+  File "/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x00007e (most recent call first):
+  File "{file}", line 28 in {name}
+  File "/src/batchwright/runtime/loop.py", line 110 in _train
+"""
+
+
+@pytest.fixture
+def plan() -> RunPlan:
+    request = Request(nodes=4, devices_per_node=1, max_micro_batch_size=8)
+    wanted = read_ramp({"thresholds": "0:8 64:16 192:32", "samples": "512", "node_policy": "constant-work"})
+    return build(request, wanted, Options(), command=["train", "{global_batch_size}"])[0]
+
+
+def manifest_of(plan: RunPlan, number: int = 1, launch: int = 0) -> Manifest:
+    one = plan.launches[launch]
+    return Manifest(
+        number, launch, one.nodes, one.nodes, one.start_sample, one.end_sample or 0, ("x",), {}, "/", 1000.0
+    )
+
+
+def rank_log(
+    rank: int, *, code: int | None = None, state: str | None = None, ended: float = 0.0, tail: str = ""
+) -> RankLog:
+    return RankLog(rank, 100 + rank, state, code, ended, Path(f"rank-{rank}.log"), tail)
+
+
+def test_the_time_left_knows_the_ramp(plan):
+    assert remaining_seconds(plan, 0, {}) is None
+    # Stage 1 at 8 samples/s on one rank: 8 s. The rest is as fast per rank: 128/16 + 320/32 = 18 s. Two boundaries.
+    assert remaining_seconds(plan, 0, {0: 8.0}, boundary_seconds=5.0) == pytest.approx(8 + 8 + 10 + 2 * 5)
+    assert remaining_seconds(plan, 128, {0: 8.0, 1: 32.0}, boundary_seconds=5.0) == pytest.approx(2 + 5 + 320 / 64)
+    assert remaining_seconds(plan, 512, {0: 8.0}) == 0
+
+
+def test_speed_is_counted_within_a_stage_and_a_launch():
+    speeds = Speeds()
+    speeds.seen(0, 10, 100.0)
+    speeds.seen(0, 30, 102.0)
+    assert speeds.by_stage == {0: 10.0}
+    speeds.restart()
+    speeds.seen(0, 40, 150.0)
+    assert speeds.by_stage == {0: 10.0}
+    speeds.seen(1, 50, 151.0, told=100.0)
+    assert speeds.by_stage[1] == 100.0
+
+
+def test_the_first_to_go_is_the_reason_not_those_who_noticed():
+    ranks = (
+        rank_log(0, code=1, ended=5.1, tail="Traceback\nRuntimeError: Connection closed by peer"),
+        rank_log(1, code=-9, ended=5.2, tail="step 7\n"),
+        rank_log(2, code=-15, ended=5.3),
+    )
+    failure = explain(Poll("ended", 1), ranks, "", lambda code, text: None)
+    assert failure.reason == "rank 1 was killed by SIGKILL" and failure.lines == ("step 7",)
+    failure = explain(Poll("ended", -9), (), "the launcher's last words", lambda code, text: None)
+    assert failure.reason == "torchrun was killed by SIGKILL, and its ranks with it"
+    assert failure.lines == ("the launcher's last words",)
+
+
+def test_the_rank_that_ran_out_of_memory_is_the_reason_wherever_it_comes():
+    ranks = (
+        rank_log(0, code=-6, ended=5.0, tail="RuntimeError: Connection closed by peer"),
+        rank_log(1, code=1, ended=5.2, tail="torch.OutOfMemoryError: CUDA out of memory."),
+    )
+    failure = explain(Poll("ended", 1), ranks, "", lambda code, text: "oom" if "out of memory" in text else None)
+    assert (failure.kind, failure.rank) == ("oom", 1)
+    assert failure.reason == "rank 1 exited with 1: OutOfMemoryError: CUDA out of memory."
+
+
+def test_a_stuck_rank_is_the_one_that_is_not_in_a_collective():
+    waiting = TRACE.format(file="/venv/torch/distributed/distributed_c10d.py", name="all_reduce")
+    busy = TRACE.format(file="/home/me/train.py", name="loss")
+    after = (rank_log(0, tail=waiting), rank_log(1, tail=busy), rank_log(2, tail=waiting))
+    failure = stuck((), after, 600)
+    assert failure.rank == 1 and failure.kind == "stalled"
+    assert "rank 1 is stuck at /home/me/train.py:28 in loss; 2 others wait for it" in failure.reason
+    failure = stuck((rank_log(0, state="S"), rank_log(1, state="T")), after, 600)
+    assert "rank 1 (process 101) is stopped" in failure.reason
+    failure = stuck((), (rank_log(0, tail=waiting), rank_log(1)), 600)
+    assert failure.rank is None and failure.lines[1] == "rank 1: left no stack"
+
+
+def test_advice_keeps_the_global_batch(plan):
+    text = memory_advice(plan.stages[1], "'a run'")
+    assert "micro_batch_size 8 × accumulation_steps 1 × data_parallel_size 2 does not fit" in text
+    assert "4 × 2 × 2 or 2 × 4 × 2" in text and "--resume 'a run' --max-micro-batch-size 4" in text
+    least = replace(plan.stages[1], micro_batch_size=1, accumulation_steps=8)
+    assert "the smallest micro batch" in memory_advice(least, "r")
+
+
+def test_a_smaller_micro_batch_changes_no_stage_otherwise(plan):
+    smaller = refit(plan, 3)
+    for before, after in zip(plan.stages, smaller.stages, strict=True):
+        assert after.micro_batch_size <= 3
+        assert after.micro_batch_size * after.accumulation_steps * after.data_parallel_size == before.global_batch_size
+    assert smaller.schedule == plan.schedule and smaller.launches == plan.launches
+
+
+def test_plans_and_records_survive_their_files(plan, tmp_path):
+    directory = RunDirectory(tmp_path / "r")
+    write_json(directory.path / "plan.json", plan)
+    assert directory.plan() == plan
+    manifest = replace(manifest_of(plan), handle={"pid": 3})
+    write_json(directory.launch(1) / "manifest.json", manifest)
+    ending = Ending(1, "failed", 8, 2.0, 1, Failure("why", 0, 1, ("last",), "oom", "less"))
+    write_json(directory.launch(1) / "ending.json", ending)
+    assert (directory.manifest(1), directory.ending(1), directory.numbers()) == (manifest, ending, [1])
+    (directory.launch(1) / "ending.json").write_text("{half")
+    assert directory.ending(1) is None
+
+
+def test_the_lock_has_one_holder_and_looking_does_not_disturb(tmp_path):
+    first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    assert second.supervisor() is None
+    first.lock()
+    assert second.supervisor() == os.getpid()
+    with pytest.raises(EnvironmentFault, match=f"another supervisor \\(process {os.getpid()}\\)"):
+        second.lock()
+    first.unlock()
+    with open(tmp_path / "lock") as looking:  # as --status does for an instant
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        fcntl.flock(looking, fcntl.LOCK_UN)
+        second.lock()
+    second.unlock()
+
+
+def test_all_that_is_wrong_with_settings_is_said_at_once():
+    with pytest.raises(ConfigError) as caught:
+        read_options({"threads": "none", "keep": 0, "strategy": "zero", "nope": 1})
+    assert [v.field for v in caught.value.violations] == ["threads", "keep", "strategy", "launch.nope"]
+    assert read_options({"environment": ["A=1"]}, Options(environment={"B": "2"})).environment == {"B": "2", "A": "1"}
+    assert read_options({"stop_signal": "usr1"}).stop_signal == "SIGUSR1"
+
+
+def checkpoint(folder: Path, step: int, launch: int, at: int) -> Path:
+    path = folder / "checkpoints" / f"step-{step:012d}-launch-{launch:05d}"
+    path.mkdir(parents=True)
+    (path / "state.json").write_text(json.dumps({"position": at}))
+    (path / "w").write_text("weights")
+    digest = "9a17a1ff1d9d9fa4d9c6f7f1b2f2d1f9"
+    facts = {name: {"size": (path / name).stat().st_size, "sha256": digest} for name in ("state.json", "w")}
+    (path / "manifest.json").write_text(json.dumps({"schema": 1, "files": facts}))
+    return path
+
+
+def test_the_position_is_that_of_the_newest_checkpoint_that_is_whole(tmp_path):
+    directory = RunDirectory(tmp_path)
+    assert position(directory) == 0
+    checkpoint(tmp_path, 4, 1, 64)
+    newer = checkpoint(tmp_path, 3, 2, 48)  # a later launch that went on from before: its lineage counts
+    assert position(directory) == 48
+    assert position(directory, verify=True) == 0  # none has the hash it should have
+    (newer / "w").write_text("weig")
+    assert position(directory) == 64
+
+
+def test_events_are_read_on_from_where_the_last_look_ended(plan, tmp_path):
+    directory = RunDirectory(tmp_path)
+    follower = Follower(directory, manifest_of(plan))
+    assert follower.read() == Progress(0)
+    path = tmp_path / "events" / "launch-00001.jsonl"
+    path.parent.mkdir()
+    lines = [
+        {"kind": "launch", "time": 10.0, "samples": 0, "load_seconds": 0.5},
+        {"kind": "step", "time": 11.0, "samples": 8, "loss": 2.0, "samples_per_second": 8.0},
+        {"kind": "step", "time": 12.0, "samples": 16, "loss": "nan", "samples_per_second": 8.0},
+        {"kind": "save", "time": 13.0, "samples": 16},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    path.write_text(text[:-9])  # the last line is being written
+    seen = follower.read()
+    assert (seen.position, seen.first_step, seen.last_step, seen.loss, seen.saved) == (16, 11.0, 12.0, None, None)
+    path.write_text(text)
+    seen = follower.read()
+    assert (seen.saved, seen.saved_position, seen.load_seconds) == (13.0, 16, 0.5)
+
+
+def test_lines_and_bar_tell_the_same(plan):
+    manifest = manifest_of(plan, 2, 1)
+    progress = Progress(96, samples_per_second=100.0, loss=1.25)
+    text = describe(plan, manifest, progress, 30.0)
+    assert text == "stage 2/3 · batch 16 · 2 ranks · 100 samples/s · loss 1.2500 · 30 s left"
+    failed = Ending(2, "failed", 80, 1010.0, 1, Failure("rank 0 exited with 1: ValueError: [x]", 0, 1, ("[last]",)))
+    for kind in (Lines, Bar):
+        stream = io.StringIO()
+        shown = kind(stream)
+        shown.launched(plan, manifest)
+        shown.progress(plan, manifest, progress, 30.0)
+        shown.ended(plan, manifest, failed)
+        shown.close()
+        assert (
+            "launch 2: samples 64 to 192, stage 2/3, batch 16 = 8 micro × 1 accumulation × 2 ranks" in stream.getvalue()
+        )
+        assert "  rank 0 exited with 1: ValueError: [x]" in stream.getvalue() and "  | [last]" in stream.getvalue()
+
+
+def test_where_nobody_reads_the_run_goes_on(plan):
+    stream = io.StringIO()
+    stream.close()
+    Lines(stream).note("into the void")
+    assert codec.encode(plan)["kind"] == "command"

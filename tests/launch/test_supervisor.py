@@ -1,0 +1,222 @@
+"""The supervisor against scripted trainers: every way to fail, real processes, no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import sys
+
+
+def test_three_stages_become_three_launches_that_meet_exactly(run):
+    code, out, err = run(*run.scripted())
+    assert code == 0, err
+    assert "complete: 512 of 512 samples" in out
+    starts = [(e["start_sample"], e["end_sample"], e["nodes"]) for e in run.events("launch")]
+    assert starts == [(0, 64, 1), (64, 192, 2), (192, 512, 4)]
+    document = run.status()
+    assert (document["state"], document["restarts"], document["step"]) == ("complete", 0, 26)
+    assert document["ledger"] == {"ok": None, "gaps": None, "repeats": None}  # a command keeps none: nothing is claimed
+    assert [p.name for p in run.directory.parent.iterdir()] == [run.directory.name]  # no file outside, no injection
+
+
+def test_a_crash_is_retried_from_the_last_position_and_its_reason_shown(run):
+    code, _, err = run(*run.scripted("crash@96"))
+    assert code == 0
+    assert "rank 0 exited with 1: ValueError: the shelf is empty" in err
+    assert "retry 1 of 3" in err
+    assert [e["start_sample"] for e in run.events("launch")] == [0, 64, 80, 192]
+    assert run.status()["restarts"] == 1
+
+
+def test_a_kill_is_named_by_its_signal(run):
+    code, _, err = run(*run.scripted("kill@200"))
+    assert code == 0
+    assert "rank 0 was killed by SIGKILL" in err
+
+
+def test_an_exit_code_of_zero_before_the_end_is_no_end(run):
+    code, _, err = run(*run.scripted("leave@96"))
+    assert code == 0
+    assert "ended without an error, and before its end" in err
+    assert run.status()["consumed_samples"] == 512
+
+
+def test_retries_are_capped_and_the_failure_is_the_exit_code(run):
+    code, out, err = run(*run.scripted("crash@96!", flags=("--max-retries", "2")))
+    assert code == 5
+    assert err.count("ValueError") >= 3
+    assert [e["number"] for e in run.events("launch")] == [1, 2, 3, 4]
+    assert "failed: 80 of 512 samples" in out and "--resume" in out
+    document = run.status()
+    assert document["state"] == "failed"
+    assert "ValueError: the shelf is empty" in document["reason"]
+
+
+def test_out_of_memory_names_numbers_that_need_less_and_a_resume_takes_them(run):
+    flags = ("--max-micro-batch-size", "8")
+    code, _, err = run(*run.scripted("oom@80!", flags=flags))
+    assert code == 5
+    assert "micro_batch_size 8 × accumulation_steps 1 × data_parallel_size 2 does not fit" in err
+    assert "4 × 2 × 2 or 2 × 4 × 2" in err and "--max-micro-batch-size 4" in err
+    assert len(run.events("launch")) == 3  # once more, in case it was somebody else's memory; not a third time
+    plan = run.directory / "plan.json"
+    plan.write_text(plan.read_text().replace("oom@80!", "slow=0.001"))
+    code, _, err = run.resume("--max-micro-batch-size", "4")
+    assert code == 0, err
+    assert "batch 16 = 4 micro × 2 accumulation × 2 ranks" in err
+
+
+def test_a_command_that_trains_past_its_end_is_stopped_at_once(run):
+    code, _, err = run(*run.scripted("over=8"))
+    assert code == 5
+    assert "trained to sample 72, 8 past its end at 64" in err
+    assert len(run.events("launch")) == 1
+
+
+def test_no_progress_is_stopped_by_the_watchdog_with_the_place_it_hangs_at(run):
+    code, _, err = run(*run.scripted("hang@96", flags=("--stall-seconds", "1.5")))
+    assert code == 0, err
+    assert "no progress for" in err and "rank 0 is stuck at" in err and "trainer.py" in err and "_happen" in err
+
+
+def test_a_stopped_process_is_named(run):
+    run.start(*run.scripted("slow=0.1", flags=("--stall-seconds", "1.5")))
+    run.until(lambda: run.position() > 64)
+    os.kill(run.rank_pid(0), signal.SIGSTOP)
+    code, _, err = run.finish()
+    assert code == 0, err
+    assert "rank 0 (process " in err and "is stopped" in err
+
+
+def test_processes_that_hang_after_the_end_are_not_waited_for(run):
+    code, _, err = run(*run.scripted("tail", flags=("--grace-seconds", "1")))
+    assert code == 0, err
+    assert len(run.events("launch")) == 3
+
+
+def test_grandchildren_are_ended_with_their_launch(run):
+    code, _, err = run(*run.scripted("child"))
+    assert code == 0, err
+    run.assert_nothing_left()
+
+
+def test_the_supervisor_may_be_killed_and_resumed_at_any_time(run):
+    process = run.start(*run.scripted("slow=0.05", "child"))
+    run.until(lambda: run.position() > 64)
+    process.kill()
+    process.communicate()
+    run.assert_nothing_left()
+    document = run.status()
+    assert document["state"] == "stopped" and "gone" in document["reason"]
+    code, _, err = run.resume()
+    assert code == 0, err
+    document = run.status()
+    assert (document["state"], document["consumed_samples"], document["restarts"]) == ("complete", 512, 1)
+    assert any("its supervisor went away" in (e["failure"] or {}).get("reason", "") for e in run.events("ended"))
+
+
+def test_a_second_supervisor_is_refused_and_the_first_goes_on(run):
+    first = run.start(*run.scripted("slow=0.2"))
+    run.until(lambda: run.position())
+    code, _, err = run.resume()
+    assert code == 4
+    assert f"another supervisor (process {first.pid})" in err
+    document = run.status()
+    assert document["state"] == "running" and document["supervisor"] == first.pid and document["consumed_samples"] > 0
+    code, _, err = run(*run.scripted())
+    assert code == 2 and "holds a run already" in err
+    run.process = first
+    code, _, err = run.finish()
+    assert code == 0, err
+
+
+def test_stop_saves_and_ends_and_resume_goes_on(run):
+    first = run.start(*run.scripted("slow=0.1"))
+    run.until(lambda: run.position() > 16)
+    code, out, err = run("--stop", str(run.directory))
+    assert code == 0, err
+    assert out.startswith("stopped: ")
+    assert first.wait(20) == 130
+    first.communicate()
+    document = run.status()
+    assert document["state"] == "stopped" and 16 < document["consumed_samples"] < 512
+    assert run.resume()[0] == 0
+    assert run.status()["state"] == "complete"
+
+
+def test_one_interrupt_saves_and_stops(run):
+    process = run.start(*run.scripted("slow=0.1"))
+    run.until(lambda: run.position() > 16)
+    process.send_signal(signal.SIGINT)
+    code, out, err = run.finish()
+    assert code == 130 and "a checkpoint first" in err and "stopped: " in out
+
+
+def test_two_interrupts_stop_now_even_a_command_that_does_not_listen(run):
+    process = run.start(*run.scripted("slow=0.1", "deaf"))
+    run.until(lambda: run.position() > 16)
+    process.send_signal(signal.SIGINT)
+    run.until(lambda: run.processes())
+    process.send_signal(signal.SIGINT)
+    code, _, _ = run.finish()
+    assert code == 130
+    run.assert_nothing_left()
+
+
+def test_an_old_launch_cannot_move_the_run(run):
+    """Its status file is its own: a survivor that writes there later is not believed."""
+    process = run.start(*run.scripted("slow=0.05"))
+    run.until(lambda: run.position() > 64)
+    (run.directory / "launches" / "0001" / "status.json").write_text('{"consumed_samples": 500}')
+    assert json.loads((run.directory / "launch.json").read_text())["launch"] >= 2
+    assert run.finish()[0] == 0
+    assert [e["start_sample"] for e in run.events("launch")] == [0, 64, 192]
+    assert process.returncode == 0
+
+
+def test_files_that_hold_the_environment_are_for_their_owner(run):
+    code, _, err = run(*run.scripted(flags=("--env", 'TOKEN=it\'s $(secret) "x"')))
+    assert code == 0, err
+    manifest = run.directory / "launches" / "0001" / "manifest.json"
+    assert json.loads(manifest.read_text())["environment"]["TOKEN"] == 'it\'s $(secret) "x"'
+    holding = [p for p in run.directory.rglob("*") if p.is_file() and "secret" in p.read_text(errors="replace")]
+    assert manifest in holding
+    assert {stat.S_IMODE(p.stat().st_mode) for p in holding} == {0o600}
+
+
+def test_a_position_command_tells_where_the_run_is(run):
+    memory = run.directory.parent / "memory"
+    memory.write_text("0")
+    tell = f"{sys.executable} -c \"print('so far:'); print(open('{memory}').read())\""
+    code, _, err = run(*run.scripted("silent", f"memory={memory}", "crash@96", flags=("--position-command", tell)))
+    assert code == 0, err
+    assert [e["start_sample"] for e in run.events("launch")] == [0, 64, 80, 192]
+
+
+def test_a_position_command_without_an_answer_is_an_error(run):
+    code, _, err = run(*run.scripted(flags=("--position-command", f"{sys.executable} -c 'print(\"here\")'")))
+    assert code == 5
+    assert "did not say where the run is" in err and "'here'" in err
+
+
+def test_stages_share_a_launch_unless_the_command_is_given_its_batch(run):
+    words = run.scripted()
+    plain = tuple("16" if w == "{global_batch_size}" else w for w in words)
+    constant = tuple("constant" if w == "constant-work" else w for w in plain)
+    code, _, err = run(*constant)
+    assert code == 0, err
+    assert [(e["start_sample"], e["end_sample"]) for e in run.events("launch")] == [(0, 512)]
+
+
+def test_boundaries_are_timed(run):
+    code, out, _ = run(*run.scripted("slow=0.1"))
+    assert code == 0
+    found = run.events("boundary")
+    assert [b["position"] for b in found] == [64, 192]
+    for b in found:
+        parts = b["save_seconds"] + b["stop_seconds"] + b["start_seconds"] + b["load_seconds"]
+        assert b["planned"] and 0 < parts <= b["lost_seconds"] + 0.5
+    assert "time lost at boundaries" in out
+    assert run.status()["lost_seconds"] > 0

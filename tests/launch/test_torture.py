@@ -1,0 +1,170 @@
+"""The real loop under the real torchrun: a ramp over 1, 2 and 4 ranks, and every way to be killed on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchwright.core import codec
+from batchwright.core.rules import parse_thresholds
+
+pytestmark = pytest.mark.torch
+
+RAMP = "0:8 64:16 192:32"
+
+
+def losses(directory: Path) -> dict[int, float]:
+    """Loss by step along the lineage: of a step that was done again, the last time counts."""
+    found: dict[int, float] = {}
+    for path in sorted((directory / "events").glob("launch-*.jsonl")):
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            if event["kind"] == "step":
+                found[event["step"]] = event["loss"]
+    return found
+
+
+def assert_exact(out: str) -> dict:
+    """What `--json` printed at the end: complete, and every sample in exactly one step."""
+    document = json.loads(out)
+    assert document["state"] == "complete", document
+    ledger = document["ledger"]
+    assert (ledger["ok"], ledger["gaps"], ledger["repeats"]) == (True, 0, 0), ledger
+    assert ledger["samples"] == document["total_samples"]
+    return document
+
+
+def test_a_ramp_over_1_2_and_4_ranks_trains_what_one_uninterrupted_process_does(run, tmp_path_factory):
+    code, out, err = run(*run.task("--json", "--micro-batch-size", "8", ramp=RAMP, samples=512, nodes=4))
+    assert code == 0, err
+    document = assert_exact(out)
+    assert [(s["ranks"], s["start_sample"], s["position"]) for s in document["history"]] == [
+        (1, 0, 64), (2, 64, 192), (4, 192, 512),
+    ]  # fmt: skip
+    assert document["ledger"]["discarded_samples"] == 0
+    assert len(document["boundaries"]) == 2 and document["lost_seconds"] > 0
+    assert [p.name for p in run.directory.parent.iterdir()] == [run.directory.name]
+
+    alone = tmp_path_factory.mktemp("alone")
+    spec = json.loads((run.directory / "launches" / "0001" / "spec.json").read_text())
+    assert spec["schedule"] == codec.encode(parse_thresholds(RAMP, "samples").compile().until(512))
+    spec["settings"] |= {"directory": str(alone / "run"), "launch": 1, "end_sample": None}
+    (alone / "spec.json").write_text(json.dumps(spec))
+    subprocess.run(
+        [sys.executable, "-m", "batchwright.runtime.loop", str(alone / "spec.json")], check=True, timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+    )  # fmt: skip
+    ours, theirs = losses(run.directory), losses(alone / "run")
+    assert sorted(ours) == sorted(theirs) == list(range(26))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_rank_torchrun_and_supervisor_killed_a_rank_stopped_a_checkpoint_cut(run):
+    draw = random.Random(os.environ.get("TORTURE_SEED", "7"))
+    words = run.task(
+        "--stall-seconds", "6", "--checkpoint-samples", "32", "--max-retries", "6", ramp="0:16", samples=640, nodes=2,
+        args=("slow=0.05",),
+    )  # fmt: skip
+    run.start(*words)
+    seen = 0
+
+    def trains(more: int = 32) -> Path:
+        """The next launch, once it has trained `more` samples."""
+        nonlocal seen
+        launch = run.until(lambda: run.newest() if int(run.newest().name) > seen else None)
+        begun = json.loads((launch / "manifest.json").read_text())["start_sample"]
+        run.until(lambda: run.position() >= begun + more)
+        seen = int(launch.name)
+        return launch
+
+    os.kill(run.rank_pid(draw.randrange(2), trains()), signal.SIGKILL)
+    launch = trains()
+    wrapper = json.loads((launch / "ranks" / "0.json").read_text())["parent"]
+    torchrun = int(Path(f"/proc/{wrapper}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    os.kill(torchrun, signal.SIGKILL)
+    stopped = draw.randrange(2)
+    os.kill(run.rank_pid(stopped, trains()), signal.SIGSTOP)
+    trains(48)
+    supervisor = run.process
+    said = run.said()
+    supervisor.kill()
+    supervisor.communicate()
+    run.assert_nothing_left()
+    assert "was killed by SIGKILL" in said
+    assert "torchrun was killed by SIGKILL, and its ranks with it" in said
+    assert f"rank {stopped} (process " in said and "is stopped" in said
+
+    newest = max((run.directory / "checkpoints").glob("step-*"), key=lambda p: p.name.split("-launch-")[::-1])
+    damaged = max(newest.glob("tensors/*.distcp"), key=lambda p: p.stat().st_size)
+    os.truncate(damaged, damaged.stat().st_size // 2)
+    code, out, err = run.resume("--json")
+    assert code == 0, err
+    document = assert_exact(out)
+    assert document["restarts"] == 4
+    assert document["ledger"]["discarded_samples"] > 0
+    assert [p.name for p in run.directory.parent.iterdir()] == [run.directory.name]
+
+
+def test_an_interrupt_saves_the_step_in_work_and_nothing_is_done_twice(run):
+    process = run.start(
+        *run.task("--json", "--checkpoint-samples", "320", ramp="0:16", samples=320, nodes=1, args=("slow=0.2",))
+    )
+    run.until(lambda: run.position() >= 32)
+    process.send_signal(signal.SIGINT)
+    code, out, err = run.finish()
+    assert code == 130, err
+    document = json.loads(out)
+    assert "a checkpoint first" in err and document["state"] == "stopped"
+    assert 32 <= document["saved_samples"] == document["consumed_samples"] < 320
+    code, out, err = run.resume("--json")
+    assert code == 0, err
+    assert assert_exact(out)["ledger"]["discarded_samples"] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_during_a_save(run):
+    disk = run.directory.parent / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs here: {mounted.stderr.decode()[:80]}")
+    try:
+        run.directory = disk / "run"
+        words = run.task(
+            "--json",
+            "--checkpoint-samples",
+            "32",
+            "--max-retries",
+            "8",
+            ramp="0:16",
+            samples=320,
+            nodes=1,
+            args=("slow=0.1", "width=256"),
+        )
+        run.start(*words)
+        run.until(lambda: run.position() >= 32 and any((run.directory / "checkpoints").glob("step-*")))
+        ballast = disk / "ballast"
+        with open(ballast, "wb", buffering=0) as file:
+            try:
+                while file.write(b"x" * 4096):
+                    pass
+            except OSError:
+                pass
+        run.until(lambda: "failed at sample" in run.said() or "No space left" in run.said())
+        ballast.unlink()
+        code, out, err = run.finish()
+        assert code == 0, err
+        assert "No space left" in err or "the disk is full" in err
+        assert_exact(out)
+        run.assert_nothing_left()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -1,0 +1,70 @@
+"""A scripted trainer: counts samples as a training script would, and fails as its SCRIPT says, once or for ever.
+
+    python trainer.py BATCH START END [SCRIPT...]
+
+SCRIPT words: `crash@96`, `kill@96`, `oom@96`, `hang@96`, `leave@96` happen once per run directory; with `!` after them,
+every time. `over=8` trains past the end; `slow=0.1` sleeps per step; `deaf` ignores SIGTERM; `silent` writes no status;
+`child` leaves a grandchild behind; `tail` hangs after the end is saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+
+def main() -> None:
+    batch, position, end = (int(word) for word in sys.argv[1:4])
+    script = sys.argv[4:]
+    options = dict(word.partition("=")[::2] for word in script)
+    path = os.environ["BATCHWRIGHT_STATUS_FILE"]
+    stopping = []
+    signal.signal(signal.SIGTERM, lambda *_: None if "deaf" in options else stopping.append(1))
+    end += int(options.get("over", 0))
+
+    def save() -> None:
+        if "silent" not in options:
+            with open(f"{path}.part", "w") as file:
+                json.dump({"consumed_samples": position}, file)
+            os.replace(f"{path}.part", path)
+        if "memory" in options:  # a checkpoint of its own, for --position-command
+            with open(options["memory"], "w") as file:
+                file.write(str(position))
+
+    if "child" in options:
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    while position < end and not stopping:
+        time.sleep(float(options.get("slow", 0.01)))
+        position = min(end, position + batch)
+        for word in script:
+            name, at, where = word.rstrip("!").partition("@")
+            mark = os.path.join(os.environ["BATCHWRIGHT_RUN_DIR"], f"{name}-{where}.mark")
+            if at and position >= int(where) and (word.endswith("!") or not os.path.exists(mark)):
+                open(mark, "w").close()
+                _happen(name)
+        save()
+    print(f"reached {position}", flush=True)
+    if "tail" in options:
+        time.sleep(1000)
+
+
+def _happen(name: str) -> None:
+    print(f"about to {name}", flush=True)
+    if name == "crash":
+        raise ValueError("the shelf is empty")
+    if name == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "oom":
+        raise MemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    if name == "leave":
+        sys.exit(0)
+    while name == "hang":
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The command line on commands that need no torch: exit codes, one document, what goes where."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchwright.cli import main
+from batchwright.probe.journal import path_for
+
+PROGRAM = "import sys; sys.exit('MemoryError' if int(sys.argv[1]) > {} else 0)"
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as done:
+        main(["probe", *words])
+    out, err = capsys.readouterr()
+    return int(done.value.code or 0), out, err
+
+
+def command(limit: int) -> list[str]:
+    return ["--", sys.executable, "-S", "-c", PROGRAM.format(limit), "{micro_batch_size}"]
+
+
+def test_text_to_stdout_and_progress_to_stderr(capsys, tmp_path):
+    code, out, err = run(capsys, "--limit-only", "--dir", str(tmp_path), *command(5))
+    assert code == 0
+    assert out.startswith("micro_batch_size 5 is the largest that ran; 6 did not")
+    assert "recommended: micro_batch_size 5" in out
+    assert "limit       micro_batch_size 8" in err
+    assert "\x1b" not in out + err
+
+
+def test_nothing_fits_exits_3_with_one_document(capsys, tmp_path):
+    code, out, _ = run(capsys, "--json", "--dir", str(tmp_path), *command(0))
+    assert code == 3
+    assert json.loads(out)["error"]["type"] == "NothingFitsError"
+
+
+def test_a_full_disk_prints_the_results_and_exits_4(capsys, tmp_path):
+    words = command(5)
+    path_for(Path(tmp_path), " ".join(words[1:])).symlink_to("/dev/full")
+    code, out, err = run(capsys, "--limit-only", "--json", "--dir", str(tmp_path), *words)
+    assert code == 4
+    assert json.loads(out)["max_micro_batch_size"] == 5
+    assert "No space left on device" in err
+
+
+def test_a_folder_that_cannot_be_made_does_not_stop_a_probe(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    code, out, err = run(capsys, "--limit-only", "--dir", str(tmp_path / "file" / "below"), *command(5))
+    assert code == 4
+    assert "micro_batch_size 5 is the largest" in out
+    assert "journal could not be written" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["missing.py:task"],
+        ["train.sh"],
+        ["--memory", "lots", *command(5)],
+        ["--margin", "2GiB", "--memory", "1GiB", *command(5)],
+        ["--max", "3", "--multiple-of", "8", *command(5)],
+        ["--step-regex", "(", *command(5)],
+        ["--ranks", "2", *command(5)],
+        ["--arg", "width", "missing.py:task"],
+        ["--", "true"],
+    ],
+)
+def test_an_invalid_request_exits_2_before_anything_runs(capsys, words):
+    code, out, err = run(capsys, *words)
+    assert code == 2
+    assert not out
+    assert err.startswith("error: ")

@@ -1,0 +1,104 @@
+"""Commands: any script with {micro_batch_size} in it, by marker, regex or two step counts; no torch anywhere."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
+from batchwright.probe import probe
+
+SCRIPT = """
+import sys, time
+size, steps, style, limit = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+if size > limit:
+    if style == "crash":
+        raise KeyError("not memory")
+    raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+for step in range(steps):
+    time.sleep((0.04 if style == "none" else 0.01) + 0.001 * size)
+    if style == "marker":
+        print(f"batchwright: step {step}")
+    if style == "regex":
+        print(f"epoch 0 | batch {step} | loss 1.0")
+    if style == "tqdm":
+        print(f" 10%|# | {step}/{steps} [00:01<00:10, 1.0it/s]", end="\\r", file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return lambda *words: [sys.executable, "-S", str(path), *words]
+
+
+@pytest.mark.parametrize(
+    ("style", "steps", "options"),
+    [
+        ("marker", "100000", {}),
+        ("tqdm", "100000", {}),
+        ("regex", "100000", {"step_regex": r"batch (\d+)"}),
+        ("none", "{steps}", {}),
+    ],
+)
+def test_limit_and_throughput(script, tmp_path, style, steps, options):
+    made = probe(
+        script("{micro_batch_size}", steps, style, "5"), dir=tmp_path / "j", seconds=0.1, timeout=60, **options
+    )
+    assert (made.max_micro_batch_size, made.first_failing_micro_batch_size) == (5, 6)
+    assert {t.death for t in made.trials if not t.fits} == {"device-oom"}
+    timed = [t for t in made.trials if t.purpose == "throughput"]
+    assert [t.micro_batch_size for t in timed] == [1, 2, 4, 5]
+    if style != "none":  # two totals on a busy machine may differ by less than their noise
+        assert all(t.step_seconds and t.step_seconds > 0.005 for t in timed)
+    else:
+        assert any(t.step_seconds for t in timed)
+
+
+def test_no_marker_no_throughput_but_a_limit(script, tmp_path):
+    made = probe(script("{micro_batch_size}", "2", "none", "5"), dir=tmp_path / "j")
+    assert made.max_micro_batch_size == 5
+    assert made.saturating_micro_batch_size is None
+    assert any("--step-regex" in note for note in made.notes)
+
+
+def test_a_crash_is_not_memory(script, tmp_path):
+    with pytest.raises(RunError, match="KeyError") as caught:
+        probe(script("{micro_batch_size}", "2", "crash", "5"), dir=tmp_path / "j")
+    assert "Traceback" in caught.value.__notes__[0]
+
+
+def test_a_real_limit_of_address_space(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import sys, time\nheld = bytearray(int(sys.argv[1]) * 2**20)\n"
+        "for step in range(9):\n    print('step', step, flush=True)\n    time.sleep(0.05)\n"
+    )
+    command = [sys.executable, "-S", str(path), "{micro_batch_size}"]
+    made = probe(command, memory="256MiB", dir=None, throughput=False, exact=True)
+    assert made.first_failing_micro_batch_size == made.max_micro_batch_size + 1
+    assert 150 < made.max_micro_batch_size < 256
+    assert {t.death for t in made.trials if not t.fits} == {"host-oom"}
+    assert len(made.trials) <= 5
+
+
+def test_a_resumed_command(script, tmp_path):
+    words = script("{micro_batch_size}", "100000", "marker", "5")
+    probe(words, dir=tmp_path / "j", throughput=False)
+    assert all(t.resumed for t in probe(words, dir=tmp_path / "j", throughput=False).trials)
+    (tmp_path / "train.py").write_text(SCRIPT + "\n# edited\n")
+    made = probe(words, dir=tmp_path / "j", throughput=False)
+    assert any(note.startswith("code changed") for note in made.notes)
+
+
+def test_a_program_that_is_not_there():
+    with pytest.raises(EnvironmentFault, match="no-such-program: No such file"):
+        probe(["no-such-program", "{micro_batch_size}"], dir=None)
+
+
+def test_a_command_needs_its_placeholder_and_no_ranks():
+    with pytest.raises(ConfigError) as caught:
+        probe(["python", "train.py"], ranks=2, dir=None)
+    assert [v.field for v in caught.value.violations] == ["command", "ranks"]

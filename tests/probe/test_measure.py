@@ -1,0 +1,83 @@
+"""Timings, curves and verdicts on numbers that are known."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchwright.probe.curve import analyse, fit, sizes
+from batchwright.probe.diagnosis import diagnose
+from batchwright.probe.timing import Timing, interval, warmup
+
+
+def steady(seconds, noise=0.01, steps=20, seed=0):
+    draw = random.Random(seed)
+    return Timing.of([seconds * 3, *(seconds * (1 + draw.uniform(-noise, noise)) for _ in range(steps))])
+
+
+def curve_of(a, b, noise=0.01):
+    return analyse({size: steady(a + b * size, noise, seed=size) for size in (1, 2, 4, 8, 16, 32, 64)})
+
+
+@given(st.integers(1, 1 << 20), st.sampled_from([1, 8, 48]))
+def test_sizes_are_few_rising_multiples_up_to_the_largest(largest, multiple_of):
+    largest = max(largest, multiple_of) // multiple_of * multiple_of
+    found = sizes(largest, multiple_of)
+    assert found == sorted(set(found))
+    assert len(found) <= 7
+    assert found[-1] == largest
+    assert all(size % multiple_of == 0 for size in found)
+
+
+@given(st.floats(0, 1), st.floats(0.001, 1))
+def test_the_fit_finds_its_line(a, b):
+    found_a, found_b, error = fit({size: a + b * size for size in (1, 2, 4, 8, 16)})
+    assert abs(found_a - a) < 1e-6 * (1 + a)
+    assert abs(found_b - b) < 1e-6 * (1 + b)
+    assert error < 1e-6
+
+
+def test_the_interval_holds_the_median_and_narrows_with_steps():
+    draw = random.Random(1)
+    few, many = ([draw.gauss(1, 0.1) for _ in range(n)] for n in (9, 400))
+    width = [high - low for low, high in (interval(few), interval(many))]
+    assert width[1] < width[0] / 2
+
+
+def test_warm_up_is_left_out():
+    times = [5.0, 2.0, 1.2, *[1.0, 1.01, 0.99] * 5]
+    assert warmup(times) == 3
+    assert abs(Timing.of(times).seconds - 1.0) < 0.02
+
+
+def test_the_knee_is_measured_and_predicted():
+    curve = curve_of(a=0.0053, b=0.000856)  # the research's fit: 90% of the asymptote at 56
+    assert curve.predicted_saturating in range(50, 62)
+    assert curve.saturating in (16, 32, 64)
+    assert curve.best == 64
+    assert not curve.noisy
+
+
+def test_bottlenecks():
+    flat = curve_of(a=0.001, b=0.01)
+    same = {"cached": steady(1.0), "loader": steady(1.01), "accumulate": steady(0.97)}
+    assert diagnose(same, flat, 64, ranks=1).bottleneck == "none"
+    slow_loader = same | {"loader": steady(2.0)}
+    found = diagnose(slow_loader, flat, 64, ranks=1)
+    assert found.bottleneck == "input"
+    assert "50% of a step waits for data" in found.words
+    slow_sync = same | {"accumulate": steady(0.5)}
+    assert diagnose(slow_sync, flat, 64, ranks=4).bottleneck == "synchronisation"
+    assert diagnose(slow_sync, flat, 64, ranks=1).bottleneck == "none"  # one rank: that is the optimizer
+    assert diagnose(same, curve_of(a=1.0, b=0.001), 64, ranks=1).bottleneck == "overhead"
+
+
+def test_noise_is_refused_but_a_clear_case_is_not():
+    wild = curve_of(a=0.001, b=0.01, noise=0.9)
+    assert wild.noisy
+    noisy = {"cached": steady(1.0, 0.5, steps=5), "loader": steady(1.1, 0.5, steps=5), "accumulate": steady(1.0)}
+    assert diagnose(noisy, wild, 64, ranks=1).bottleneck == "too-noisy"
+    clear = {"cached": steady(1.0, 0.5), "loader": steady(50.0, 0.5), "accumulate": steady(1.0)}
+    assert diagnose(clear, wild, 64, ranks=1).bottleneck == "input"

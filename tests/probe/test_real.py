@@ -1,0 +1,100 @@
+"""Real tasks, real processes, a real limit of memory. Every trial imports torch, so there are few."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from batchwright.cli import main
+from batchwright.probe import probe
+from batchwright.probe.request import read_request
+from batchwright.probe.runner import TaskRunner
+
+pytestmark = pytest.mark.torch
+BUDGET = "320MiB"
+
+
+def runner(target, folder: Path, **options) -> TaskRunner:
+    folder.mkdir(exist_ok=True)
+    return TaskRunner(read_request(str(target), timeout=120, **options), folder)
+
+
+def test_the_real_limit_equals_bisection_with_fresh_processes(task_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    random.seed(7)
+    before = random.getstate(), sorted(p.name for p in tmp_path.iterdir())
+    made = probe(f"{task_file}:task", memory=BUDGET, dir=None, throughput=False, timeout=120)
+    assert (random.getstate(), sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__")) == before
+    assert len(made.trials) <= 5
+    assert {t.status for t in made.trials} == {"fits", "oom"}
+
+    trials = runner(f"{task_file}:task", tmp_path / "scratch", memory=BUDGET)
+    low, high = 0, 1 << made.first_failing_micro_batch_size.bit_length()
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if trials.limit(middle).fits else (low, middle)
+    assert (made.max_micro_batch_size, made.first_failing_micro_batch_size) == (low, high)
+
+
+def test_the_command_line_measures_and_prints_one_document(task_file, tmp_path, capsys):
+    journal = str(tmp_path / "j")
+    words = ["probe", f"{task_file}:task", "--max", "2", "--seconds", "0.1", "--memory", "1GiB", "--dir", journal]
+    with pytest.raises(SystemExit) as done:
+        main([*words, "--json"])
+    out, err = capsys.readouterr()
+    assert done.value.code == 0, err
+    document = json.loads(out)
+    assert document["schema"] == 1
+    assert document["max_micro_batch_size"] == 2
+    measured = {t["micro_batch_size"] for t in document["trials"] if t["status"] == "fits"}
+    assert {document["saturating_micro_batch_size"], document["recommended_micro_batch_size"]} <= measured
+    assert document["bottleneck"] in ("none", "input", "synchronisation", "overhead", "too-noisy")
+    assert document["tflops_per_second"] > 0
+    assert "micro_batch_size 2" in err
+    with pytest.raises(SystemExit):
+        main([*words, "--plot"])  # everything is in the journal: one process that describes the task
+    out, err = capsys.readouterr()
+    assert "micro_batch_size 2 is the largest that ran (the cap)" in out
+    assert "samples/s against micro_batch_size" in out
+    assert "resumed: " in err
+
+
+def test_the_users_mistake_is_shown_and_ends_the_search(task_file, tmp_path, capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["probe", f"{task_file}:broken", "--memory", "1GiB", "--dir", str(tmp_path / "j")])
+    err = capsys.readouterr().err
+    assert done.value.code == 5
+    assert "ValueError: the user's own mistake" in err
+    assert 'tiny.py", line' in err
+    assert "worker.py" not in err
+    assert err.count("limit  ") == 1, "one trial, no search"
+
+
+def test_two_ranks_and_what_they_are(task_file, tmp_path):
+    trials = runner(f"{task_file}:task", tmp_path / "scratch", memory="1GiB", ranks=2, args={"optimizer": "SGD"})
+    trial = trials.limit(2)
+    assert trial.fits, trial
+    assert trials.identity["optimizer"] == "SGD"
+    assert trials.identity["code"].keys() == {"tiny.py"}
+    assert trials.identity["args"] == {"optimizer": "SGD"}
+
+
+def test_the_longest_sample_fills_the_batch(tmp_path):
+    path = tmp_path / "ragged.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\nfrom batchwright.runtime.task import Task\n"
+        "class Data:\n    def __len__(self): return 9\n"
+        "    def __getitem__(self, i): return torch.ones(20000 if i == 7 else 1, 64)\n"
+        "def task():\n    return Task(model=lambda: nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64)), dataset=Data(),\n"
+        "        collate=nn.utils.rnn.pad_sequence, loss=lambda m, x: (m(x).sum(), x.numel()),\n"
+        "        optimizer=lambda p: torch.optim.SGD(p, lr=0.1))\n"
+    )
+    trials = runner(path, tmp_path / "scratch", memory="1GiB", longest=True)
+    trial = trials.limit(2)
+    assert trials.longest_index == 7
+    assert trial.peak_memory_bytes > 2 * 20000 * 512 * 4, "the activations of two of them"

@@ -1,0 +1,304 @@
+"""Scripted workers: every way a trial can end, and what the prober makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from batchwright.core.errors import ConfigError, NothingFitsError, RunError
+from batchwright.probe.prober import run_probe
+from batchwright.probe.progress import Silent
+
+LIMIT_40 = "oom() if size > 40 else fits()\n"
+
+
+class Watching(Silent):
+    def __init__(self):
+        self.trials, self.notes = [], []
+
+    def finished(self, trial):
+        self.trials.append(trial)
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def test_fits_and_out_of_memory(scripted):
+    probe = run_probe(scripted("fits(600 + 34 * size) if size <= 40 else oom()"))
+    assert (probe.max_micro_batch_size, probe.first_failing_micro_batch_size) == (40, 41)
+    assert [t.purpose for t in probe.trials] == ["limit"] * len(probe.trials)
+    assert len(probe.trials) <= 5
+    assert probe.recommended_micro_batch_size in [t.micro_batch_size for t in probe.trials if t.fits]
+
+
+@pytest.mark.parametrize(
+    ("death", "kind"),
+    [
+        ("oom('device-oom')", "device-oom"),
+        ("oom('loader-worker')", "loader-worker"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "host-oom"),
+        ("os.kill(os.getpid(), signal.SIGBUS)", "host-oom"),
+        ("sys.exit(137)", "host-oom"),
+        ("sys.exit('RuntimeError: CUDA error: out of memory')", "device-oom"),
+        (
+            "sys.stderr.write(\"terminate called after throwing an instance of 'std::bad_alloc'\"); os.abort()",
+            "host-oom",
+        ),
+        ("raise MemoryError", "host-oom"),
+    ],
+)
+def test_deaths_that_bound_the_size(scripted, death, kind):
+    probe = run_probe(
+        scripted(f"fits() if size <= 8 else {death}" if "raise" not in death else f"if size > 8: {death}\nfits()")
+    )
+    assert probe.max_micro_batch_size == 8
+    assert {t.death for t in probe.trials if not t.fits} == {kind}
+    assert {t.status for t in probe.trials if not t.fits} == {"oom"}
+
+
+@pytest.mark.parametrize(
+    ("death", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+        ("os.abort()", "SIGABRT"),
+        ("sys.exit(0)", "exit status 0 but no result"),
+        ("open(spec['result'] + '.0', 'w').write('{\"status\": \"do'); sys.exit(0)", "no result"),
+        ("open(spec['result'] + '.0', 'w').write('[1, 2]'); sys.exit(0)", "no result"),
+        ("raise KeyError('mine')", "KeyError"),
+        ("say(status='death', kind='compile', reason='InductorError', traceback='Traceback: theirs')", "InductorError"),
+    ],
+)
+def test_deaths_that_stop_the_search(scripted, death, said):
+    watching = Watching()
+    with pytest.raises(RunError, match=said) as caught:
+        run_probe(scripted(death), progress=watching)
+    assert caught.value.exit_code == 5
+    assert len(watching.trials) == 1, "no search"
+    assert watching.trials[0].status == "crash"
+
+
+def test_a_crash_shows_the_users_traceback(scripted):
+    with pytest.raises(RunError) as caught:
+        run_probe(scripted("raise KeyError('mine')"))
+    assert "KeyError: 'mine'" in "".join(caught.value.__notes__)
+
+
+def test_a_hang_ends_at_its_timeout(scripted):
+    started = time.monotonic()
+    probe = run_probe(scripted("fits() if size <= 4 else time.sleep(600)", timeout=1.0, largest=8))
+    assert time.monotonic() - started < 60
+    assert probe.max_micro_batch_size == 4
+    hung = [t for t in probe.trials if t.status == "timeout"]
+    assert hung
+    assert hung[0].death == "hang"
+    assert any("timed out" in note for note in probe.notes)
+
+
+def test_a_hung_trial_leaves_no_process(scripted, tmp_path):
+    code = """
+    import subprocess
+    if size > 4:
+        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
+        open(sys.argv[1] + f".{child.pid}", "w")
+        os.makedirs(%r, exist_ok=True)
+        open(os.path.join(%r, str(child.pid)), "w")
+        time.sleep(600)
+    fits()
+    """
+    pids = tmp_path / "pids"
+    run_probe(scripted(code % (str(pids), str(pids)), timeout=1.5, largest=8))
+    assert [p.name for p in pids.iterdir()]
+    assert not [p.name for p in pids.iterdir() if alive(int(p.name))]
+
+
+def test_nothing_fits(scripted):
+    with pytest.raises(NothingFitsError, match="Tried 8, 4, 2, 1") as caught:
+        run_probe(scripted("oom()"))
+    assert caught.value.exit_code == 3
+
+
+def test_an_invalid_task_is_an_invalid_request(scripted):
+    code = (
+        "say(status='invalid', error={'message': 'no such function', 'field': 'task', 'given': 'x', 'nearest': ['y']})"
+    )
+    with pytest.raises(ConfigError, match="no such function") as caught:
+        run_probe(scripted(code))
+    assert caught.value.nearest == ("y",)
+
+
+def test_the_cap_is_respected(scripted):
+    probe = run_probe(scripted(LIMIT_40, largest=20))
+    assert probe.max_micro_batch_size == 20
+    assert probe.first_failing_micro_batch_size is None
+    assert max(t.micro_batch_size for t in probe.trials) == 20
+
+
+def test_multiples_only(scripted):
+    probe = run_probe(scripted("fits(600 + 34 * size) if size <= 40 else oom()", multiple_of=16))
+    assert probe.max_micro_batch_size == 32
+    assert all(t.micro_batch_size % 16 == 0 for t in probe.trials)
+
+
+def test_throughput_recommends_a_measured_size_and_names_the_bottleneck(scripted):
+    probe = run_probe(scripted("fits(600 + 10 * size) if size <= 140 else oom()", throughput=True))
+    measured = [t.micro_batch_size for t in probe.trials if t.purpose == "throughput" and t.fits]
+    best = max(t.samples_per_second for t in probe.trials if t.samples_per_second)
+    assert probe.max_micro_batch_size == 140
+    assert {probe.saturating_micro_batch_size, probe.recommended_micro_batch_size} <= set(measured)
+    at = next(
+        t for t in probe.trials if t.micro_batch_size == probe.saturating_micro_batch_size and t.samples_per_second
+    )
+    assert at.samples_per_second >= 0.9 * best
+    assert probe.curve.predicted_saturating == 90  # a/b × 9
+    assert probe.bottleneck == "none"
+    document = json.loads(json.dumps(probe.to_json(), allow_nan=False))
+    assert document["schema"] == 1
+    assert {"micro_batch_size", "status", "purpose", "peak_memory_bytes", "samples_per_second", "step_seconds",
+            "predicted_peak_memory_bytes"} <= set(document["trials"][0])  # fmt: skip
+
+
+def test_evaluation_batches_are_searched_apart(scripted):
+    probe = run_probe(
+        scripted("fits(500 + size) if size <= (100 if mode == 'evaluation' else 40) else oom()", evaluation=True)
+    )
+    assert (probe.max_micro_batch_size, probe.max_evaluation_batch_size) == (40, 100)
+    assert {t.purpose for t in probe.trials} == {"limit", "evaluation"}
+
+
+# The journal.
+
+
+def test_an_interrupted_probe_goes_on_where_it_stopped(scripted):
+    stopped = scripted("fits(600 + 34 * size) if size <= 40 else time.sleep(600)", timeout=60.0)
+
+    class Interrupt(Watching):
+        def started(self, size, purpose, left):
+            if len(self.trials) == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_probe(stopped, progress=Interrupt())
+    probe = run_probe(scripted("fits(600 + 34 * size) if size <= 40 else oom()"))
+    assert [t.resumed for t in probe.trials] == [True, True, False, False]
+    assert any(note.startswith("resumed: 2 trials") for note in probe.notes)
+    again = run_probe(scripted("fits(600 + 34 * size) if size <= 40 else oom()"))
+    assert all(t.resumed for t in again.trials)
+    assert again.max_micro_batch_size == probe.max_micro_batch_size == 40
+    fresh = run_probe(scripted("fits(600 + 34 * size) if size <= 40 else oom()", fresh=True))
+    assert not any(t.resumed for t in fresh.trials)
+
+
+def test_a_changed_optimizer_is_noticed_and_named(scripted):
+    run_probe(scripted(LIMIT_40))
+    probe = run_probe(scripted("IDENTITY['optimizer'] = 'SGD'\n" + LIMIT_40))
+    assert "optimizer changed: AdamW -> SGD; probing again" in probe.notes
+    assert not any(t.resumed for t in probe.trials)
+    back = run_probe(scripted(LIMIT_40))
+    assert "optimizer changed: SGD -> AdamW; probing again" in back.notes
+    assert all(t.resumed for t in back.trials), "what was measured before still holds"
+
+
+def test_another_budget_is_measured_anew(scripted):
+    run_probe(scripted(LIMIT_40, memory="1GiB"))
+    assert not any(t.resumed for t in run_probe(scripted(LIMIT_40, memory="2GiB")).trials)
+
+
+def test_a_torn_line_is_skipped(scripted, tmp_path):
+    run_probe(scripted(LIMIT_40))
+    (journal,) = (tmp_path / "journal").glob("*.jsonl")
+    with journal.open("a") as file:
+        file.write('{"kind": "trial", "condi')
+    probe = run_probe(scripted(LIMIT_40))
+    assert all(t.resumed for t in probe.trials)
+    run_probe(scripted(LIMIT_40, memory="1GiB"))  # appends after the torn line
+    assert all(t.resumed for t in run_probe(scripted(LIMIT_40, memory="1GiB")).trials)
+
+
+def test_a_full_disk_keeps_the_results(scripted, tmp_path):
+    run_probe(scripted(LIMIT_40))
+    (journal,) = (tmp_path / "journal").glob("*.jsonl")
+    journal.unlink()
+    journal.symlink_to("/dev/full")
+    probe = run_probe(scripted(LIMIT_40))
+    assert probe.max_micro_batch_size == 40
+    assert "No space left on device" in probe.journal_error
+
+
+# Processes.
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_killing_the_prober_leaves_no_orphan_and_a_journal(scripted, tmp_path, how):
+    pids = tmp_path / "pids"
+    code = f"""
+    import subprocess
+    if size > 8:
+        os.makedirs({str(pids)!r}, exist_ok=True)
+        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
+        for pid in (os.getpid(), os.getppid(), child.pid):
+            open(os.path.join({str(pids)!r}, str(pid)), "w")
+        open(os.path.join({str(pids)!r}, "ready"), "w").write(spec["result"])
+        time.sleep(600)
+    fits()
+    """
+    request = scripted(code)
+    program = (
+        "import sys; from batchwright.probe.request import read_request; from batchwright.probe.prober import run_probe\n"
+        f"run_probe(read_request({request.target!r}, worker={request.worker!r}, throughput=False,\n"
+        f"    directory={str(request.directory)!r}))"
+    )
+    prober = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    wait_for(lambda: (pids / "ready").exists() and (pids / "ready").read_text())
+    scratch = Path((pids / "ready").read_text()).parent
+    prober.send_signal(how)
+    prober.wait(30)
+    started = [int(p.name) for p in pids.iterdir() if p.name.isdigit()]
+    assert len(started) == 3
+    wait_for(lambda: not any(alive(pid) for pid in started) and not scratch.exists())
+    probe = run_probe(scripted("fits() if size <= 8 else oom()"))
+    assert probe.trials[0].resumed, "the finished trial was on disk"
+
+
+def wait_for(condition, seconds=30.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_the_worker_dies_when_its_guard_is_killed(scripted, tmp_path):
+    """The last line of defence: even the guard's death takes the trial along."""
+    seen = tmp_path / "seen"
+    code = f"""
+    if size > 4:
+        open({str(seen)!r} + ".part", "w").write(f"{{os.getpid()}} {{os.getppid()}}")
+        os.replace({str(seen)!r} + ".part", {str(seen)!r})
+        time.sleep(600)
+    fits()
+    """
+    import threading
+
+    def kill_guard():
+        wait_for(seen.exists)
+        os.kill(int(seen.read_text().split()[1]), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_guard)
+    killer.start()
+    probe = run_probe(scripted(code, largest=5))
+    killer.join()
+    assert probe.max_micro_batch_size == 4
+    assert not alive(int(seen.read_text().split()[0]))
