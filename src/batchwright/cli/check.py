@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.core.codec import SCHEMA, encode
-from batchwright.core.errors import ConfigError, MissingExtraError, RunError, Violation, raise_violations
+from batchwright.core.errors import ConfigError, MissingExtraError, RunError
 from batchwright.core.rules import parse_thresholds
 from batchwright.core.units import count
 
 from . import text
-from .options import json_option, number, print_json
+from .options import json_option, number, print_json, task_arguments
 
 if TYPE_CHECKING:
     from batchwright.runtime.check import CheckReport
@@ -78,7 +78,7 @@ def _check(target: str, arguments: tuple[str, ...], allow: tuple[str, ...], flag
     seed = 0 if flags["seed"] is None else count(flags["seed"], "seed", least=0, most=2**32 - 1)
     sizes = [count(part, "micro_batch_size") for part in (flags["micro_batch_size"] or "").replace(",", " ").split()]
     ramp = None if flags["ramp"] is None else parse_thresholds(flags["ramp"]).compile()
-    args, kind = _arguments(arguments), flags["accumulate_dtype"]
+    args, kind = task_arguments(arguments), flags["accumulate_dtype"]
     if kind not in (None, *_DTYPES):
         raise ConfigError(
             f"accumulate_dtype={kind!r} is none of {', '.join(_DTYPES)}.", field="accumulate_dtype", given=kind
@@ -125,14 +125,6 @@ def _torch_needed() -> Iterator[None]:
             raise
         message = f"check needs {error.name}, which is not installed. Install it: pip install 'batchwright[torch]'."
         raise MissingExtraError(message, field="extra", given=error.name, nearest=("batchwright[torch]",)) from None
-
-
-def _arguments(words: tuple[str, ...]) -> dict[str, Any]:
-    import yaml
-
-    wrong = [Violation(f"--arg {w!r} is not KEY=VALUE.", "arg", w, (f"{w}=...",)) for w in words if "=" not in w]
-    raise_violations(ConfigError, wrong)
-    return {key: yaml.safe_load(value) for key, _, value in (w.partition("=") for w in words)}
 
 
 def _audit(directory: str, as_json: bool) -> int:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchwright.core.errors import BatchwrightError, ConfigError
+from batchwright.core.errors import BatchwrightError
 from batchwright.core.units import count, positive
 
 from . import text
-from .options import json_option, number, print_json
+from .options import json_option, number, print_json, task_arguments
 
 if TYPE_CHECKING:
     from batchwright.estimate import Estimate
@@ -58,7 +57,7 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
         "sequence_lengths": _counts(flags["sequence_length"], "sequence_length"),
         "ranks": count(flags["ranks"] or 1, "ranks"),
         "accumulation_steps": count(flags["accumulation_steps"] or 1, "accumulation_steps"),
-        "args": arguments(flags["arguments"]),
+        "args": task_arguments(flags["arguments"]),
     } | {name: flags[name] for name in ("precision", "checkpoint_activations", "calibrate")}
     if flags["timeout"] is not None:
         given["timeout"] = positive(flags["timeout"], "timeout")
@@ -72,26 +71,6 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
         print_json(made.to_json())
     else:
         click.echo("\n".join(render(made)))
-
-
-def arguments(words: tuple[str, ...]) -> dict[str, Any]:
-    """`--arg key=value` words as arguments: numbers, true, false and null are what they look like, the rest is text.
-
-    >>> arguments(("layers=2", "name=gpt", "causal=true"))
-    {'layers': 2, 'name': 'gpt', 'causal': True}
-    """
-    made: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key.strip().isidentifier():
-            raise ConfigError(
-                f"--arg {word[:60]!r} is not KEY=VALUE, such as --arg layers=2.", field="arg", given=word[:60]
-            )
-        try:
-            made[key.strip()] = json.loads(value)
-        except ValueError:
-            made[key.strip()] = value
-    return made
 
 
 def _counts(words: str | None, field: str) -> tuple[int, ...]:

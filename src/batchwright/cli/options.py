@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from batchwright.core.errors import ConfigError, Violation, raise_violations
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -55,3 +57,26 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def task_arguments(words: tuple[str, ...]) -> dict[str, Any]:
+    """`--arg KEY=VALUE` as the task's function gets it: JSON where it is (`2`, `1e-4`, `true`, `[1, 2]`), else text.
+
+    >>> task_arguments(("layers=2", "lr=1e-4", "causal=true", "name=gpt"))
+    {'layers': 2, 'lr': 0.0001, 'causal': True, 'name': 'gpt'}
+    """
+    import json
+
+    wrong = [
+        Violation(f"--arg {w[:60]!r} is not KEY=VALUE.", "arg", w[:60], (f"{w[:60]}=...",))
+        for w in words
+        if "=" not in w
+    ]
+    raise_violations(ConfigError, wrong)
+    read: dict[str, Any] = {}
+    for key, _, value in (word.partition("=") for word in words):
+        try:
+            read[key.strip()] = json.loads(value)
+        except ValueError:
+            read[key.strip()] = value
+    return read

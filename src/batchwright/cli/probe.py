@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from batchwright.core.errors import ConfigError, RunError, Violation, raise_violations
+from batchwright.core.errors import ConfigError, RunError
 
 from . import text
-from .options import json_option, number, print_json, stack
+from .options import json_option, number, print_json, stack, task_arguments
 
 _limit_options = stack(
     number(
@@ -88,7 +88,7 @@ def command(
             field="target",
             given=target,
         )
-    arguments = _arguments(args)
+    arguments = task_arguments(args)
     slope = _estimated(target, arguments, flags) if estimate and target else None
     progress = Live() if sys.stderr.isatty() else Lines()
     try:
@@ -142,16 +142,6 @@ def text_width() -> int:
     import shutil
 
     return shutil.get_terminal_size().columns
-
-
-def _arguments(words: tuple[str, ...]) -> dict[str, Any]:
-    import yaml
-
-    wrong = [
-        Violation(f"--arg {w!r} is not KEY=VALUE.", "arg", w, (f"{w}=...",)) for w in words if not w.partition("=")[1]
-    ]
-    raise_violations(ConfigError, wrong)
-    return {key: yaml.safe_load(value) for key, _, value in (w.partition("=") for w in words)}
 
 
 def render(made: Any) -> list[str]:

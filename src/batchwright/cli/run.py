@@ -20,7 +20,7 @@ from batchwright.core.units import count
 
 from . import GROUPS, text
 from .config import gather, read_file
-from .options import batch_options, json_option, number, print_json, stack
+from .options import batch_options, json_option, number, print_json, stack, task_arguments
 
 if TYPE_CHECKING:
     from batchwright.core.ramp import Ramp
@@ -178,7 +178,7 @@ def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) 
     plan, made = build(
         gathered.request(), wanted, read_options(values),
         target=targets[0] if targets else None if after else task.get("target"),
-        arguments={**(task.get("args") or {}), **_arguments(flags["args"])},
+        arguments={**(task.get("args") or {}), **task_arguments(flags["args"])},
         command=after or (() if targets else split_command(there["command"] or ())),
         position_command=split_command(flags["position_command"] or there["position_command"] or ()),
     )  # fmt: skip
@@ -227,14 +227,6 @@ def _sections(words: tuple[str, ...], overrides: list[str]) -> tuple[dict[str, A
 def _is_task(word: str) -> bool:
     file, _, name = word.rpartition(":")
     return word.endswith(".py") or (file.endswith(".py") and name.isidentifier())
-
-
-def _arguments(words: tuple[str, ...]) -> dict[str, Any]:
-    import yaml
-
-    wrong = [Violation(f"--arg {w!r} is not KEY=VALUE.", "arg", w, (f"{w}=...",)) for w in words if "=" not in w]
-    raise_violations(ConfigError, wrong)
-    return {key: yaml.safe_load(value) for key, _, value in (w.partition("=") for w in words)}
 
 
 def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, Any]) -> tuple[RunDirectory, RunPlan]:
