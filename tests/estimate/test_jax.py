@@ -7,7 +7,6 @@ import pytest
 from batchwright.core.errors import PlanError, RunError
 from batchwright.estimate import estimate, process
 from batchwright.estimate.records import Request
-from batchwright.estimate.worker import answer
 
 from .conftest import needs
 
@@ -47,7 +46,7 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def jax_task(file, in_process):
+def jax_task(file):
     return file
 
 
@@ -75,7 +74,7 @@ def test_lengths_are_arguments_and_nothing_is_shared_unless_donated(jax_task):
 
 def test_a_real_trial_is_near_the_compilers_figure(file):
     request = Request(f"{file}:task", micro_batch_sizes=(8192,))
-    estimated = answer("estimate", request)["points"][0]["peak_memory_bytes"]
+    estimated = process.run("estimate", request, timeout=120)["points"][0]["peak_memory_bytes"]
     measured = process.run("trial", request, timeout=120)["measured_bytes"]
     assert estimated == pytest.approx(measured, rel=0.2) and estimated > 2**27
 
