@@ -25,5 +25,5 @@ def test_colour_only_when_asked():
 
 
 def test_many_levels_do_not_overflow_the_axis():
-    text = staircase(list(range(0, 118)), {"global batch": [192 + 16 * i for i in range(117)]}, xlabel="samples", color=False)
+    text = staircase(list(range(118)), {"global batch": [192 + 16 * i for i in range(117)]}, xlabel="samples", color=False)
     assert text.count("┤") <= 14

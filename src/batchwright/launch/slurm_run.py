@@ -1,0 +1,87 @@
+"""What the command line needs of Slurm, in a few calls: begin or go on, look, stop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from batchwright.core.errors import EnvironmentFault
+
+from . import chain
+from . import slurm_commands as slurm
+from .failure import Classify
+from .files import RunDirectory
+from .records import RunPlan
+from .slurm import SlurmEngine, cancel_all
+from .slurm_site import SlurmRun, read_site, remember
+from .slurm_status import Jobs, rows
+from .slurm_supervise import SlurmSupervisor
+from .status import RunStatus
+from .supervisor import Listener
+
+STOP_SECONDS = 60.0  # beyond the grace that the ranks have
+
+
+def detach(directory: RunDirectory, plan: RunPlan) -> list[str]:
+    """Begin a chain, or go on with one, and leave: the jobs that are in the queue now."""
+    run = remember(directory, read_site(plan.options.slurm), detached=True)
+    return chain.begin(directory, plan, run)
+
+
+def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener, classify: Classify) -> str:
+    """Bring a run to its end from here; a chain of it that waits is taken back, one that runs is refused."""
+    known = SlurmRun.load(directory)
+    if known.detached:
+        running = [one.job for one in _living(known.token) if one.state != "PENDING"]
+        if running:
+            raise EnvironmentFault(
+                f"{directory.path} is a chain, and job {running[0]} of it runs. Follow it with batchwright run --status "
+                "DIR, or end it with batchwright run --stop DIR and then resume.",
+                field="dir",
+                given=str(directory.path),
+            )
+        cancel_all(known.token)
+    remember(directory, read_site(plan.options.slurm), detached=False)
+    return SlurmSupervisor(directory, plan, SlurmEngine(), listener, classify).run()
+
+
+def stop(directory: RunDirectory, plan: RunPlan, now: bool) -> None:
+    """End a chain, and wait until its last job has gone."""
+    run = SlurmRun.load(directory)
+    chain.stop(directory, now=now)
+    if now:
+        cancel_all(run.token)
+    deadline = time.monotonic() + plan.options.grace_seconds + STOP_SECONDS
+    while left := _living(run.token):
+        if time.monotonic() > deadline:
+            raise EnvironmentFault(
+                f"job {left[0].job} of {directory.path} did not end within "
+                f"{plan.options.grace_seconds + STOP_SECONDS:.0f} s. Try --stop … --now.",
+                field="stop",
+            )
+        time.sleep(0.5)
+
+
+def is_chain(directory: RunDirectory) -> bool:
+    """Whether a run looks after itself."""
+    return SlurmRun.path(directory).exists() and SlurmRun.load(directory).detached
+
+
+def seen(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> tuple[RunStatus, Jobs]:
+    """A run's status with its jobs: a chain that has one in the queue runs, though nobody holds its lock."""
+    if now.state == "stopped" and is_chain(directory) and not (directory.path / "outcome.json").exists():
+        living = _living(SlurmRun.load(directory).token)
+        if living:
+            waits = [one for one in living if one.state == "PENDING"]
+            reason = f"job {waits[0].job} waits ({waits[0].reason})" if len(waits) == len(living) else None
+            now = replace(now, state="running", reason=reason)
+        else:
+            now = replace(now, reason="no job of its chain is in the queue: go on with --resume … --detach")
+    return now, Jobs(rows(directory, plan))
+
+
+def _living(token: str) -> list[slurm.Queued]:
+    try:
+        return [one for one in slurm.jobs(token) if one.alive]
+    except slurm.Unreachable:
+        return []

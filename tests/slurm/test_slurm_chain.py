@@ -1,0 +1,181 @@
+"""Chains that go on with nobody around, against a real Slurm, hurt in every way they can be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+from batchwright.launch import chain, slurm_status
+from batchwright.launch import slurm_commands as slurm
+from batchwright.launch.files import read_json
+from batchwright.launch.slurm_site import SlurmRun
+
+from .conftest import LAUNCHES, audit, seen, wait_for
+
+
+def begin(directory, plan) -> list[str]:
+    return chain.begin(directory, plan, SlurmRun.load(directory))
+
+
+def complete(directory, seconds=90.0):
+    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"), seconds)
+    assert outcome["state"] == "complete", outcome
+    wait_for(lambda: not [one for one in slurm.jobs(SlurmRun.load(directory).token) if one.alive])  # no heir is left
+    return audit(directory)
+
+
+def started(directory, number: int) -> dict:
+    """Wait until a launch's trainer runs; the record of its job."""
+    wait_for(lambda: (directory.launch(number) / "ranks" / "0.json").exists())
+    return json.loads((directory.launch(number) / "job.json").read_text())
+
+
+def reached(directory, number: int, samples: int) -> str:
+    """Wait until a launch has saved so much; its job."""
+    path = directory.launch(number) / "status.json"
+    wait_for(lambda: path.exists() and json.loads(path.read_text())["consumed_samples"] >= samples)
+    return started(directory, number)["job"]
+
+
+def log(directory) -> str:
+    return "".join(path.read_text() for path in sorted((directory.path / "logs").glob("launch-*.log")))
+
+
+def ended(job: str) -> None:
+    wait_for(lambda: (one := slurm.job(job)) is None or not one.alive)
+    one = slurm.job(job)
+    assert one is None or one.state == "COMPLETED", one  # exit 0
+
+
+def test_a_ramp_over_1_2_and_4_nodes_chains_itself(cluster, make):
+    directory, plan = make(detached=True)
+    assert len(begin(directory, plan)) == 1
+    assert seen(complete(directory)) == list(LAUNCHES)
+    rows = slurm_status.rows(directory, plan)
+    assert [(row.state, row.nodes, row.start_sample, row.end_sample) for row in rows] == [
+        ("done", *launch) for launch in LAUNCHES
+    ]
+    assert all(row.waited_seconds is not None and row.node_hours for row in rows)
+    ended(slurm.submit(directory.path / "scripts" / "launch-2.sh"))  # a finished launch, once more
+    assert "nothing to do: the run is complete" in log(directory)
+    audit(directory)
+
+
+def test_where_nodes_may_not_submit_all_launches_are_queued_and_spares_step_in(cluster, make, tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    directory, plan = make(detached=True, nodes_submit=False, spares=1, extra=("--hold", str(hold), "--hold-at", "96"))
+    assert len(begin(directory, plan)) == 6
+    job = reached(directory, 2, 96)
+    assert [row.state.split()[0] for row in slurm_status.rows(directory, plan)] == ["done", "running", "pending"]
+    hold.unlink()
+    cluster.call("scancel", job)
+    assert [nodes for nodes, *_ in seen(complete(directory))] == [1, 2, 2, 4]
+    assert "not its turn" in log(directory)  # the spare of the first launch
+
+
+def test_scancel_a_duplicate_sigkill_and_a_killed_controller_are_survived(cluster, make, tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    directory, plan = make(detached=True, extra=("--hold", str(hold), "--hold-at", "32"))
+    begin(directory, plan)
+    job = reached(directory, 1, 32)
+    ended(slurm.submit(directory.path / "scripts" / "launch-1.sh"))  # an impatient person
+    assert f"is being run by job {job}" in log(directory)
+    cluster.call("scancel", job)
+    second = started(directory, 2)["job"]
+    assert second != job
+    driver = json.loads((directory.launch(2) / "ranks" / "0.json").read_text())["parent"]
+    os.kill(_parent(driver), signal.SIGKILL)  # the job's own process, and with it all below
+    started(directory, 3)
+    cluster.settled(directory.events()[-1]["time"])
+    cluster.kill("slurmctld")
+    hold.unlink()  # this launch ends, and finds no controller to submit the next one to
+    wait_for(lambda: directory.ending(3))
+    cluster.restart("slurmctld")
+    trained = complete(directory)
+    assert [nodes for nodes, *_ in seen(trained)][-2:] == [2, 4]
+    assert len(directory.numbers()) == 5
+
+
+def _parent(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rsplit(")", 1)[1].split()[1])
+
+
+def test_the_time_limit_and_a_preemption_are_survived(cluster, make, tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    # Slurm looks at limits every half minute, so that a warning 45 s before the end of a minute comes within seconds.
+    directory, plan = make(detached=True, time="1", signal_seconds=50, extra=("--hold", str(hold), "--hold-at", "32"))
+    begin(directory, plan)
+    reached(directory, 1, 32)
+    wait_for(lambda: directory.ending(1))
+    assert "stopped by SIGUSR1" in json.loads((directory.launch(1) / "job.json").read_text())["detail"]
+    started(directory, 2)
+    hold.unlink()
+    hold.with_name("urgent.sh").write_text("#!/bin/sh\nsleep 1\n")
+    subprocess.run(
+        ["sbatch", "-p", "urgent", "-N4", "--exclusive", "--output=/dev/null", hold.with_name("urgent.sh")],
+        check=True, capture_output=True, cwd=tmp_path,
+    )  # fmt: skip
+    complete(directory)
+
+
+def test_a_failed_node_is_survived(cluster, make, tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    directory, plan = make(detached=True, extra=("--hold", str(hold), "--hold-at", "96"))
+    begin(directory, plan)
+    job = reached(directory, 2, 96)
+    hold.unlink()
+    cluster.fail(cluster.call("squeue", "-h", "-j", job, "-o", "%B").strip())  # where the batch script is
+    assert [nodes for nodes, *_ in seen(complete(directory))] == [1, 2, 2, 4]
+
+
+def test_an_elastic_chain_takes_fewer_nodes_and_grows_at_the_next_boundary(cluster, make, tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    directory, plan = make(detached=True, elastic=True, time="10", extra=("--hold", str(hold), "--hold-at", "96"))
+    cluster.call("scontrol", "update", "NodeName=node[2-4]", "State=DRAIN", "Reason=test")
+    begin(directory, plan)
+    reached(directory, 2, 96)
+    cluster.call("scontrol", "update", "NodeName=node[2-4]", "State=RESUME")
+    script = directory.path / "scripts" / "launch-3.sh"
+    chain.write_link(directory, plan, SlurmRun.load(directory), plan.launches[2])
+    wait_for(
+        lambda: (slurm.starts_at(script, "--nodes=3", "--exclude=node1")[0] or 1e12) < time.time() + 300
+    )  # Slurm counts them in again
+    hold.unlink()
+    assert seen(complete(directory)) == [(1, 0, 64), (1, 64, 192), (4, 192, 448)]
+
+
+def test_a_chain_is_stopped_and_begun_again(cluster, make, tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    directory, plan = make(detached=True, extra=("--hold", str(hold), "--hold-at", "32"))
+    begin(directory, plan)
+    reached(directory, 1, 32)
+    chain.stop(directory)
+    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
+    assert outcome["state"] == "stopped"
+    wait_for(lambda: not cluster.call("squeue", "-h").strip())
+    hold.unlink()
+    begin(directory, plan)
+    complete(directory)
+
+
+def test_a_chain_that_gets_nowhere_ends_with_its_reason(cluster, make):
+    from dataclasses import replace
+
+    from .conftest import QUICK
+
+    directory, plan = make(detached=True, options=replace(QUICK, max_retries=1), prologue=("false",))
+    begin(directory, plan)
+    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
+    assert outcome["state"] == "failed" and "prologue command 1" in outcome["failure"]["reason"]
+    assert len(directory.numbers()) == 2
+    wait_for(lambda: not cluster.call("squeue", "-h").strip())

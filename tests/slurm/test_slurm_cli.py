@@ -1,0 +1,86 @@
+"""The command line: dry runs without a cluster, and a chain from beginning to end with one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from batchwright.launch.files import RunDirectory
+
+from .conftest import LAUNCHES, TRAINER, audit, seen, wait_for
+
+NEMO = (
+    "--linear", "256,256,10M", "--global-batch-size", "2048", "--micro-batch-size", "4", "--nodes", "16",
+    "--devices-per-node", "8", "--samples", "12M",
+)  # fmt: skip
+RAMP = (
+    "--thresholds", "0:16 64:32 192:64", "--samples", "448", "--nodes", "4", "--devices-per-node", "1", "--node-policy",
+    "constant-work",
+)  # fmt: skip
+COMMAND = (
+    "--",
+    sys.executable,
+    str(TRAINER),
+    "--start",
+    "{start_sample}",
+    "--end",
+    "{end_sample}",
+    "--nodes",
+    "{nodes}",
+)
+
+
+def batchwright(*words: str, code: int = 0, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "batchwright", "run", *words], capture_output=True, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr + done.stdout
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_a_dry_run_writes_five_scripts(tmp_path):
+    site = tmp_path / "site.yaml"
+    site.write_text("partition: gpu\nprologue: [module load cuda]\nsbatch: [--exclusive]\n")
+    words = (*NEMO, "--engine", "slurm", "--site", str(site), "launch.slurm.partition=fast", "launch.slurm.account=me")
+    told = json.loads(batchwright(*words, "--dir", str(tmp_path / "run"), "--dry-run", "--json", *COMMAND))
+    assert [launch["nodes"] for launch in told["launches"]] == [8, 10, 12, 14, 16]
+    for launch in told["launches"]:
+        text = Path(launch["script"]).read_text()
+        assert f"#SBATCH --nodes={launch['nodes']}\n" in text
+        assert "#SBATCH --partition=fast\n#SBATCH --account=me\n#SBATCH --exclusive\n" in text
+        assert "\nmodule load cuda\n" in text and launch["test"]
+    assert "launch-5.sh" in batchwright(*words, "--dir", str(tmp_path / "run"), "--dry-run", *COMMAND)
+
+
+def test_a_dry_run_writes_kubernetes_manifests_and_nothing_is_run(tmp_path):
+    words = (*NEMO, "--engine", "kubernetes", "--dir", str(tmp_path / "run"))
+    told = json.loads(batchwright(*words, "--dry-run", "--json", *COMMAND))
+    assert [Path(launch["manifest"]).name for launch in told["launches"]] == [f"launch-{n}.yaml" for n in range(1, 6)]
+    assert "--dry-run" in batchwright(*words, *COMMAND, code=2)
+
+
+def test_settings_that_are_wrong_are_refused_before_anything_is_written(tmp_path):
+    words = (*RAMP, "--engine", "slurm", "--dir", str(tmp_path / "run"))
+    assert "launch.slurm.partition" in batchwright(*words, "launch.slurm.partitoin=gpu", *COMMAND, code=2)
+    assert "--engine slurm" in batchwright(*RAMP, "--dir", str(tmp_path / "run"), "--detach", *COMMAND, code=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_supervised_and_another_chains_itself(cluster, tmp_path):
+    quick = ("--engine", "slurm", "launch.slurm.poll_seconds=0.3", "--retry-seconds", "0.5")
+    told = json.loads(batchwright(*RAMP, *quick, "--dir", str(tmp_path / "one"), "--json", *COMMAND))
+    assert told["state"] == "complete" and [job["nodes"] for job in told["chain"]["jobs"]] == [1, 2, 4]
+    audit(RunDirectory(tmp_path / "one"))
+
+    directory = RunDirectory(tmp_path / "two")
+    told = json.loads(batchwright(*RAMP, *quick, "--dir", str(directory.path), "--detach", "--json", *COMMAND))
+    assert told["state"] == "running" and len(told["jobs"]) == 1
+    status = ("--status", str(directory.path))
+    wait_for(lambda: json.loads(batchwright(*status, "--json"))["state"] == "complete")
+    assert seen(audit(directory)) == list(LAUNCHES)
+    shown = batchwright(*status)
+    assert "node-hours" in shown and "waited" in shown

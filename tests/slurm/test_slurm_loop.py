@@ -1,0 +1,83 @@
+"""The real loop on 1, 2 and 4 nodes of a real Slurm: the same losses as the local engine, an exact ledger."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from batchwright.core.ramp_request import read_ramp
+from batchwright.core.request import Request
+from batchwright.launch import chain
+from batchwright.launch.build import build
+from batchwright.launch.files import RunDirectory, read_json, write_json
+from batchwright.launch.local import LocalEngine
+from batchwright.launch.records import Options
+from batchwright.launch.show import Lines
+from batchwright.launch.slurm import SlurmEngine
+from batchwright.launch.slurm_site import Site, remember
+from batchwright.launch.slurm_supervise import SlurmSupervisor
+from batchwright.launch.supervisor import Supervisor
+
+from .conftest import RAMP, wait_for
+
+pytestmark = pytest.mark.torch
+TASK = Path(__file__).with_name("byte_task.py")
+
+
+def plan(engine: str, nodes: int = 4, **ramp):
+    request = Request(nodes=nodes, devices_per_node=1, max_micro_batch_size=8)
+    options = Options(engine=engine, settings={"progress": False})
+    return build(request, read_ramp({**RAMP, **ramp}), options, target=f"{TASK}:task")[0]
+
+
+def losses(path: Path) -> dict[int, float]:
+    """By step, over all launches."""
+    found: dict[int, float] = {}
+    for file in sorted((path / "events").glob("launch-*.jsonl")):
+        for line in file.read_text().splitlines():
+            event = json.loads(line)
+            if event["kind"] == "step":
+                found[event["step"]] = event["loss"]
+    return found
+
+
+def check(directory: RunDirectory, nodes: list[int], expected: dict[int, float]) -> None:
+    from batchwright.runtime.audit import audit
+
+    assert [directory.manifest(number).nodes for number in directory.numbers()] == nodes
+    ledger = audit(directory.path)
+    assert ledger.ok and ledger.gaps == ledger.repeats == 0
+    found = losses(directory.path)
+    assert found.keys() == expected.keys()
+    for step, loss in expected.items():
+        assert found[step] == pytest.approx(loss, rel=2e-5), step
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> dict[int, float]:
+    """One process of the local engine, without a boundary."""
+    directory = RunDirectory(tmp_path_factory.mktemp("local"))
+    one = plan("local", nodes=1, node_policy="constant")
+    write_json(directory.path / "plan.json", one)
+    assert Supervisor(directory, one, LocalEngine(), Lines(every=1e9)).run() == "complete"
+    return losses(directory.path)
+
+
+def test_a_supervised_ramp_trains_what_the_local_engine_does(cluster, tmp_path, expected):
+    directory, made = RunDirectory(tmp_path / "a run"), plan("slurm")
+    write_json(directory.path / "plan.json", made)
+    remember(directory, Site(poll_seconds=0.5), detached=False)
+    assert SlurmSupervisor(directory, made, SlurmEngine(), Lines(every=1e9)).run() == "complete"
+    check(directory, [1, 2, 4], expected)
+
+
+def test_a_chain_with_torchrun_on_each_node_trains_it_too(cluster, tmp_path, expected):
+    directory, made = RunDirectory(tmp_path / "a run"), plan("slurm")
+    write_json(directory.path / "plan.json", made)
+    run = remember(directory, Site(poll_seconds=0.5, launcher="torchrun"), detached=True)
+    chain.begin(directory, made, run)
+    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"), 180)
+    assert outcome["state"] == "complete", outcome
+    check(directory, [1, 2, 4], expected)
