@@ -68,6 +68,7 @@ def test_a_folder_that_cannot_be_made_does_not_stop_a_probe(capsys, tmp_path):
         ["--max", "3", "--multiple-of", "8", *command(5)],
         ["--step-regex", "(", *command(5)],
         ["--ranks", "2", *command(5)],
+        ["--estimate", *command(5)],
         ["--arg", "width", "missing.py:task"],
         ["--", "true"],
     ],

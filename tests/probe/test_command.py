@@ -8,6 +8,9 @@ import pytest
 
 from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
 from batchwright.probe import probe
+from batchwright.probe.command import CommandRunner, _Marks
+from batchwright.probe.process import environment
+from batchwright.probe.request import read_request
 
 SCRIPT = """
 import sys, time
@@ -57,6 +60,65 @@ def test_limit_and_throughput(script, tmp_path, style, steps, options):
         assert any(t.step_seconds for t in timed)
 
 
+@pytest.mark.parametrize(
+    ("lines", "seen"),
+    [
+        (["Loading checkpoint shards:  25%|##5  | 1/4 [00:01<00:01,  1.0it/s]"], []),
+        (["Map:  10%|#    | 100/1000 [00:01<00:10, 100 examples/s]"], []),
+        (["Step 1: tokenizing", "step 2"], []),
+        (["  1%|#    | 1/100 [00:01<01:40,  1.0s/it]", "  2%|#    | 2/100 [00:02<01:40]"], [1, 2]),
+        (["Step 3 | lr 0.1 | Loss 2.5"], [3]),
+        (["\x1b[31mstep:  4  \x1b[32mloss:  8.1"], [4]),
+        (
+            ["100%|#####| 9/9 [00:01<00:00]", "batchwright: step 1", "100%|#####| 10/10 [", "batchwright: step 2"],
+            [1, 2],
+        ),
+    ],
+)
+def test_what_is_a_step(lines, seen):
+    marks = _Marks(None, least=3, seconds=0.0)
+    for when, line in enumerate(lines):
+        marks.see(line, float(when))
+    assert [number for number, _ in marks.seen] == seen
+
+
+def test_a_size_that_fails_after_its_bars_does_not_fit(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import sys\nfor i in range(5):\n"
+        "    print(f'Loading checkpoint shards: 25%|# | {i}/4 [00:01<00:01, 1it/s]', flush=True)\n"
+        "    print('step', i, flush=True)\n"
+        "if int(sys.argv[1]) > 5:\n    raise RuntimeError('CUDA out of memory')\n"
+    )
+    made = probe([sys.executable, "-S", str(path), "{micro_batch_size}"], dir=None, throughput=False)
+    assert made.max_micro_batch_size == 5
+
+
+def test_a_commands_identity_and_conditions(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "train.py").touch()
+    (tmp_path / "below" / "net.py").write_text("width = 1")
+
+    def made(**options):
+        words = [sys.executable, str(tmp_path / "train.py"), "{micro_batch_size}"]
+        return CommandRunner(read_request(words, **options), tmp_path)
+
+    before = made().identity
+    assert before["versions"]["python"] == sys.version.split()[0]
+    assert made().identity == before
+    (tmp_path / "below" / "net.py").write_text("width = 2")
+    assert made().identity != before
+    assert made(step_regex="x").conditions("limit") != made().conditions("limit")
+    assert made(seconds=9).conditions("limit") == made().conditions("limit")
+    assert made(seconds=9).conditions("throughput") != made().conditions("throughput")
+
+
+def test_the_allocator_is_fixed_under_a_budget_only(monkeypatch):
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    assert environment(limited=True)["MALLOC_ARENA_MAX"] == "1"
+    assert not [name for name in environment(limited=False) if name in ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_")]
+
+
 def test_no_marker_no_throughput_but_a_limit(script, tmp_path):
     made = probe(script("{micro_batch_size}", "2", "none", "5"), dir=tmp_path / "j")
     assert made.max_micro_batch_size == 5
@@ -74,7 +136,7 @@ def test_a_real_limit_of_address_space(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
         "import sys, time\nheld = bytearray(int(sys.argv[1]) * 2**20)\n"
-        "for step in range(9):\n    print('step', step, flush=True)\n    time.sleep(0.05)\n"
+        "for step in range(9):\n    print('step', step, 'loss', 1.0, flush=True)\n    time.sleep(0.05)\n"
     )
     command = [sys.executable, "-S", str(path), "{micro_batch_size}"]
     made = probe(command, memory="256MiB", dir=None, throughput=False, exact=True)

@@ -84,6 +84,36 @@ def test_exit(code, output, kind):
     assert from_exit(code, output).kind == kind
 
 
+TRACE = "Traceback (most recent call last):\n  File 'x'\n"
+OOM = TRACE + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
+DEL = "Exception ignored in: <function Pool.__del__ at 0x7f>\n" + TRACE
+
+
+@pytest.mark.parametrize(
+    ("output", "kind"),
+    [
+        (OOM + TRACE + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n===\n", "device-oom"),
+        (OOM + TRACE + "subprocess.CalledProcessError: Command '['python']' returned 1.\n", "device-oom"),
+        (OOM + DEL + "AttributeError: 'NoneType' object has no attribute 'close'\n", "device-oom"),
+        (
+            "".join(f"[rank1]: {line}\n" for line in OOM.splitlines())
+            + "".join(f"[rank0]: {line}\n" for line in TRACE.splitlines())
+            + "[rank0]: RuntimeError: [gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:5\n",
+            "device-oom",
+        ),
+        (TRACE + "KeyError: 'x'\n" + DEL + "MemoryError: CUDA out of memory\n", "crash"),
+        (DEL + "StopIteration\n" + OOM, "device-oom"),
+        (TRACE + "KeyError: 'x'\n" + TRACE + "ChildFailedError: \n", "crash"),
+    ],
+)
+def test_out_of_memory_among_several_exceptions(output, kind):
+    found = from_exit(1, output)
+    assert found.kind == kind
+    if kind == "device-oom":
+        assert found.reason.startswith("torch.OutOfMemoryError: CUDA out of memory")
+        assert found.traceback.rstrip().endswith("2 GiB") or "[rank0]" in found.traceback
+
+
 def test_the_traceback_of_a_command_is_kept():
     text = "step 1\nTraceback (most recent call last):\n  File 'train.py'\nKeyError: 'x'\n"
     assert from_exit(1, text).traceback.startswith("Traceback")

@@ -101,6 +101,14 @@ def test_a_hang_ends_at_its_timeout(scripted):
     assert any("timed out" in note for note in probe.notes)
 
 
+def test_a_task_that_hangs_while_it_is_built_is_a_crash(scripted):
+    watching = Watching()
+    code = "say(status='running', stage=1, doing='building the task')\ntime.sleep(600)"
+    with pytest.raises(RunError, match="hung while the task was built"):
+        run_probe(scripted(code, timeout=1.0), progress=watching)
+    assert len(watching.trials) == 1
+
+
 def test_a_hung_trial_leaves_no_process(scripted, tmp_path):
     code = """
     import subprocess
@@ -172,6 +180,21 @@ def test_evaluation_batches_are_searched_apart(scripted):
     assert {t.purpose for t in probe.trials} == {"limit", "evaluation"}
 
 
+def test_the_cap_holds_for_evaluation_too(scripted):
+    probe = run_probe(scripted("fits(500 + size)", evaluation=True, largest=20))
+    assert probe.max_evaluation_batch_size == 20
+    assert max(t.micro_batch_size for t in probe.trials) == 20
+    assert any(note.startswith("evaluation batch 20 is the cap") for note in probe.notes)
+
+
+def test_out_of_memory_while_measuring_speed_is_noted(scripted):
+    code = "oom() if size > (39 if mode == 'throughput' else 40) else fits(600 + 34 * size)"
+    probe = run_probe(scripted(code, throughput=True))
+    assert probe.max_micro_batch_size == 40
+    assert probe.recommended_micro_batch_size < 40
+    assert any("micro_batch_size 40 fits, but ran out of memory while its speed" in note for note in probe.notes)
+
+
 # The journal.
 
 
@@ -193,6 +216,22 @@ def test_an_interrupted_probe_goes_on_where_it_stopped(scripted):
     assert again.max_micro_batch_size == probe.max_micro_batch_size == 40
     fresh = run_probe(scripted("fits(600 + 34 * size) if size <= 40 else oom()", fresh=True))
     assert not any(t.resumed for t in fresh.trials)
+
+
+def test_fresh_supersedes_what_was_measured_before(scripted, tmp_path):
+    run_probe(scripted("oom() if size > 6 else fits()"))
+    run_probe(scripted(LIMIT_40, fresh=True))
+    (journal,) = (tmp_path / "journal").glob("*.jsonl")
+    assert '{"kind": "fresh"}' in journal.read_text().splitlines()
+    again = run_probe(scripted(LIMIT_40))
+    assert all(t.resumed for t in again.trials)
+    assert again.max_micro_batch_size == 40
+
+
+def test_other_seconds_measure_speed_anew_but_not_the_limit(scripted):
+    run_probe(scripted(LIMIT_40, throughput=True, seconds=1, largest=4))
+    probe = run_probe(scripted(LIMIT_40, throughput=True, seconds=3, largest=4))
+    assert {(t.purpose, t.resumed) for t in probe.trials} == {("limit", True), ("throughput", False)}
 
 
 def test_a_changed_optimizer_is_noticed_and_named(scripted):

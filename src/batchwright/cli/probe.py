@@ -88,6 +88,12 @@ def command(
             field="target",
             given=target,
         )
+    if estimate and words:
+        raise ConfigError(
+            "--estimate is for tasks (FILE.py:function): there is nothing to estimate a command's memory from.",
+            field="estimate",
+            given=True,
+        )
     arguments = task_arguments(args)
     slope = _estimated(target, arguments, flags) if estimate and target else None
     progress = Live() if sys.stderr.isatty() else Lines()

@@ -1,15 +1,16 @@
 """Trials of any command with {micro_batch_size} in it: other frameworks' scripts, probed as they are.
 
 A step is a line that matches: `batchwright: step 12` for scripts that print a marker, `--step-regex`, or what common
-frameworks print anyway. Once enough steps were seen the command is ended, so it may be a whole training run. With
+frameworks print anyway. Once enough steps were seen the command is ended, so it may be a whole training run; without
+such a line it has to end by itself, with exit status 0, to count as a size that fits. With
 `{steps}` in the command no line is needed: it is timed at two numbers of steps, and start-up cancels out.
 """
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,19 +21,23 @@ from batchwright.core.errors import EnvironmentFault
 
 from . import process
 from .deaths import Death, from_exit
+from .kernel import file_digest, sources_digest
 from .records import Trial
 from .request import PLACEHOLDER, STEPS, Request
 from .timing import Timing
 
-# What common loops print per step; the first pattern that matches a line is kept for the rest of the trial.
+# What common loops print per step; the first pattern that matches a line is kept for the rest of the trial, and only our
+# own marker replaces it. Bars with a description ("Loading checkpoint shards: 25%|") and a bare "step 3" are not steps:
+# programs print them before training, and a size would fit that has not trained yet.
 MARKERS = (
     r"batchwright: step (\d+)",
     r"completed step: (\d+)",  # MaxText
     r"\biteration\s+(\d+)/",  # Megatron-LM, NeMo
     r"\bglobal_step[ =:]+(\d+)",  # Lightning, NeMo 2
-    r"\bstep[ =:#]+(\d+)",
-    r"\b(\d+)/\d+ \[\d+:\d+<",  # tqdm, as in Hugging Face's Trainer
+    r"\bstep[ =:#]+(\d+)\b.*\bloss\b",
+    r"^\s*\d+%\|[^|]*\|\s*(\d+)/\d+ \[",  # tqdm, as in Hugging Face's Trainer
 )
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LIMIT_STEPS = 3  # a line may be printed before its step ends; by the third, two steps with optimizer state are done
 _FEW, _MANY = 5, 25  # {steps}
 
@@ -46,16 +51,24 @@ class CommandRunner:
     identity: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        files = {w: Path(w) for w in self.request.command if Path(w).is_file()}
+        words = self.request.command
+        files = {w: Path(w) for w in words if Path(w).is_file()}
+        folders = {p.resolve().parent for p in files.values() if p.suffix == ".py"}
+        program = shutil.which(words[0]) if words else None
         self.identity = {
-            "command": " ".join(self.request.command),
+            "command": " ".join(words),
             "device": platform.node(),
-            "code": {w: hashlib.sha256(p.read_bytes()).hexdigest()[:8] for w, p in sorted(files.items())},
+            "program": str(Path(program).resolve()) if program else None,  # of a Python it names the version, mostly
+            "versions": {"python": platform.python_version()},
+            "code": {w: file_digest(p) for w, p in sorted(files.items())}
+            | {f"{folder}/**.py": sources_digest(folder) for folder in sorted(folders)},
         }
 
-    def conditions(self) -> dict[str, Any]:
+    def conditions(self, purpose: str) -> dict[str, Any]:
         """What a trial's verdict depends on beside the command itself."""
-        return {"memory": self.request.memory, "margin": self.request.margin}
+        r = self.request
+        timed = {"seconds": r.seconds} if purpose == "throughput" else {}
+        return {"memory": r.memory, "margin": r.margin, "step_regex": r.step_regex} | timed
 
     def describe(self) -> Mapping[str, Any]:
         """The identity: known without running anything."""
@@ -133,14 +146,18 @@ class _Marks:
 
     def __init__(self, regex: str | None, least: int, seconds: float) -> None:
         self._patterns = [re.compile(p, re.IGNORECASE) for p in ((regex,) if regex else MARKERS)]
+        self._own = self._patterns[0]
         self._least, self._seconds = least, seconds
         self.seen: list[tuple[int, float]] = []
 
     def see(self, line: str, when: float) -> bool:
         """Take a line; True when there are enough steps over enough time."""
+        line = _COLOUR.sub("", line)
         for pattern in self._patterns:
             if found := pattern.search(line):
-                self._patterns = [pattern]
+                if pattern is self._own and pattern is not self._patterns[-1]:
+                    self.seen.clear()  # what was counted before the script's own marker may have been anything
+                self._patterns = [self._own] if pattern is self._own else [self._own, pattern]
                 number = int(found[1]) if pattern.groups and found[1].isdigit() else len(self.seen)
                 if not self.seen or number > self.seen[-1][0]:
                     self.seen.append((number, when))

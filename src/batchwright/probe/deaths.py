@@ -145,23 +145,41 @@ def death_of(error: BaseException) -> Death:
     return Death(told.kind if told else "crash", told.reason if told else f"{type(shown).__name__}: {shown}", words)
 
 
-_RAISED = re.compile(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning))(?:: (.*))?$", re.MULTILINE)
+_RANK = r"(?:\[\w+\]: ?)*"  # torch and torchrun put `[rank1]: ` before every line
+_RAISED = re.compile(
+    rf"^{_RANK}((?:[\w.]+\.)?(_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning))(?::(?: .*)?)?)$", re.MULTILINE
+)
+_TRACEBACK = "Traceback (most recent call last):"
+# What a destructor raised while a process came down: neither the reason nor memory, whatever it says.
+_IGNORED = re.compile(
+    rf"^{_RANK}Exception ignored (?:in|while)[^\n]*\n(?:{_RANK}{re.escape(_TRACEBACK)}[^\n]*\n"
+    rf"(?:(?:\[\w+\]: )*[ \t][^\n]*\n)*)?[^\n]*\n?",
+    re.MULTILINE,
+)
 
 
 def from_exit(returncode: int, output: str) -> Death:
     """The death of a process that left a return code and its last output: a traceback's class, text, then signal.
 
+    Of several exceptions one that is out of memory wins: launchers and other ranks fail after it, and because of it.
+
     >>> from_exit(-9, "").kind, from_exit(137, "").kind, from_exit(-11, "").kind
     ('host-oom', 'host-oom', 'crash')
     """
-    start = output.rfind("Traceback (most recent call last):")
-    trace = output[start:].strip() if start >= 0 else None
-    raised = list(_RAISED.finditer(output, max(0, start)))
-    if trace and raised:
-        last = raised[-1]
-        # What follows the exception's line belongs to it: messages have several lines.
-        found = from_exception([last[1], "Exception"], output[last.start() :])
-        if found:
+    output = _IGNORED.sub("", output)
+    start = output.find(_TRACEBACK)
+    trace = output[output.rfind(_TRACEBACK) :].strip() if start >= 0 else None
+    raised = list(_RAISED.finditer(output, start)) if trace else []
+    if raised:
+        # What follows an exception's line belongs to it: messages have several lines.
+        ends = [*(match.start() for match in raised[1:]), len(output)]
+        texts = [output[m.start(1) : end].split(_TRACEBACK)[0] for m, end in zip(raised, ends, strict=True)]
+        deaths = [from_exception([m[2], "Exception"], text) for m, text in zip(raised, texts, strict=True)]
+        for match, text, found in zip(raised, texts, deaths, strict=True):
+            if found and found.status == "oom":
+                trace = output[output.rfind(_TRACEBACK, 0, match.start()) : match.start()] + text
+                return Death(found.kind, found.reason, trace.strip())
+        if found := deaths[-1]:
             return Death(found.kind, found.reason, trace)
     elif found := from_text(output):
         return Death(found.kind, found.reason, trace)
@@ -170,8 +188,8 @@ def from_exit(returncode: int, output: str) -> Death:
         name = signal.Signals(number).name
         kind, reason = _SIGNALS.get(name, ("crash", f"killed by {name}"))
         return Death(kind, reason, trace)
-    if trace and raised:
-        return Death("crash", _first(raised[-1][0], "an exception"), trace)
+    if raised:
+        return Death("crash", _first(raised[-1][1], "an exception"), trace)
     return Death("crash", f"exit status {returncode}" + (f": {_last(output)}" if output.strip() else ""), trace)
 
 

@@ -2,6 +2,7 @@
 
     {"kind": "begin", "identity": {...}}      what was probed: code, model, optimizer, precision, device, versions
     {"kind": "trial", "conditions": {...}, "trial": {...}}
+    {"kind": "fresh"}                         --fresh: nothing before this line counts any more
 
 Trials count when their identity and conditions (memory, ranks, …) are those of now; whatever stops the prober, a later
 one goes on from there. A line that was cut off by a crash is skipped.
@@ -13,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,23 @@ class Journal:
                 record = json.loads(line)
                 if record["kind"] == "begin":
                     found.append((record["identity"], []))
+                elif record["kind"] == "fresh":
+                    found.clear()
                 elif record["kind"] == "trial" and found:
                     found[-1][1].append(record)
             except (ValueError, KeyError, TypeError):
                 continue  # cut off while it was written
         return found
 
-    def resume(self, identity: Mapping[str, Any], conditions: Mapping[str, Any]) -> tuple[list[Trial], list[str]]:
-        """The stored trials that hold for this identity and these conditions, and what changed if none were."""
+    def restart(self) -> None:
+        """Supersede what is stored: only what follows counts, here and for later probes."""
+        if self.blocks():
+            self._append([{"kind": "fresh"}])
+
+    def resume(
+        self, identity: Mapping[str, Any], conditions: Callable[[str], Mapping[str, Any]]
+    ) -> tuple[list[Trial], list[str]]:
+        """The stored trials that hold for this identity and a purpose's conditions, and what changed if none were."""
         identity = json.loads(json.dumps(identity))
         blocks = self.blocks()
         trials = [
@@ -94,7 +104,8 @@ class Journal:
             if stored == identity
             for record in records
             # A crash or a hang is never taken from a journal: what caused it may be gone.
-            if record["conditions"] == conditions and record["trial"]["status"] in ("fits", "oom")
+            if record["conditions"] == conditions(record["trial"]["purpose"])
+            and record["trial"]["status"] in ("fits", "oom")
         ]
         changed = changes(blocks[-1][0], identity) if blocks and blocks[-1][0] != identity else []
         if blocks and not changed:

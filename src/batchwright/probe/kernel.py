@@ -9,6 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+_LARGEST_FILE = 16 * 2**20
+_MOST_FILES, _MOST_FOLDERS = 1000, 1000
+# Installed code, and folders into which training itself copies code.
+_NOT_SOURCES = {"__pycache__", "site-packages", "node_modules", "venv", "wandb", "mlruns", "lightning_logs", "outputs"}
+
 
 def status_bytes(name: str) -> int:
     """A size that the kernel keeps of this process: VmSize now, or VmPeak, which RLIMIT_AS is compared with."""
@@ -35,6 +40,29 @@ def digest(data: str | bytes) -> str:
     'ca978112'
     """
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()[:8]
+
+
+def file_digest(path: Path) -> str:
+    """A fingerprint of a file: of its content, or of its size and time where it is too large to be code."""
+    try:
+        status = path.stat()
+        small = status.st_size <= _LARGEST_FILE
+        return digest(path.read_bytes() if small else f"{status.st_size} {status.st_mtime_ns}")
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+
+
+def sources_digest(folder: Path) -> str:
+    """One fingerprint of the *.py files below a folder: what a script may import. Bounded in folders and in files."""
+    found: list[str] = []
+    for visited, (at, folders, names) in enumerate(os.walk(folder)):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in _NOT_SOURCES)
+        for name in sorted(n for n in names if n.endswith(".py"))[: _MOST_FILES - len(found)]:
+            path = Path(at, name)
+            found.append(f"{path.relative_to(folder)} {file_digest(path)}")
+        if visited + 1 >= _MOST_FOLDERS or len(found) >= _MOST_FILES:
+            break
+    return digest("\n".join(found))
 
 
 def code_below(folder: Path) -> dict[str, str]:

@@ -31,7 +31,7 @@ class Runner(Protocol):
 
     @property
     def identity(self) -> Mapping[str, Any]: ...
-    def conditions(self) -> dict[str, Any]: ...
+    def conditions(self, purpose: str) -> dict[str, Any]: ...
     def describe(self) -> Mapping[str, Any]: ...
     def limit(self, size: int) -> Trial: ...
     def evaluation(self, size: int) -> Trial: ...
@@ -104,13 +104,19 @@ class _Session:
         self._resume()
         slope = self._slope(predict_slope)
         limit = self._limit("limit", self.runner.limit, self.request.largest, slope)
-        evaluation = self._limit("evaluation", self.runner.evaluation, None, None) if self.request.evaluation else None
+        evaluation = None
+        if self.request.evaluation:
+            evaluation = self._limit("evaluation", self.runner.evaluation, self.request.largest, None)
+            if evaluation.first_failing is None:
+                self.notes.append(f"evaluation batch {evaluation.largest} is the cap (--max), not the limit.")
         return self._conclude(limit, evaluation)
 
     def _resume(self) -> None:
-        if self.request.fresh or not self.journal.blocks():
+        if self.request.fresh:
+            self.journal.restart()
+        if not self.journal.blocks():
             return
-        trials, changed = self.journal.resume(self.runner.describe(), self.runner.conditions())
+        trials, changed = self.journal.resume(self.runner.describe(), self.runner.conditions)
         for change in changed:
             self._note(f"{change}; probing again")
         for trial in trials:
@@ -146,7 +152,7 @@ class _Session:
             self.progress.started(size, purpose, left)
             trial = replace(run(size), predicted_peak_memory_bytes=predicted)
             if trial.status != "crash":
-                self.journal.add(self.runner.identity, self.runner.conditions(), trial)
+                self.journal.add(self.runner.identity, self.runner.conditions(purpose), trial)
         self.trials.append(trial)
         self.progress.finished(trial)
         if trial.status == "crash":
@@ -223,7 +229,12 @@ class _Session:
             self.notes.append(f"memory {megabytes(limit_bytes)} is half of this host's; --memory sets another budget.")
         if curve is not None and curve.noisy:
             self.notes.append("the times are too noisy to rank speeds: the largest measured size is recommended.")
-        if r.throughput and not timed:
+        slow = [t for t in self.trials if t.purpose == "throughput" and not t.fits]
+        for size, trial in {t.micro_batch_size: t for t in slow}.items():
+            what = "ran out of memory" if trial.status == "oom" else "timed out"
+            self.notes.append(f"micro_batch_size {size} fits, but {what} while its speed was measured ({trial.reason}); "
+                              "a smaller one, or a --margin, is safer.")  # fmt: skip
+        if r.throughput and not timed and not slow:
             self.notes.append("no throughput: no step was seen in the output. Print `batchwright: step N`, give "
                               "--step-regex, or put {steps} into the command.")  # fmt: skip
         busy = [s for s, t in timed.items() if t.timing and (t.timing.contention or 0) > CONTENDED]

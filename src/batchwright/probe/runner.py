@@ -19,6 +19,8 @@ from .request import Request
 from .timing import Timing
 
 _LIMIT_STEPS = 2  # the second has the optimizer's state beside it
+_MICRO_STEPS = 2  # of each; the second has the gradients beside it
+_BUILDING = "building the task"  # the worker's word
 
 
 @dataclass
@@ -30,12 +32,13 @@ class TaskRunner:
     identity: Mapping[str, Any] = field(default_factory=dict)
     longest_index: int | None = None
 
-    def conditions(self) -> dict[str, Any]:
+    def conditions(self, purpose: str) -> dict[str, Any]:
         """What a trial's verdict depends on beside the task itself."""
         r = self.request
+        own = {"seconds": r.seconds} if purpose == "throughput" else {"steps": _LIMIT_STEPS}
         return {
             "memory": r.memory, "margin": r.margin, "ranks": r.ranks, "longest": r.longest, "device": r.device,
-            "workers": r.workers, "steps": _LIMIT_STEPS,
+            "workers": r.workers, "micro_steps": _MICRO_STEPS if purpose == "limit" else 1, **own,
         }  # fmt: skip
 
     def describe(self) -> Mapping[str, Any]:
@@ -64,7 +67,8 @@ class TaskRunner:
             "target": r.target, "args": dict(r.args), "micro_batch_size": size, "mode": mode, "ranks": r.ranks,
             "memory": r.memory, "margin": r.margin, "limited": limited,
             "host_memory": process.physical_memory() // 2 // r.ranks, "device": r.device, "steps": _LIMIT_STEPS,
-            "longest": r.longest, "longest_index": self.longest_index, "workers": r.workers, "seconds": r.seconds,
+            "micro_steps": _MICRO_STEPS, "longest": r.longest,
+            "longest_index": self.longest_index, "workers": r.workers, "seconds": r.seconds,
             "contrasts": contrasts, "result": str(self.scratch / "result"),
         }  # fmt: skip
         path = self.scratch / "spec.json"
@@ -136,6 +140,8 @@ class TaskRunner:
         # The rank that came least far is the one the others wait for.
         rank = min(unfinished, key=lambda k: (unfinished[k].get("stage", -1), k))
         doing = unfinished[rank].get("doing", "starting")
+        if done.returncode is None and doing == _BUILDING:  # no smaller size will help
+            return rank, Death("crash", f"hung while the task was built: no end within {self.request.timeout:g} s")
         if done.returncode is None:
             who = f"rank {rank} of {len(results)} hung" if len(results) > 1 else "no end"
             return rank, Death("hang", f"{who} within {self.request.timeout:g} s; last seen {doing}")

@@ -3,7 +3,7 @@
 The answer goes to a result file, replaced atomically at every stage, so that a prober knows how far each rank came even
 when the process is killed. The step is written out here, and not `runtime.step`'s, which carries schedules, ledgers and
 noise: a trial should depend on as little as possible, and the memory of the two is the same (loss / weight, backward,
-optimizer; at least two of them, so that the optimizer's state counts).
+optimizer; two micro steps each, so that gradients count, and at least two of them, so that the optimizer's state does).
 """
 
 from __future__ import annotations
@@ -142,23 +142,29 @@ class Worker:
 
     def step(self, batch: Any, update: bool = True) -> None:
         """One optimizer step of one micro batch, or (`update` false) one accumulated micro step."""
-        quiet = not update and isinstance(self.model, nn.parallel.DistributedDataParallel)
-        with self.model.no_sync() if quiet else contextlib.nullcontext():  # pyright: ignore
+        with self._quiet(not update):
             self.loss(batch).backward()
         if update:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
+    def _quiet(self, quiet: bool) -> Any:
+        ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        return self.model.no_sync() if quiet and ddp else contextlib.nullcontext()  # pyright: ignore
+
     def _limit(self) -> None:
-        batch = None
+        batch, micro_steps = None, self.spec["micro_steps"]
         for step in range(self.spec["steps"]):
-            self.stage(f"reading the batch of step {step}")
-            batch = self.batch(step, self.size)  # the old one is still alive here, as in any loop over a loader
-            self.stage(f"forward of step {step}")
-            loss = self.loss(batch)
-            self.stage(f"backward of step {step}")
-            loss.backward()
-            del loss
+            for micro in range(micro_steps):  # from the second on, the gradients are there beside the activations
+                self.stage(f"reading the batch of step {step}")
+                # The old one is still alive here, as in any loop over a loader.
+                batch = self.batch(step * micro_steps + micro, self.size)
+                with self._quiet(micro + 1 < micro_steps):
+                    self.stage(f"forward of step {step}")
+                    loss = self.loss(batch)
+                    self.stage(f"backward of step {step}")
+                    loss.backward()
+                    del loss
             self.stage(f"optimizer in step {step}")
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -306,6 +312,7 @@ def identity(
     count = sum(p.numel() for p in model.parameters())
     folder = Path(spec["target"].rpartition(":")[0] or spec["target"]).resolve().parent
     options = {k: v for k, v in optimizer.defaults.items() if k not in ("lr", "weight_decay")}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
     return {
         "model": f"{type(model).__name__} with {count:,} parameters ({digest(repr(shapes))})",
         "optimizer": type(optimizer).__name__,
@@ -314,18 +321,11 @@ def identity(
         + f" ({torch.get_float32_matmul_precision()} matmul)",
         "sequence_length": tokens(example),
         "sample": [[list(t.shape[1:]), str(t.dtype).removeprefix("torch.")] for t in tensors(example)],
-        "device": device_name(device),
+        "device": name,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__},
         "args": {k: str(v) for k, v in sorted(spec["args"].items())},
         "code": code_below(folder),
     }
-
-
-def device_name(device: torch.device) -> str:
-    """The device's own name, such as `NVIDIA H100 80GB HBM3`."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} ({platform.machine()})"
 
 
 def main() -> None:
