@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from batchwright.core import codec
 from batchwright.core.errors import ConfigError, EnvironmentFault
 from batchwright.core.ramp_request import read_ramp
 from batchwright.core.request import Request
-from batchwright.launch.build import build, refit
+from batchwright.launch import files, interrupts
+from batchwright.launch.build import begin, build, refit
 from batchwright.launch.engine import Poll, RankLog
 from batchwright.launch.eta import Speeds, remaining_seconds
 from batchwright.launch.failure import explain, memory_advice, stuck
@@ -155,6 +157,38 @@ def test_the_lock_has_one_holder_and_looking_does_not_disturb(tmp_path):
         fcntl.flock(looking, fcntl.LOCK_UN)
         second.lock()
     second.unlock()
+
+
+def test_a_plan_is_written_by_the_one_who_holds_the_lock(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
+    first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    first.lock()  # about to write
+    with pytest.raises(EnvironmentFault, match="another supervisor"):
+        begin(second, plan)
+    assert not second.exists
+    begin(first, plan)
+    first.lock()  # as a supervisor does: it is held already
+    with pytest.raises(ConfigError, match="holds a run already"):
+        begin(second, plan)
+    first.unlock()
+    second.lock()
+    second.unlock()
+
+
+def test_only_a_later_ctrl_c_is_a_second_wish(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
+    with interrupts.Interrupts() as wishes:
+        for number, at, expected in (
+            (signal.SIGHUP, 0.0, 1), (signal.SIGINT, 0.5, 1), (signal.SIGTERM, 5.0, 1), (signal.SIGINT, 6.0, 2),
+        ):  # fmt: skip
+            now[0] = 100.0 + at
+            signal.raise_signal(number)
+            assert wishes.wishes == expected
+
+
+def test_waits_between_retries_grow_up_to_a_limit():
+    assert [Options().retry_after(n) for n in (1, 2, 3, 10, 10_000)] == [5, 10, 20, 300, 300]
 
 
 def test_all_that_is_wrong_with_settings_is_said_at_once():

@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import sys
+import time
 
 
 def test_three_stages_become_three_launches_that_meet_exactly(run):
@@ -90,10 +91,29 @@ def test_a_stopped_process_is_named(run):
     assert "rank 0 (process " in err and "is stopped" in err
 
 
-def test_processes_that_hang_after_the_end_are_not_waited_for(run):
-    code, _, err = run(*run.scripted("tail", flags=("--grace-seconds", "1")))
+def test_a_command_that_hangs_after_its_end_is_not_waited_for_beyond_the_stall_limit(run):
+    code, _, err = run(*run.scripted("tail", flags=("--stall-seconds", "1", "--grace-seconds", "0.1")))
     assert code == 0, err
     assert len(run.events("launch")) == 3
+
+
+def test_a_command_may_take_longer_than_the_grace_for_what_it_does_after_its_end(run):
+    code, _, err = run(*run.scripted("export=1", flags=("--grace-seconds", "0.1")))
+    assert code == 0, err
+    assert {p.name for p in run.directory.glob("exported-*")} == {"exported-64", "exported-192", "exported-512"}
+
+
+def test_a_guard_that_is_killed_leaves_nothing_running(run):
+    run.start(*run.scripted("slow=0.05", "child"))
+    run.until(lambda: run.position() > 16)
+    launch = run.newest()
+    mine = [line for line in run.processes() if " sleep 1000" in line]
+    assert mine
+    os.kill(json.loads((launch / "manifest.json").read_text())["handle"]["pid"], signal.SIGKILL)
+    run.until(lambda: run.newest() != launch)
+    assert not set(mine) & set(run.processes())
+    code, _, err = run.finish()
+    assert code == 0, err
 
 
 def test_grandchildren_are_ended_with_their_launch(run):
@@ -158,11 +178,54 @@ def test_two_interrupts_stop_now_even_a_command_that_does_not_listen(run):
     process = run.start(*run.scripted("slow=0.1", "deaf"))
     run.until(lambda: run.position() > 16)
     process.send_signal(signal.SIGINT)
-    run.until(lambda: run.processes())
+    time.sleep(1.2)  # together they would be one wish
     process.send_signal(signal.SIGINT)
     code, _, _ = run.finish()
     assert code == 130
     run.assert_nothing_left()
+
+
+def test_a_command_is_told_once_and_a_closing_terminal_is_one_wish(run):
+    process = run.start(*run.scripted("slow=0.1", "save=2"))
+    run.until(lambda: run.position() > 16)
+    before = run.position()
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+    code, _, err = run.finish()
+    assert code == 130 and "no checkpoint" not in err, err
+    assert "reached" in (run.newest() / "logs" / "rank-0.log").read_text()
+    assert run.status()["consumed_samples"] > before
+
+
+def test_what_a_stop_without_a_checkpoint_costs_is_said(run):
+    process = run.start(*run.scripted("slow=0.1", flags=("--position-command", "echo 0")))
+    run.until(lambda: run.position() > 16)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = run.finish()
+    assert code == 130
+    assert "no checkpoint was made: " in err and "samples, from 0 to " in err
+
+
+def test_a_shell_script_can_trap_its_stop_signal(run):
+    told = '"$BATCHWRIGHT_STATUS_FILE"'
+    script = f"trap 'echo 24 > {told}; exit' USR1; echo 16 > {told}; while :; do sleep 0.05; done"
+    words = run.scripted(flags=("--stop-signal", "SIGUSR1"))
+    process = run.start(*words[: words.index("--")], "--", "sh", "-c", script, "{global_batch_size}")
+    run.until(lambda: (run.newest() / "status.json").read_text().strip() == "16", 20)
+    process.send_signal(signal.SIGINT)
+    code, _, err = run.finish()
+    assert code == 130, err
+    assert run.status()["consumed_samples"] == 24
+
+
+def test_the_seed_of_a_run_stays(run):
+    assert run(*run.scripted("crash@96!", flags=("--max-retries", "0")))[0] == 5
+    before = (run.directory / "plan.json").read_text()
+    code, _, err = run.resume("--seed", "7")
+    assert code == 2 and "--seed cannot be changed" in err
+    assert (run.directory / "plan.json").read_text() == before
+    assert run.resume("--max-retries", "1")[0] == 5
+    assert json.loads((run.directory / "plan.json").read_text())["options"]["max_retries"] == 1
 
 
 def test_an_old_launch_cannot_move_the_run(run):
@@ -195,9 +258,28 @@ def test_a_position_command_tells_where_the_run_is(run):
     assert [e["start_sample"] for e in run.events("launch")] == [0, 64, 80, 192]
 
 
+def test_a_position_command_that_fails_now_and_then_is_asked_again(run):
+    where = run.directory.parent / "where.py"
+    where.write_text(
+        "import os, sys\n"
+        "assert os.getsid(0) == os.getpid()\n"  # the terminal's Ctrl-C does not reach it
+        "mark, memory = (os.path.join(os.path.dirname(__file__), name) for name in ('mark', 'memory'))\n"
+        "if not os.path.exists(mark):\n"
+        "    open(mark, 'w').close()\n"
+        "    sys.exit('the bucket does not answer')\n"
+        "os.remove(mark)\n"
+        "print(open(memory).read() if os.path.exists(memory) else 0)\n"
+    )
+    script = ("silent", f"memory={where.with_name('memory')}")
+    code, _, err = run(*run.scripted(*script, flags=("--position-command", f"{sys.executable} {where}")))
+    assert code == 0, err
+    assert "the bucket does not answer" in err and "Asked again in 0.1 s (1 of 3)" in err
+    assert len(run.events("launch")) == 3
+
+
 def test_a_position_command_without_an_answer_is_an_error(run):
     code, _, err = run(*run.scripted(flags=("--position-command", f"{sys.executable} -c 'print(\"here\")'")))
-    assert code == 5
+    assert code == 5 and "(3 of 3)" in err
     assert "did not say where the run is" in err and "'here'" in err
 
 

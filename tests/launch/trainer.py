@@ -4,7 +4,8 @@
 
 SCRIPT words: `crash@96`, `kill@96`, `oom@96`, `hang@96`, `leave@96` happen once per run directory; with `!` after them,
 every time. `over=8` trains past the end; `slow=0.1` sleeps per step; `deaf` ignores SIGTERM; `silent` writes no status;
-`child` leaves a grandchild behind; `tail` hangs after the end is saved.
+`child` leaves a grandchild behind; `tail` hangs after the end is saved; `export=2` works on for so long after it; `save=2`
+takes so long to save when it is to stop, and gives up when it is told twice.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ def main() -> None:
     options = dict(word.partition("=")[::2] for word in script)
     path = os.environ["BATCHWRIGHT_STATUS_FILE"]
     stopping = []
-    signal.signal(signal.SIGTERM, lambda *_: None if "deaf" in options else stopping.append(1))
+
+    def told(*_: object) -> None:
+        if stopping and "save" in options:
+            sys.exit("told twice")
+        if "deaf" not in options:
+            stopping.append(1)
+
+    signal.signal(signal.SIGTERM, told)
     end += int(options.get("over", 0))
 
     def save() -> None:
@@ -46,7 +54,12 @@ def main() -> None:
             if at and position >= int(where) and (word.endswith("!") or not os.path.exists(mark)):
                 open(mark, "w").close()
                 _happen(name)
+        if stopping:
+            time.sleep(float(options.get("save", 0)))
         save()
+    if "export" in options:
+        time.sleep(float(options["export"]))
+        open(os.path.join(os.environ["BATCHWRIGHT_RUN_DIR"], f"exported-{position}"), "w").close()
     print(f"reached {position}", flush=True)
     if "tail" in options:
         time.sleep(1000)

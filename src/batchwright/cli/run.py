@@ -135,8 +135,12 @@ def command(
     elif stop_of is not None:
         _stop(RunDirectory(stop_of), now, as_json)
     elif resume is not None:
-        directory, plan = _resumed(RunDirectory(resume), words + ctx.meta["command"], flags)
-        ctx.exit(_detach(directory, plan, as_json) if flags["detach"] else _supervise(directory, plan, as_json))
+        directory = RunDirectory(resume)
+        try:
+            directory, plan = _resumed(directory, words + ctx.meta["command"], flags)
+            ctx.exit(_detach(directory, plan, as_json) if flags["detach"] else _supervise(directory, plan, as_json))
+        finally:
+            directory.unlock()
     else:
         directory, plan, made = _new(words, ctx.meta["command"], flags)
         if dry_run:
@@ -144,8 +148,11 @@ def command(
             return
         if plan.options.engine == "kubernetes":
             engine(plan.options.engine)  # says why not
-        begin(directory, plan)
-        ctx.exit(_detach(directory, plan, as_json) if flags["detach"] else _supervise(directory, plan, as_json))
+        try:
+            begin(directory, plan)
+            ctx.exit(_detach(directory, plan, as_json) if flags["detach"] else _supervise(directory, plan, as_json))
+        finally:
+            directory.unlock()
 
 
 def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) -> tuple[RunDirectory, RunPlan, Ramp]:
@@ -236,7 +243,7 @@ def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, A
     from batchwright.launch.settings import read_options
 
     plan = directory.plan()
-    known = {*_LAUNCH_FLAGS, "max_micro_batch_size", "env", "site", "detach", "elastic"}
+    known = {*_LAUNCH_FLAGS, "max_micro_batch_size", "env", "site", "detach", "elastic"} - {"seed"}
     others = sorted(name for name, value in flags.items() if value not in (None, False, ()) and name not in known)
     if words or others:
         named = ", ".join([*words, *(f"--{name.replace('_', '-')}" for name in others)])
@@ -246,6 +253,10 @@ def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, A
             field="resume",
             given=named[:200],
         )
+    free = directory.supervisor() is None  # else the one who supervises it is named when we try to
+    if free:
+        directory.reserve()
+        plan = directory.plan()
     values = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
     section: dict[str, Any] = {"engine": plan.options.engine, "slurm": dict(plan.options.slurm)}
     _cluster(section, flags)
@@ -253,7 +264,7 @@ def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, A
     changed = replace(plan, options=read_options({**values, "environment": list(flags["env"])}, plan.options))
     if flags["max_micro_batch_size"] is not None:
         changed = refit(changed, count(flags["max_micro_batch_size"], "max_micro_batch_size"))
-    if changed != plan and directory.supervisor() is None:
+    if changed != plan and free:
         write_json(directory.path / "plan.json", changed)
     return directory, changed
 
@@ -262,6 +273,7 @@ def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
     """Submit the first job of a chain, or all of them, and leave."""
     from batchwright.launch.slurm_run import detach
 
+    directory.unlock()  # the jobs take it
     jobs = detach(directory, plan)
     place = shlex.quote(str(directory.path))
     if as_json:

@@ -121,15 +121,20 @@ def _refit(stage: Stage, limit: int) -> Stage:
 
 
 def begin(directory: RunDirectory, plan: RunPlan) -> None:
-    """Write the plan, where there is none yet."""
+    """Write the plan, where there is none yet; the run's lock is held from here on, so nobody writes another."""
+    taken = ConfigError(
+        f"{directory.path} holds a run already. Go on with batchwright run --resume "
+        f"{shlex.quote(str(directory.path))}, or give another --dir.",
+        field="dir",
+        given=str(directory.path),
+    )
     if directory.exists:
-        raise ConfigError(
-            f"{directory.path} holds a run already. Go on with batchwright run --resume "
-            f"{shlex.quote(str(directory.path))}, or give another --dir.",
-            field="dir",
-            given=str(directory.path),
-        )
+        raise taken
     try:
+        directory.reserve()
+        if directory.exists:
+            directory.unlock()
+            raise taken
         write_json(directory.path / "plan.json", plan)
     except OSError as error:
         raise EnvironmentFault(f"{directory.path} cannot be written: {error}.", field="dir") from None

@@ -12,6 +12,7 @@ RUN/checkpoints/, ledger/     the training loop's own, as are status.json, statu
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -150,7 +151,9 @@ class RunDirectory:
         return facts.f_bavail * facts.f_frsize
 
     def lock(self) -> None:
-        """Become the supervisor of this run, or say who is."""
+        """Become the supervisor of this run, or say who is; who is it already stays it."""
+        if self._lock is not None:
+            return
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + LOCK_PATIENCE
@@ -171,6 +174,14 @@ class RunDirectory:
         except OSError:  # a full disk: the name is a courtesy, the lock is what counts
             pass
         self._lock = descriptor
+
+    def reserve(self) -> None:
+        """The lock before the plan is written, where the file system has locks."""
+        try:
+            self.lock()
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
 
     def unlock(self) -> None:
         """Stop being its supervisor."""

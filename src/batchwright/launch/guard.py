@@ -18,6 +18,8 @@ import select
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Collection
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -49,32 +51,81 @@ def die_as(code: int) -> None:
     sys.exit(code)
 
 
-def _descendants(root: int) -> list[int]:
-    """All processes below `root`, by the kernel's list of parents."""
-    children: dict[int, list[int]] = {}
+def adopt_orphans(wanted: bool) -> None:
+    """Whether what is orphaned below this process comes to it, rather than to init."""
+    prctl(_SET_CHILD_SUBREAPER, int(wanted))
+
+
+def _processes() -> dict[int, tuple[int, int, bytes]]:
+    """Parent, session and state of every process."""
+    found: dict[int, tuple[int, int, bytes]] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    parent = int(file.read().rsplit(b")", 1)[1].split()[1])
+                    fields = file.read().rsplit(b")", 1)[1].split()
+                found[int(name)] = (int(fields[1]), int(fields[3]), fields[0])
             except (OSError, IndexError):
                 continue  # it ended meanwhile
-            children.setdefault(parent, []).append(int(name))
-    found, level = [], [root]
+    return found
+
+
+def _descendants(*roots: int) -> list[int]:
+    """All processes below `roots` that have not ended, by the kernel's list of parents."""
+    processes = _processes()
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _, _) in processes.items():
+        children.setdefault(parent, []).append(pid)
+    found, level = [], [*roots]
     while level:
         level = [child for parent in level for child in children.get(parent, ())]
         found += level
-    return found
+    return [pid for pid in found if processes[pid][2] != b"Z"]
+
+
+def _kill(pids: Collection[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def foreign_children() -> set[int]:
+    """Children of another session: what we started as such, and what came to us when its parent died."""
+    me, session = os.getpid(), os.getsid(0)
+    return {pid for pid, (parent, its, _) in _processes().items() if parent == me and its != session}
+
+
+def kill_orphans(known: Collection[int], seconds: float = 10.0) -> None:
+    """Kill what came to us when a guard died, and all below it; `known` children are none of that."""
+    deadline = time.monotonic() + seconds
+    while (orphans := foreign_children() - set(known)) and time.monotonic() < deadline:
+        _kill([*orphans, *_descendants(*orphans)])
+        for pid in orphans:
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                pass
+        time.sleep(0.01)
+
+
+def kill_below(root: int, seconds: float = 1.0) -> None:
+    """Kill all below a process that is not ours to wait for, generation after generation."""
+    deadline = time.monotonic() + seconds
+    while (left := _descendants(root)) and time.monotonic() < deadline:
+        _kill(left)
+        time.sleep(0.01)
 
 
 def _kill_all(group: int) -> None:
     """Kill until no child is left; orphans of orphans come to us one generation at a time."""
     while True:
-        for kill, target in [*((os.kill, pid) for pid in _descendants(os.getpid())), (os.killpg, group)]:
-            try:
-                kill(target, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
+        _kill(_descendants(os.getpid()))
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:

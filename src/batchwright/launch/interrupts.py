@@ -1,4 +1,4 @@
-"""Signals to the supervisor: the first asks for a checkpoint and a stop, the second stops now. It sleeps between them."""
+"""Signals to the supervisor: the first asks for a checkpoint and a stop, a later Ctrl-C stops now. It sleeps between them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import select
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_APART = 1.0  # seconds: a terminal that closes, or a launcher that ends us, sends several signals at once
 
 
 class Interrupts:
@@ -17,6 +19,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.wishes = 0
+        self._first = 0.0
         self._before: dict[int, Any] = {}
         self._pipe: tuple[int, int] | None = None
         self._wakeup = -1
@@ -42,7 +45,11 @@ class Interrupts:
                 os.close(end)
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        if number in _STOPPING:
+        if number not in _STOPPING:
+            return
+        if not self.wishes:
+            self.wishes, self._first = 1, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._first > _APART:  # somebody means it
             self.wishes += 1
 
     def sleep(self, seconds: float) -> None:

@@ -4,7 +4,10 @@
     supervisor -> guard -> rank.py -> COMMAND                       where the command starts its own ranks
 
 Each arrow ends what is below it when it breaks. Signals go to the ranks themselves: torchrun would pass them to the
-ranks' whole groups, loader workers too, and then ends by SIGKILL whoever takes longer than its timeout.
+ranks' whole groups, loader workers too, and then ends by SIGKILL whoever takes longer than its timeout. A command is asked
+to stop once: torchrun, and others, take a second signal as the wish to stop without a save.
+
+When the guard itself is killed, what a command started goes on: it comes to the supervisor, which ends it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 from batchwright.core.errors import EnvironmentFault, MissingExtraError
 
 from .engine import Handle, Job, Poll, RankLog, Wish, process_state, rank_logs
+from .guard import adopt_orphans, foreign_children, kill_below, kill_orphans
 
 _GUARD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
 # Each of these was found the hard way (see docs/run.md):
@@ -43,6 +47,8 @@ class LocalEngine:
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
+        self._others: set[int] = set()  # children that were there before a launch
+        self._asked: set[tuple[str, int]] = set()  # commands that heard that they are to stop
 
     def command(self, job: Job) -> tuple[str, ...]:
         """What the guard runs: torchrun, or the command itself."""
@@ -62,6 +68,8 @@ class LocalEngine:
                 field="task",
             )
         (job.directory / "logs").mkdir(parents=True, exist_ok=True)
+        adopt_orphans(True)
+        self._others = foreign_children()
         reading, writing = os.pipe()
         try:
             with open(job.directory / "logs" / "launcher.log", "ab") as log:
@@ -88,6 +96,7 @@ class LocalEngine:
             "boot": _boot(),
             "directory": str(job.directory),
             "stop_signal": job.stop_signal if job.direct else "SIGUSR1",
+            "direct": job.direct,
         }
 
     def poll(self, handle: Handle) -> Poll:
@@ -103,6 +112,8 @@ class LocalEngine:
         if writing >= 0:
             os.close(writing)
             self._running[handle["pid"]] = (guard, -1)
+            kill_orphans({*self._others, *(pid for pid, (_, pipe) in self._running.items() if pipe >= 0)})
+            adopt_orphans(any(pipe >= 0 for _, pipe in self._running.values()))
         return Poll("ended", code)
 
     def signal(self, handle: Handle, wish: Wish) -> None:
@@ -110,14 +121,19 @@ class LocalEngine:
         if wish == "kill":
             known = self._running.get(handle["pid"])
             if known is None:
-                # The guard's death is the end of all below it: each has asked the kernel for that.
-                if process_state(handle["pid"], handle["start_time"]) and handle["boot"] == _boot():
+                # The guard's death is the end of ranks and commands, not of what a command started: that goes first.
+                if handle["boot"] == _boot() and process_state(handle["pid"], handle["start_time"]):
+                    kill_below(handle["pid"])
                     _send(handle["pid"], signal.SIGKILL)
             elif known[1] >= 0:
                 _write(known[1])
             return
         for rank in self.logs(handle):
             if rank.pid and rank.state not in (None, "Z"):
+                if wish == "checkpoint" and handle.get("direct"):
+                    if (handle["directory"], rank.pid) in self._asked:
+                        continue
+                    self._asked.add((handle["directory"], rank.pid))
                 _send(rank.pid, signal.SIGABRT if wish == "trace" else signal.Signals[handle["stop_signal"]])
                 if wish == "trace":
                     _send(rank.pid, signal.SIGCONT)  # one that was stopped leaves its trace when it goes on

@@ -6,7 +6,8 @@ Run once per rank:
 
 RANK is a number, or the name of the variable that holds it. Below DIRECTORY: `logs/rank-N.log`, `ranks/N.json` (its
 process), `ranks/N.exit.json` (its end). The kernel kills the rank when this process dies, and this one when its parent
-does. SIGUSR1 is ignored until the rank asks for it: a wish to stop that comes while torch is imported is not its death.
+does. A rank of our loop, whose number is in a variable, ignores SIGUSR1 until it asks for it: a wish to stop that comes
+while torch is imported is not its death. A command of the user's own does not: a shell cannot trap what it was born deaf to.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def main(words: list[str]) -> None:
     def prepare() -> None:
         die_with(me)
         no_core()
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        if not place.isdigit():
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     record = os.path.join(directory, "ranks", str(rank))
     log = open(os.path.join(directory, "logs", f"rank-{rank}.log"), "ab", buffering=0)

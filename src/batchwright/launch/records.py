@@ -34,6 +34,10 @@ class Options:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the loop, by its own names
     slurm: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what the cluster wants to hear (slurm_site.py)
 
+    def retry_after(self, failures: int) -> float:
+        """How long to wait after so many failures in a row."""
+        return min(self.longest_retry_seconds, self.retry_seconds * 2 ** min(failures - 1, 60))
+
 
 @dataclass(frozen=True)
 class RunPlan:

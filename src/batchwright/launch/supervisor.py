@@ -55,7 +55,7 @@ class Supervisor:
     ) -> None:
         self._directory, self._plan, self._engine, self._listener = directory, plan, engine, listener
         self._classify, self._clock = classify, clock
-        self._work: Work = work(directory, plan)
+        self._work: Work = work(directory, plan, self._pause)
         self._speeds, self._boundary = Speeds(), None
         self._interrupts = Interrupts()
         self._last: Ending | None = None
@@ -185,11 +185,11 @@ class Supervisor:
                     asked = now
                     grace = f": a checkpoint first (up to {options.grace_seconds:.0f} s)" if saves else ""
                     self._listener.note(f"stopping{grace}")
-                self._engine.signal(
-                    handle, "checkpoint" if saves else "kill"
-                )  # again: a rank may not have been listening
-            elif progress.saved_position >= manifest.end_sample:
+                # Again: a rank may not have been listening. The engine sees to it that a command hears it once.
+                self._engine.signal(handle, "checkpoint" if saves else "kill")
+            elif progress.saved_position >= manifest.end_sample and self._plan.kind != COMMAND:
                 # All is saved: whatever hangs on the way out is not waited for, nor a launcher whose ranks have gone.
+                # A command may have more to do, an export say: that is between it and stall_seconds.
                 finished, pause = finished or now, SOON_SECONDS
                 ranks = self._engine.logs(handle)
                 if now - finished > options.grace_seconds or (ranks and all(r.code is not None for r in ranks)):
@@ -236,6 +236,10 @@ class Supervisor:
             if failure.kind == "oom":
                 stage = self._plan.stage_at(max(position, progress.position))
                 failure = replace(failure, advice=memory_advice(stage, shlex.quote(str(self._directory.path))))
+        if outcome == "stopped" and (lost := progress.position - position) > 0:
+            self._listener.note(
+                f"no checkpoint was made: {lost:,} samples, from {position:,} to {progress.position:,}, are to be done again"
+            )
         ending = Ending(
             manifest.number, outcome, position, self._clock(), polled.code, failure, progress.first_step,
             progress.last_step, progress.saved, progress.loaded, progress.load_seconds,
@@ -291,20 +295,24 @@ class Supervisor:
 
     def _wishes(self) -> int:
         """0: go on; 1: save and stop; 2: stop now."""
-        if self._interrupts.wishes:
-            return min(2, self._interrupts.wishes)
+        wishes = min(2, self._interrupts.wishes)
         path = self._directory.path / "stop.json"
-        if not path.exists():
-            return 0
+        if wishes > 1 or not path.exists():
+            return wishes
         return 2 if (read_json(path) or {}).get("now") else 1
 
     def _back_off(self, failures: int) -> None:
         options = self._plan.options
-        wait = min(options.longest_retry_seconds, options.retry_seconds * 2 ** (failures - 1))
-        self._listener.note(f"retry {failures} of {options.max_retries} in {wait:g} s, from the last checkpoint")
-        deadline = time.monotonic() + wait
+        wait = options.retry_after(failures)
+        self._pause(wait, f"retry {failures} of {options.max_retries} in {wait:g} s, from the last checkpoint")
+
+    def _pause(self, seconds: float, reason: str) -> bool:
+        """Say why, and wait; False where somebody wishes to stop."""
+        self._listener.note(reason)
+        deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0 and not self._wishes():
             self._interrupts.sleep(min(left, POLL_SECONDS))
+        return not self._wishes()
 
     def _finish(self, state: str, failure: Failure | None) -> None:
         self._directory.event("finished", state=state, failure=failure)

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,9 +45,17 @@ class Work(Protocol):
         ...
 
 
-def work(directory: RunDirectory, plan: RunPlan) -> Work:
+Pause = Callable[[float, str], bool]  # waits so long, for this reason; False where there is no time to
+
+
+def _sleep(seconds: float, reason: str) -> bool:
+    time.sleep(seconds)
+    return True
+
+
+def work(directory: RunDirectory, plan: RunPlan, pause: Pause = _sleep) -> Work:
     """The work of a plan."""
-    return CommandWork(directory, plan) if plan.kind == COMMAND else TaskWork(directory, plan)
+    return CommandWork(directory, plan, pause) if plan.kind == COMMAND else TaskWork(directory, plan)
 
 
 def launch_end(plan: RunPlan, launch: Launch) -> int:
@@ -92,8 +101,8 @@ class TaskWork:
 class CommandWork:
     """Anybody's command: places filled per launch; a status file, or a command of its own, says how far it got."""
 
-    def __init__(self, directory: RunDirectory, plan: RunPlan) -> None:
-        self._directory, self._plan = directory, plan
+    def __init__(self, directory: RunDirectory, plan: RunPlan, pause: Pause = _sleep) -> None:
+        self._directory, self._plan, self._pause = directory, plan, pause
 
     def values(self, launch: Launch, number: int, position: int) -> dict[str, object]:
         """What fills the command's places."""
@@ -174,11 +183,26 @@ class CommandWork:
         return self._directory.launch(number) / "status.json"
 
     def _asked(self) -> int:
+        """What the position command says; a bucket that does not answer once is no reason to give a run up."""
+        options, failures = self._plan.options, 0
+        while True:
+            try:
+                return self._ask()
+            except RunError as error:
+                failures += 1
+                if failures > options.max_retries:
+                    raise
+                wait = options.retry_after(failures)
+                if not self._pause(wait, f"{error} Asked again in {wait:g} s ({failures} of {options.max_retries})"):
+                    raise
+
+    def _ask(self) -> int:
         words = fill(self._plan.position_command, {"run_dir": self._directory.path})
         try:
             done = subprocess.run(
                 words, cwd=self._plan.working_directory, env={**os.environ, **self._plan.options.environment},
                 stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=POSITION_SECONDS, check=False,
+                start_new_session=True,  # Ctrl-C is for the supervisor
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             raise RunError(f"the position command failed: {error}.", field="position_command", given=words[0]) from None
