@@ -85,7 +85,9 @@ def test_the_environment_is_read_in_its_places_only(path):
     # Children get their environment from `launch`, `probe/process.py` and `estimate/process.py`; ranks read theirs.
     if relative.startswith("launch/") or relative in ("runtime/ranks.py", "probe/process.py", "estimate/process.py"):
         return
-    names = {node.attr for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)}
+    names = {
+        node.attr for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)
+    }
     assert not names & {"environ", "getenv", "environb"}
 
 
@@ -119,7 +121,11 @@ def test_light_commands_load_nothing_heavy(code):
 
 def test_import_alone_loads_no_room():
     done = subprocess.run(
-        [sys.executable, "-c", "import sys, batchwright; print(*[m for m in sys.modules if m.startswith('batchwright.')])"],
+        [
+            sys.executable,
+            "-c",
+            "import sys, batchwright; print(*[m for m in sys.modules if m.startswith('batchwright.')])",
+        ],
         capture_output=True,
         text=True,
         check=True,

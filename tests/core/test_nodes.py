@@ -239,7 +239,10 @@ def test_ragged_is_accepted_when_asked_for():
         not place(ramp(960), EIGHT, nodes=5, micro_batch_size=3, policy="constant", allow_ragged=True).stages[0].ragged
     )
     free = place(ramp(1000), EIGHT, nodes=8, policy="constant", allow_ragged=True, max_micro_batch_size=5).stages[0]
-    assert (free.micro_batch_size, free.accumulation_steps) == (4, 4)  # 16 samples in 4 steps: 5 would only leave slots empty
+    assert (free.micro_batch_size, free.accumulation_steps) == (
+        4,
+        4,
+    )  # 16 samples in 4 steps: 5 would only leave slots empty
     # Fewer samples than ranks: the runtime fills up with samples of weight zero, and the gradient stays exact.
     few = place(ramp(60), EIGHT, nodes=8, micro_batch_size=3, policy="constant", allow_ragged=True).stages[0]
     assert (few.data_parallel_size, few.accumulation_steps, few.ragged) == (64, 1, True)

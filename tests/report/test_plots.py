@@ -10,7 +10,9 @@ def test_a_staircase_shows_every_level_from_zero_and_the_positions():
     assert "\x1b" not in text
     for mark in ("global batch", "256┤", "512┤", "1024┤", "0┤", "samples", "100"):
         assert mark in text
-    rows = {level: next(line for line in text.splitlines() if line.strip().startswith(f"{level}┤")) for level in (256, 1024)}
+    rows = {
+        level: next(line for line in text.splitlines() if line.strip().startswith(f"{level}┤")) for level in (256, 1024)
+    }
     assert len(rows[256].rstrip("│ ")) < len(rows[1024].rstrip("│ ")), "the first stage is left of the last"
 
 
@@ -25,5 +27,7 @@ def test_colour_only_when_asked():
 
 
 def test_many_levels_do_not_overflow_the_axis():
-    text = staircase(list(range(118)), {"global batch": [192 + 16 * i for i in range(117)]}, xlabel="samples", color=False)
+    text = staircase(
+        list(range(118)), {"global batch": [192 + 16 * i for i in range(117)]}, xlabel="samples", color=False
+    )
     assert text.count("┤") <= 14

@@ -107,7 +107,10 @@ def test_a_newer_launch_wins_over_a_later_step(tmp_path):
         ("manifest.json", lambda p: p.write_text(p.read_text()[:40]), "cannot be read"),
         ("manifest.json", lambda p: p.unlink(), "is missing"),
         ("manifest.json", lambda p: p.write_text(p.read_text().replace('"sha256": "', '"sha256": "0')), "json has SHA"),
-        ("manifest.json", lambda p: p.write_text('{"schema": 1, "files": {"state.json": {}, "../x": {}}}'), "outside"),
+        ("manifest.json", lambda p: p.write_text('{"schema": 1, "files": {"../x": {}, "state.json": {}}}'), "outside"),
+        ("manifest.json", lambda p: p.write_text('{"schema": 1, "files": {"state.json": {}}}'), "has no size and SHA-256"),
+        ("manifest.json", lambda p: p.write_text('{"schema": 1, "files": {"state.json": 7}}'), "has no size and SHA-256"),
+        ("manifest.json", lambda p: p.write_text('{"schema": 1, "files": ["state.json"]}'), "lists no files"),
     ],
 )  # fmt: skip
 def test_a_damaged_checkpoint_is_passed_over_and_named(two, file, damage, says):
@@ -240,6 +243,10 @@ def _hostile(kind: str, mark: Path, folder: Path) -> bytes:
         return b"cbuiltins\nexec\n(S'open(" + repr(str(mark)).encode() + b', "w")' + b"'\ntR."
     if kind == "dotted":  # through an allowed module to what it has imported
         return pickle.dumps("torch.serialization")[:2] + b"\x8c\x13torch.serialization\x8c\x09os.system\x93\x94."
+    if kind == "class":  # BUILD with (None, {...}) sets attributes of a class that the whole process uses
+        return b"cpathlib\nPosixPath\n(N(dS'_planted'\nS'x'\nstb."
+    if kind == "instance":
+        return b"cpathlib\nPosixPath\n(S'a'\ntR(N(dS'_str'\nS'/etc/passwd'\nstb."
     if kind == "not metadata":
         return pickle.dumps({"a": 1})
     metadata = pickle.loads(good)
@@ -248,7 +255,7 @@ def _hostile(kind: str, mark: Path, folder: Path) -> bytes:
     return pickle.dumps(metadata)
 
 
-@pytest.mark.parametrize("kind", ["reduce", "inside", "builtin", "dotted", "not metadata", "path"])
+@pytest.mark.parametrize("kind", ["reduce", "inside", "builtin", "dotted", "class", "instance", "not metadata", "path"])
 def test_a_hostile_metadata_runs_nothing(two, tmp_path, kind):
     checkpoints, _ = two
     path, mark = checkpoints.newest().path, tmp_path / "it ran"
@@ -257,9 +264,10 @@ def test_a_hostile_metadata_runs_nothing(two, tmp_path, kind):
     saved = checkpoints.newest()  # the manifest fits: it is no signature
     model, optimizer = made(seed=4)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RunError, match=r"\.metadata"):
+    says = "sets attributes" if kind in ("class", "instance") else ""
+    with pytest.raises(RunError, match=rf"\.metadata.*{says}"):
         checkpoints.load(saved, model, optimizer)
-    assert not mark.exists()
+    assert not mark.exists() and not hasattr(type(path), "_planted")
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -367,3 +375,47 @@ def test_generators_that_nobody_saved_are_a_function_of_position_and_rank():
         generators.reseed(7, position, rank)
         drawn.append((float(torch.rand(())), float(np.random.rand())))
     assert drawn[0] == drawn[3] and len(set(drawn)) == 3
+
+
+def test_a_parameter_that_never_had_a_gradient_can_be_resumed(tmp_path):
+    def built(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = built(0)
+    model["used"](torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    checkpoints = Checkpoints(tmp_path)
+    saved = checkpoints.save(model, optimizer, step=1, position=8)
+    fresh, other = built(1)
+    checkpoints.load(saved, fresh, other)
+    assert equal(model, fresh)
+    assert {id(p) for p in other.state} == {id(p) for p in fresh["used"].parameters()}
+    again = checkpoints.save(fresh, other, step=2, position=16)
+    one, two = (tensors.read(s.path / "tensors") for s in (saved, again))
+    assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
+    # An optimizer without any of its state there is another optimizer.
+    plain = checkpoints.save(model, torch.optim.SGD(model.parameters(), lr=0.1), step=3, position=24)
+    with pytest.raises(RunError, match="exp_avg is missing there"):
+        checkpoints.load(plain, *built(2))
+
+
+def test_what_earlier_launches_left_half_written_is_removed(tmp_path):
+    left = [f".partial-step-000000000009-launch-0000{n}" for n in (1, 2, 3)] + [
+        ".partial-old-step-000000000001-launch-00009"
+    ]
+    for name in left:
+        (tmp_path / name / "tensors").mkdir(parents=True)
+    model, optimizer = made()
+    Checkpoints(tmp_path).save(model, optimizer, step=4, position=8, launch=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*left[1:3], "step-000000000004-launch-00002"]
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1.5), torch.ones(2, 3), torch.ones(4, 3).t()])
+def test_half_precision_samples_have_a_digest(value):
+    def digest(dtype) -> str | None:
+        return dataset_digest([value.to(dtype)], 1)
+
+    assert digest(torch.bfloat16) == digest(torch.bfloat16) != digest(torch.float32)
+    assert digest(torch.bfloat16) != dataset_digest([value.to(torch.bfloat16) + 1], 1)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from batchwright.core.errors import EnvironmentFault
 from batchwright.runtime.events import Events, TensorBoard, read_events
 from batchwright.runtime.progress import Progress
 
@@ -117,3 +118,21 @@ def test_tensorboard_has_the_numbers_over_samples(tmp_path):
     assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(32, 1.5)]
     assert [(e.step, e.value) for e in found.Scalars("evaluation/loss")] == [(40, 0.5)]
     assert [e.value for e in found.Scalars("launch/lost_seconds")] == [2.5]
+
+
+def test_a_tracker_that_fails_to_close_is_no_reason_to_fail(tmp_path):
+    class Stuck(Kept):
+        def close(self) -> None:
+            raise OSError("no room")
+
+    kept = Kept()
+    events = Events(tmp_path / "events" / "launch-00000.jsonl", [Stuck(), kept])
+    events.emit("step", step=1, samples=8)
+    events.close()
+    assert kept.closed and [e.get("error") for e in read_events(tmp_path)] == [None, "no room"]
+
+
+def test_where_events_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "events").write_text("a file")
+    with pytest.raises(EnvironmentFault, match="the events could not be written to"):
+        Events(tmp_path / "events" / "launch-00000.jsonl")

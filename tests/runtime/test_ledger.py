@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.core.errors import RunError
+from batchwright.core.errors import EnvironmentFault, RunError
 from batchwright.core.rules import Constant, Linear
 from batchwright.core.schedule import Schedule, Step
 from batchwright.runtime.audit import LedgerAudit, _expected
@@ -216,3 +217,23 @@ def test_a_million_steps_are_a_thousand_lines(tmp_path):
     (folder / "state.json").write_text(json.dumps(state))
     found = audit(tmp_path)
     assert (found.ok, found.samples, found.steps) == (True, steps * batch, steps)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_full_disk_is_an_environment_fault(tmp_path, monkeypatch, call):
+    ledger = Ledger(tmp_path, ORDER)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(EnvironmentFault, match=r"the ledger .* could not be written") as caught:
+            ledger.applied(0, 0, 8)
+            ledger.finish()
+    assert caught.value.exit_code == 4
+    ledger.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda file, line, offset: len(line) - 1)
+        with pytest.raises(EnvironmentFault, match="No space left"):
+            Ledger(tmp_path, ORDER, launch=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -249,3 +251,30 @@ def test_tensor_parallel_peers_see_equal_and_data_parallel_peers_disjoint_sample
     assert found[0] == found[1] and found[2] == found[3]
     assert not found[0].keys() & found[2].keys()
     assert found[0] | found[2] == reference
+
+
+class Pids(Noisy):
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"id": i, "pid": os.getpid(), "told": TOLD[0]}
+
+
+TOLD = [-1]
+
+
+def tell(worker: int) -> None:
+    TOLD[0] = worker
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_process_group_leaves_the_workers_at_work() -> None:
+    micros = iter(load(dataset=Pids(), num_workers=2, worker_init_fn=tell))
+    seen = list(islice(micros, 4))
+    pids = {int(micro.data["pid"][0]) for micro in seen}
+    assert len(pids) == 2 and os.getpid() not in pids
+    assert {int(micro.data["told"][0]) for micro in seen} == {0, 1}  # the user's own was called too
+    for pid in pids:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(pid, number)
+    seen += list(micros)
+    assert max(micro.positions.stop for micro in seen) == 121
+    assert {int(micro.data["pid"][0]) for micro in seen} == pids

@@ -20,7 +20,7 @@ from loop_runs import Launch, final, furthest, launch, launches, losses, progres
 from loop_tasks import task
 
 from batchwright.core.codec import encode
-from batchwright.core.errors import EnvironmentFault, PlanError, RunError
+from batchwright.core.errors import ConfigError, EnvironmentFault, PlanError, RunError
 from batchwright.core.rules import Constant
 from batchwright.core.scaling import SampleSchedule
 from batchwright.runtime.events import read_events
@@ -275,3 +275,80 @@ def _until(true, seconds: float = 30) -> None:
     while not true():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_saving_in_the_background_does_not_meet_the_steps(tmp_path):
+    options = {"micro_batch_size": 1, "checkpoint_every": 8, "asynchronous": True}
+    assert launch(2, ramp(), {"directory": str(tmp_path), **options}) == [0, 0]
+    assert len([e for e in read_events(tmp_path) if e["kind"] == "save"]) > 3 and audit(tmp_path).ok
+
+
+def test_an_evaluation_that_is_not_finite_is_no_reason_to_lose_checkpoints(tmp_path):
+    plain, drawn = task(), []
+
+    def loss(model, batch):
+        total, weight = plain.loss(model, batch)
+        if not model.training:
+            drawn.append(torch.rand(()))
+            total = total * float("nan")
+        return total.reshape(1), weight
+
+    mine = task(dropout=0.3)
+    object.__setattr__(mine, "loss", loss)
+    for name, every in (("a", 32), ("b", 96)):
+        made = train(mine, ramp(), settings(tmp_path / name, evaluate_every=every), evaluation=plain.dataset)
+        assert made.state == "complete" and made.evaluation_loss is None
+        assert [e["loss"] for e in read_events(tmp_path / name) if e["kind"] == "evaluation"][-1] == "nan"
+    assert drawn and furthest(final(tmp_path / "a"), final(tmp_path / "b")) == 0  # what it draws is put back
+    with pytest.raises(ConfigError, match="evaluate_every=8 has nothing to evaluate"):
+        train(mine, ramp(), settings(tmp_path / "c", evaluate_every=8))
+
+
+def test_a_spent_budget_and_a_complete_run_stay_so(tmp_path):
+    first = train(task(), ramp(), settings(tmp_path / "a", max_tokens=100))
+    again = train(task(), ramp(), settings(tmp_path / "a", max_tokens=100))
+    assert (again.reason, again.position, again.tokens) == ("tokens", first.position, first.tokens)
+
+    def signalled(result, model, optimizer):
+        if result.end_sample == 192:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    ended = train(task(), ramp(), settings(tmp_path / "b"), on_step=signalled)
+    assert (ended.state, ended.reason) == ("complete", "end")
+
+
+def test_a_refused_start_leaves_a_live_run_alone(tmp_path):
+    def meanwhile(result, model, optimizer):
+        if result.step == 6:
+            before = (tmp_path / "launch.json").read_bytes(), (tmp_path / "status.json").read_bytes()
+            for wrong in ({"resume": False}, {"seed": 7}):
+                with pytest.raises(PlanError):
+                    train(task(), ramp(), settings(tmp_path, **wrong))
+            assert ((tmp_path / "launch.json").read_bytes(), (tmp_path / "status.json").read_bytes()) == before
+
+    live = train(task(), ramp(), settings(tmp_path, checkpoint_every=16), on_step=meanwhile)
+    assert (live.state, live.launch) == ("complete", 0) and status(tmp_path)["state"] == "complete"
+
+
+def test_a_launch_that_claimed_and_did_no_more_has_used_its_number(tmp_path):
+    Fence(tmp_path / "launch.json", 0).claim()
+    assert train(task(), ramp(), settings(tmp_path, end_sample=8)).launch == 1
+
+
+def test_a_status_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "status").write_text("a file")
+    with pytest.raises(EnvironmentFault, match="the status could not be written") as caught:
+        train(task(), ramp(), settings(tmp_path))
+    assert caught.value.exit_code == 4
+
+
+def test_ranks_that_cannot_meet_or_would_not_sum_are_refused(tmp_path, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(EnvironmentFault, match="no MASTER_ADDR and no MASTER_PORT"):
+        train(task(), ramp(), settings(tmp_path))
+    with pytest.raises(PlanError, match="strategy='none' does not train on 2 ranks"):
+        train(task(), ramp(), settings(tmp_path, strategy="none"))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from batchwright.core.errors import PlanError, RunError
 from batchwright.core.rules import Thresholds
@@ -460,3 +462,29 @@ def test_a_ramp_does_not_recompile() -> None:
     (summed / weight + balance).backward()
     wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     assert relative_error(plain_gradients(bare), wanted) < 1e-6
+
+
+def partly_wrapped(rank: int) -> dict[str, str]:
+    said = {}
+    for kind in ("ddp", "sharded"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for p in model[1].parameters():
+            p.requires_grad = kind == "ddp"  # FSDP2: the frozen rest may stay plain, the rest may not
+        if kind == "ddp":
+            model[0] = nn.parallel.DistributedDataParallel(model[0])
+        else:
+            fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+            Accumulator(model)
+            model[1].weight.requires_grad = True
+        try:
+            Accumulator(model)
+        except PlanError as error:
+            said[kind] = str(error)
+    return said
+
+
+@pytest.mark.slow
+def test_partly_wrapped_models_are_refused(run_ranks: Any) -> None:
+    for said in run_ranks(partly_wrapped, 2):
+        assert "the wrapper leaves out 1.weight, 1.bias: wrap all 2, or freeze" in said["ddp"]
+        assert "the wrapper leaves out 1.weight: wrap all 1" in said["sharded"]

@@ -175,7 +175,10 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
     sources, reasons = provenance(request, unknowns, result)
     if times is not None and request.step_seconds is None and request.samples_per_second is None:
         for name in ("step_seconds", "samples_per_second"):
-            sources[name], reasons[name] = "probed", f"{best.accumulation_steps} × the micro step of {best.micro_batch_size}"
+            sources[name], reasons[name] = (
+                "probed",
+                f"{best.accumulation_steps} × the micro step of {best.micro_batch_size}",
+            )
     result = replace(result, sources=sources, reasons=reasons)
     return replace(result, notes=(*notes, *notes_for(result, chosen=len(found) > 1)))
 

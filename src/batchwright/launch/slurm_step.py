@@ -34,6 +34,7 @@ class StepEngine:
         self._site = site
         self._process: subprocess.Popen[bytes] | None = None
         self._job: Job | None = None
+        self._asked: set[int] = set()  # commands that heard that they are to stop
 
     def command(self, job: Job) -> tuple[str, ...]:
         """srun with its ranks; a command of the user's own is started once, and starts its own."""
@@ -92,8 +93,11 @@ class StepEngine:
         if job.direct:
             number = {"trace": signal.SIGABRT, "kill": signal.SIGKILL}.get(wish, signal.Signals[job.stop_signal])
             for rank in self.logs(handle):
-                if rank.pid and rank.state not in (None, "Z"):
-                    os.kill(rank.pid, number)
+                if not rank.pid or rank.state in (None, "Z") or (wish == "checkpoint" and rank.pid in self._asked):
+                    continue  # a command is asked once: many take a second signal for "now"
+                if wish == "checkpoint":
+                    self._asked.add(rank.pid)
+                os.kill(rank.pid, number)
             if wish == "kill":
                 process.kill()  # its ranks asked the kernel to go with it
         elif wish == "checkpoint":

@@ -28,7 +28,7 @@ class SlurmSupervisor(Supervisor):
                 f"launch {launch.index + 1} takes {nodes} nodes: {launch.nodes} would have to be waited for"
             )
         self._plan, launch = on_nodes(planned, launch, nodes) or (planned, launch)
-        self._work = work(self._directory, self._plan)
+        self._work = work(self._directory, self._plan, self._pause)
         try:
             return super()._launch(launch, position)
         finally:

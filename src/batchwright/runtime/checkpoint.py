@@ -142,16 +142,13 @@ class Checkpoints:
 
         One of a newer schema raises instead: an older batchwright that went on from before it would fork the run.
         """
-        names = self._together(lambda: [n for n, _, _ in listing(self.directory)] if self.rank == 0 else [])[0]
+        found = self._together(lambda: listing(self.directory) if self.rank == 0 else [])[0]
         skipped: list[str] = []
-        for name in names:
+        for name, step, launch in found:
             path = self.directory / name
             problems = [p for p in self._together(lambda path=path: self._problem(path, verify)) if p]
             if not problems:
-                state = read_json(path / "state.json")
-                match = _NAME.fullmatch(name)
-                assert match is not None
-                return Saved(path, int(match[1]), int(match[2]), state, tuple(skipped))
+                return Saved(path, step, launch, read_json(path / "state.json"), tuple(skipped))
             message = f"checkpoint {name} is damaged and was passed over: {problems[0]}"
             skipped.append(message)
             self._damaged.add(name)
@@ -197,10 +194,14 @@ class Checkpoints:
             size = file.stat().st_size if file.is_file() else None
             if size is None:
                 return f"{file} is missing."
-            if size != facts["size"]:
-                return f"{file} has {size:,} bytes where {facts['size']:,} were written."
-            if verify and index % self.ranks == self.rank and (found := digest_of(file)) != facts["sha256"]:
-                return f"{file} has SHA-256 {found[:12]}…, not {facts['sha256'][:12]}…: its content changed."
+            wanted, digest = (facts.get("size"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
+            if not isinstance(wanted, int) or not isinstance(digest, str):
+                return f"{path / 'manifest.json'} has no size and SHA-256 of {name}."
+            if size != wanted:
+                return f"{file} has {size:,} bytes where {wanted:,} were written."
+            mine = name == "state.json" or (verify and index % self.ranks == self.rank)  # the state is small, and read
+            if mine and (found := digest_of(file)) != digest:
+                return f"{file} has SHA-256 {found[:12]}…, not {digest[:12]}…: its content changed."
         return None
 
     def _in_background(self, job: _Job, parts: Mapping[str, Tensor]) -> None:
@@ -219,10 +220,8 @@ class Checkpoints:
             self._together(lambda: self._commit(job, listed, partial, final) if self.rank == 0 else None)
             done = True
         except BaseException as error:
-            kept = "Checkpoints before it are untouched."
-            raise write_fault(
-                tensors.disk_error(error) or error, f"checkpoint {job.name}", self.directory, kept
-            ) from error
+            cause, kept = tensors.disk_error(error) or error, "Checkpoints before it are untouched."
+            raise write_fault(cause, f"checkpoint {job.name}", self.directory, kept) from error
         finally:
             if not done and self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -233,6 +232,7 @@ class Checkpoints:
             return
         self._fence(final.name)
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._sweep(final.name)
         if final.exists():
             raise RunError(
                 f"checkpoint {final} exists already, and is never overwritten. A launch number names one life of the "
@@ -243,6 +243,14 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "tensors").mkdir(parents=True)
         (partial / "rng").mkdir()
+
+    def _sweep(self, name: str) -> None:
+        """Remove what earlier launches left half written or half deleted; this one may write, so they may not."""
+        launch = int(name.rpartition("-")[2])
+        for path in self.directory.glob(f"{_PARTIAL}*"):
+            match = _NAME.fullmatch(path.name.removeprefix(_PARTIAL))
+            if path.name.startswith(f"{_PARTIAL}old-") or (match and int(match[2]) < launch):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _write_generators(self, job: _Job, partial: Path) -> dict[str, tuple[int, str]]:
         file = partial / "rng" / f"rank-{self.rank:05d}.json"
@@ -294,10 +302,8 @@ class Checkpoints:
         except BaseException as error:
             if self._group is None or not isinstance(error, Exception):
                 raise
-            disk = tensors.disk_error(error)
-            fault = (
-                error if isinstance(error, BatchwrightError) else disk or RunError(f"{type(error).__name__}: {error}")
-            )
+            known = error if isinstance(error, BatchwrightError) else tensors.disk_error(error)
+            fault = known or RunError(f"{type(error).__name__}: {error}")
         if self._group is None:
             return [answer]
         gathered: list[Any] = [None] * self.ranks

@@ -11,6 +11,7 @@ from torch import nn
 from batchwright.core.errors import PlanError
 from batchwright.core.schedule import Schedule, Segment
 
+from . import generators
 from .loader import Loader
 from .order import GlobalOrder
 from .parallel import exact
@@ -57,16 +58,18 @@ def evaluate(
     options: dict[str, Any] = {"collate_fn": task.collate} if task.collate else {}
     kind = exact(world.device)
     sums = torch.zeros(2, dtype=kind, device=world.device)
-    training = model.training
+    training, kept = model.training, generators.capture()
     model.eval()
     try:
         with torch.no_grad():
             for micro in Loader(dataset, GlobalOrder(size, seed, shuffle=False), sampler, **options):
                 loss_sum, weight, _ = task.loss_of(model, moved(micro.data, world.device))
+                both = (loss_sum, torch.as_tensor(weight))
                 if not micro.filler:
-                    sums += torch.stack([loss_sum.detach().to(kind), torch.as_tensor(weight).to(sums)])
+                    sums += torch.stack([value.detach().reshape(()).to(sums) for value in both])
     finally:
         model.train(training)
+        generators.restore(kept)  # how often a run is evaluated must not change what it trains
     if world.ranks > 1:
         dist.all_reduce(sums)
     loss, weight = sums.tolist()

@@ -23,11 +23,15 @@ import math
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from batchwright.core.errors import MissingExtraError
+
+from .durable import write_fault
 
 _FILE = re.compile(r"launch-(\d{5,})\.jsonl")
 # Long enough to cost nothing, short enough to watch.
@@ -53,11 +57,15 @@ class Events:
 
     def __init__(self, path: Path | str | None, trackers: Sequence[Tracker] = (), **common: Any) -> None:
         self._trackers, self._common = list(trackers), common
-        self._pending: list[dict[str, Any]] = []
+        self._pending: deque[dict[str, Any]] = deque()  # appended to and emptied by two threads, and never replaced
         self._wake, self._closed = threading.Event(), False
+        self._file = None
         if path is not None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = None if path is None else open(path, "a", encoding="utf-8")
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(path, "a", encoding="utf-8")
+            except OSError as error:
+                raise write_fault(error, "the events", Path(path).parent, "Checkpoints are untouched.") from error
         self._thread = threading.Thread(target=self._work, name="batchwright-events", daemon=True)
         self._thread.start()
 
@@ -73,9 +81,13 @@ class Events:
         self._wake.set()
         self._thread.join()
         for tracker in self._trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception as error:
+                self._failed(tracker, error)
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # as in `_write`; what a full disk refused is tried again here
+                self._file.close()
 
     def _work(self) -> None:
         while not self._closed:
@@ -84,7 +96,7 @@ class Events:
         self._flush()
 
     def _flush(self) -> None:
-        pending, self._pending = self._pending, []
+        pending = [self._pending.popleft() for _ in range(len(self._pending))]
         if not pending:
             return
         for event in pending:
@@ -93,9 +105,11 @@ class Events:
                     tracker.event(event)
                 except Exception as error:
                     self._trackers.remove(tracker)
-                    name = type(tracker).__name__
-                    self._write([{"kind": "tracker", "time": time.time(), "tracker": name, "error": str(error)}])
+                    self._failed(tracker, error)
         self._write(pending)
+
+    def _failed(self, tracker: Tracker, error: Exception) -> None:
+        self._write([{"kind": "tracker", "time": time.time(), "tracker": type(tracker).__name__, "error": str(error)}])
 
     def _write(self, events: Sequence[Mapping[str, Any]]) -> None:
         if self._file is not None:

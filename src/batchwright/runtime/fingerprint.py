@@ -123,9 +123,9 @@ def _feed(digest: Any, value: Any) -> None:
     digest.update(type(value).__name__.encode())
     if isinstance(value, Tensor):
         value = value.detach().cpu()
-        _feed(
-            digest, value.view(torch.uint8).numpy() if value.dtype is torch.bfloat16 and value.ndim else value.numpy()
-        )
+        if value.dtype is torch.bfloat16:  # which numpy does not know
+            value = (value if value.ndim else value.reshape(-1)).contiguous().view(torch.uint8)
+        _feed(digest, value.numpy())
     elif isinstance(value, np.ndarray):
         digest.update(f"{value.dtype}{value.shape}".encode())
         digest.update(np.ascontiguousarray(value).tobytes() if value.dtype != object else b"")

@@ -16,6 +16,7 @@ what was done. Runs end where a checkpoint is saved: work after the surviving on
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -27,9 +28,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.core.errors import RunError
+from batchwright.core.errors import BatchwrightError, RunError
 
 from .audit import LedgerAudit, audit
+from .durable import write_fault
 from .marks import combine, marks
 from .order import GlobalOrder
 
@@ -73,9 +75,9 @@ class Ledger:
         parent: int | None = None,
     ) -> None:
         folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"launch-{launch:05d}-rank-{rank:05d}.jsonl"
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             raise RunError(
@@ -85,12 +87,15 @@ class Ledger:
                 given=launch,
                 nearest=(next_launch(folder),),
             ) from None
+        except OSError as error:
+            raise self._fault(error) from error
         header: dict[str, Any] = {
             "schema": SCHEMA, "launch": launch, "rank": rank, "ranks": ranks, "step": start[0], "position": start[1],
             "parent": parent, "order": {"size": order.size, "seed": order.seed, "shuffle": order.shuffle},
             "time": time.time(),
         }  # fmt: skip
-        self._offset = os.write(self._file, json.dumps(header).encode() + b"\n")
+        self._offset = 0
+        self._offset = self._write(json.dumps(header).encode() + b"\n")
         self._run: _Run | None = None
         self._ids: list[NDArray[np.int64]] = []
 
@@ -116,7 +121,7 @@ class Ledger:
         low, high = combine(*marks(step, ids))
         run.steps, run.samples = run.steps + 1, run.samples + len(ids)
         run.low, run.high = (run.low + low) % 2**64, (run.high + high) % 2**64
-        os.pwrite(self._file, _line(run), self._offset)
+        self._write(_line(run))
 
     def close(self, *, sync: bool = True) -> None:
         """End the open run, and by default make the ledger durable: to be called before a checkpoint is saved."""
@@ -124,14 +129,31 @@ class Ledger:
             self._offset += WIDTH
             self._run = None
         if sync:
-            os.fsync(self._file)
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                raise self._fault(error) from error
 
     def finish(self) -> None:
         """Close the file."""
         if self._file >= 0:
-            self.close()
-            os.close(self._file)
-            self._file = -1
+            try:
+                self.close()
+            finally:
+                os.close(self._file)
+                self._file = -1
+
+    def _write(self, line: bytes) -> int:
+        try:
+            written = os.pwrite(self._file, line, self._offset)
+            if written < len(line):  # the last bytes of a disk
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise self._fault(error) from error
+        return written
+
+    def _fault(self, error: OSError) -> BatchwrightError:
+        return write_fault(error, f"the ledger {self.path.name}", self.path.parent, "Checkpoints are untouched.")
 
 
 def _line(run: _Run) -> bytes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from batchwright.core.codec import decode, encode
-from batchwright.core.errors import BatchwrightError, PlanError, Violation, raise_violations
+from batchwright.core.errors import BatchwrightError, ConfigError, PlanError, Violation, raise_violations
 from batchwright.core.schedule import Schedule
 
 from . import generators
@@ -20,7 +22,7 @@ from .checkpoint import Checkpoints, Saved
 from .durable import write_fault, write_json
 from .evaluate import Part
 from .events import Events, TensorBoard, Tracker
-from .fingerprint import changes, fingerprint
+from .fingerprint import Change, changes, fingerprint
 from .ledger import Ledger, next_launch
 from .noise import NoiseScale, NoiseTerms
 from .order import GlobalOrder
@@ -55,6 +57,13 @@ class Life:
         size = len(task.dataset) - held
         self.dataset = Part(task.dataset, 0, size) if held else task.dataset
         self.evaluation = Part(task.dataset, size, held) if held else evaluation
+        if settings.evaluate_every and self.evaluation is None:
+            raise ConfigError(
+                f"evaluate_every={settings.evaluate_every} has nothing to evaluate: evaluation_samples is 0, and no "
+                "evaluation dataset was given.",
+                field="evaluation_samples",
+                given=0,
+            )
         self.order = GlobalOrder(size, settings.seed, settings.shuffle)
         self.step = self.position = 0
         self.tokens, self.loss, self.evaluation_loss = 0.0, None, None
@@ -68,8 +77,9 @@ class Life:
         fence = settings.root / "launch.json"
         number = settings.launch
         if number is None:
-            number = max(next_launch(settings.ledger), (Fence.current(fence) or -1) + 1) if world.rank == 0 else 0
-        self.launch = world.tell(number)
+            current = Fence.current(fence) if world.rank == 0 else None
+            number = max(next_launch(settings.ledger), (-1 if current is None else current) + 1)
+        self.launch, self.claimed = world.tell(number), False
         self.may_save = may_save or Fence(fence, self.launch)
 
     def set_up(self) -> None:
@@ -82,13 +92,17 @@ class Life:
         self.noise = NoiseScale(every=settings.noise_every) if settings.noise_every else None
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.checkpoints = Checkpoints(
-            settings.checkpoints, keep=settings.keep, asynchronous=settings.asynchronous, group=world.control,
+            settings.checkpoints, keep=settings.keep, asynchronous=settings.asynchronous, group=world.saving,
             may_save=self.may_save,
         )  # fmt: skip
+        self.facts = self._facts()
+        with warnings.catch_warnings():  # damage is named below, once
+            warnings.simplefilter("ignore")
+            self._changes(self.checkpoints.newest(verify=False))  # a refused start leaves a live run alone
         if world.rank == 0:
             self._claim()
-        world.largest(0)  # nobody reads before the fence is up
-        self.facts = self._facts()
+        world.largest(0)  # from here on no other launch saves
+        self.claimed = True
         saved = self.checkpoints.newest()
         self.saved = saved
         if saved is None:
@@ -109,6 +123,7 @@ class Life:
             self.last_seen = last_seen(settings.root, self.launch)
             if isinstance(self.may_save, Fence):
                 self.may_save.claim()
+            self.claimed = True
             self.write_status(self.status("running", None))
         except OSError as error:
             raise write_fault(error, "the run directory", settings.root, "Nothing was changed.") from error
@@ -123,8 +138,11 @@ class Life:
             learning_rate={"shape": encode(settings.learning_rate), "lr_scaling": settings.lr_scaling},
         )  # fmt: skip
 
-    def _resume(self, saved: Saved) -> None:
-        settings, state = self.settings, saved.state
+    def _changes(self, saved: Saved | None) -> tuple[Change, ...]:
+        """What changed since a checkpoint; raises where this launch must not go on from it."""
+        settings = self.settings
+        if saved is None:
+            return ()
         if not settings.resume:
             raise PlanError(
                 f"{settings.root} has a checkpoint, {saved.name} at sample {saved.position:,}, and resume is off: nothing "
@@ -132,13 +150,17 @@ class Life:
                 field="directory",
                 given=settings.directory,
             )
-        found = changes(state.get("fingerprint", {}), self.facts, saved.position)
+        found = changes(saved.state.get("fingerprint", {}), self.facts, saved.position)
         broken = [c for c in found if c.severity == "breaks"]
         if broken and not settings.accept_changes:
             raise_violations(PlanError, [
                 Violation(f"cannot go on from {saved.name}: {c.message} Restore it, start in another directory, or set "
                           "accept_changes to go on all the same.", c.field, self.facts.get(c.field)) for c in broken
             ])  # fmt: skip
+        return found
+
+    def _resume(self, saved: Saved) -> None:
+        settings, state, found = self.settings, saved.state, self._changes(saved)
         before = time.time()
         restored = self.checkpoints.load(saved, self.model, self.optimizer)
         if not restored:
@@ -197,7 +219,9 @@ class Life:
             write_status(self.settings.root, status)
 
     def failed(self, error: BaseException) -> None:
-        """Leave word of what went wrong, on whichever rank it did."""
+        """Leave word of what went wrong, on whichever rank it did; not over a run that this launch never took over."""
+        if not self.claimed:
+            return
         record, root = error_record(error, self.world.rank), self.settings.root
         try:
             if self.world.rank == 0:
@@ -210,11 +234,13 @@ class Life:
             pass  # the disk may be what failed; the error itself is raised
 
     def close(self) -> None:
-        """Close the files."""
-        if self.ledger is not None:
-            self.ledger.finish()
-        if self.events is not None:
-            self.events.close()
+        """Wait for a save in the background, while there is a group for it, and close the files."""
+        with ExitStack() as stack:
+            for part in (self.events and self.events.close, self.ledger and self.ledger.finish):
+                if part:
+                    stack.callback(part)
+            if hasattr(self, "checkpoints"):
+                self.checkpoints.wait()
 
     def emit(self, kind: str, **values: Any) -> None:
         """An event, from rank 0."""

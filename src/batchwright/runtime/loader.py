@@ -7,6 +7,7 @@ nothing restarts. What is prefetched is not yet trained: the loader has no posit
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -78,6 +79,7 @@ class Loader:
         _check(dataset, order, options)
         # Its own generator: starting an iteration must not draw from the one that the model's dropout uses.
         options.setdefault("generator", torch.Generator().manual_seed(order.seed % 2**63))
+        options["worker_init_fn"] = _Deaf(options.get("worker_init_fn"))
         self.sampler = sampler
         self._loader: DataLoader[Any] = DataLoader(
             _Reader(dataset, order.seed, collate_fn),  # type: ignore[arg-type]
@@ -161,6 +163,19 @@ def _generators_put_back() -> Iterator[None]:
         random.setstate(state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
+
+
+@dataclass(frozen=True)
+class _Deaf:
+    """A worker's first act: signals that ask a job to stop reach it as well, but the main process still needs it."""
+
+    then: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        if self.then is not None:
+            self.then(worker)
 
 
 def _as_it_is(data: Any) -> Any:

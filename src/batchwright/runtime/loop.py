@@ -20,11 +20,12 @@ As a process: `python -m batchwright.runtime.loop SPEC.json`, or the same under 
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -71,12 +72,14 @@ def train(
         signals = stack.enter_context(StopSignals())
         run = _Loop(task, schedule, settings, world, signals, evaluation, trackers, may_save, on_step)
         try:
-            return run.run()
+            status = run.run()
         except BaseException as error:
             run.failed(error)
+            with suppress(Exception):  # of what could not be closed either, the first cause is raised
+                run.close()
             raise
-        finally:
-            run.close()
+        run.close()
+        return status
 
 
 class _Loop(Life):
@@ -86,7 +89,10 @@ class _Loop(Life):
         """Set up, train, save, say why it ended."""
         self.set_up()
         whole = self.schedule.total_samples
+        limit = self.settings.max_tokens
         reason = "end" if self.position == whole else "boundary" if self.position == self.settings.end_sample else None
+        if reason is None and limit is not None and self.tokens >= limit:
+            reason = "tokens"
         if reason is None:
             reason = self._train()
         return self._stop(reason)
@@ -124,7 +130,7 @@ class _Loop(Life):
             if self.on_step is not None:
                 self.on_step(result, self.model, self.optimizer)
             number = world.largest(self.signals.received)
-            if number:
+            if number and self.position < self.schedule.total_samples:  # a run that is complete was not stopped
                 self.signals.received, reason = number, "signal"
             elif settings.max_tokens is not None and self.tokens >= settings.max_tokens:
                 reason = "tokens"
@@ -204,7 +210,7 @@ class _Loop(Life):
         before, self.evaluated_position = time.time(), self.position
         size = self.settings.evaluation_batch_size or self._micro_batch_size()(self.schedule.at_step(0))
         loss, weight = evaluate(self.task, self.model, self.evaluation, size, self.world, seed=self.settings.seed)
-        self.evaluation_loss = loss
+        self.evaluation_loss = loss if math.isfinite(loss) else None  # JSON, so a checkpoint, holds no NaN
         seconds = time.time() - before
         self.times["evaluation_seconds"] += seconds
         self.emit("evaluation", step=self.step, samples=self.position, loss=loss, weight=weight, seconds=seconds)
@@ -219,7 +225,8 @@ class _Loop(Life):
         self.ledger.close()
         state = {
             "tokens": self.tokens, "fingerprint": self.facts, "evaluation_loss": self.evaluation_loss,
-            "noise": [[t.trace, t.signal] for t in self.noise.terms] if self.noise else [],
+            "noise": [[t.trace, t.signal] for t in self.noise.terms if math.isfinite(t.trace + t.signal)]
+            if self.noise else [],
         }  # fmt: skip
         saved = self.checkpoints.save(
             self.model, self.optimizer, step=self.step, position=self.position, launch=self.launch, state=state

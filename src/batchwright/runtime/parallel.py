@@ -98,6 +98,12 @@ class DataParallel:
                 nearest=(max(values),),
             )
 
+    def left_out(self, model: nn.Module) -> list[str]:
+        """Trainable parameters that the wrapper knows nothing of: every rank would train its own."""
+        inside = {id(p) for module in self.modules for p in module.parameters()}
+        known = {"ddp": lambda p: id(p) in inside, "sharded": lambda p: isinstance(p, DTensor), "ours": lambda p: True}
+        return [n for n, p in model.named_parameters() if p.requires_grad and not known[self.wrapper](p)]
+
     def forget(self) -> None:
         """Drop what an abandoned step left inside FSDP2: unsharded gradients that were to be reduced later."""
         sharded = [m for m in self.modules if isinstance(m, FSDPModule)]

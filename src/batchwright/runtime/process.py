@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from .ranks import discover
+from batchwright.core.errors import PlanError
+
+from .ranks import check_rendezvous, discover
 from .settings import Strategy
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -34,6 +36,8 @@ class World:
     control: dist.ProcessGroup | None
     bare: bool
     """No launcher started this process: its exit code reaches somebody."""
+    saving: dist.ProcessGroup | None = None
+    """A gloo group for checkpoints alone: a thread may save while `control` is used at every step."""
 
     def tell(self, value: Any) -> Any:
         """Rank 0's value, on all ranks."""
@@ -63,17 +67,30 @@ def joined(device: str, strategy: Strategy) -> Iterator[World]:
     if cuda:
         torch.cuda.set_device(place)
     ours = not dist.is_initialized()
+    several = ranks.size if ours else dist.get_world_size()
+    if strategy == "none" and several > 1:
+        raise PlanError(
+            f"strategy='none' does not train on {several} ranks: nobody would sum their gradients. Nearest: 'ddp', 'fsdp2'.",
+            field="strategy",
+            given="none",
+            nearest=("ddp", "fsdp2"),
+        )
     if ours and ranks.size > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=place if cuda else None)
+        check_rendezvous(ranks)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=place if cuda else None,
+            rank=ranks.rank, world_size=ranks.size,
+        )  # fmt: skip
     elif ours and strategy == "fsdp2":  # a group of one: FSDP2 needs a mesh
         dist.init_process_group("nccl" if cuda else "gloo", store=HashStore(), rank=0, world_size=1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    control = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if size > 1 else None
+    groups = [cast(dist.ProcessGroup, dist.new_group(backend="gloo")) for _ in range(2 if size > 1 else 0)]
+    control, saving = groups or (None, None)
     try:
-        yield World(rank, size, place, control, ranks.local_size is None and size == 1)
+        yield World(rank, size, place, control, ranks.local_size is None and size == 1, saving)
     finally:
-        if control is not None:
-            dist.destroy_process_group(control)
+        for group in groups:
+            dist.destroy_process_group(group)
         if ours and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -65,6 +65,21 @@ def discover(environment: Mapping[str, str] | None = None) -> Ranks:
     return Ranks()
 
 
+def check_rendezvous(ranks: Ranks, environment: Mapping[str, str] | None = None) -> None:
+    """Raise unless the environment says where the processes of a job meet.
+
+    >>> check_rendezvous(Ranks(0, 2), {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
+    """
+    env = os.environ if environment is None else environment
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    if missing:
+        raise EnvironmentFault(
+            f"rank {ranks.rank} of {ranks.size} has no {' and no '.join(missing)} in its environment, so the ranks do not know "
+            "where to meet. torchrun sets both; under srun, export the first node's name and a free port.",
+            field=missing[0],
+        )
+
+
 def data_parallel(mesh: DeviceMesh, dims: str | Sequence[str] | None = None) -> tuple[int, int]:
     """This process's data-parallel rank and size: its place along the mesh dimensions `dims`, the last varying fastest.
 

@@ -92,9 +92,6 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(Violation(f"{name}={value} must be at least 1.", name, value, (1,)))
-        if self.evaluate_every and not self.evaluation_samples:
-            message = f"evaluate_every={self.evaluate_every} has nothing to evaluate: evaluation_samples is 0."
-            found.append(Violation(message, "evaluation_samples", 0))
         raise_violations(ConfigError, found)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 from batchwright.core.codec import encode
 from batchwright.core.errors import BatchwrightError, RunError
 
-from .durable import read_json, write_json
+from .durable import read_json, write_fault, write_json
 
 STOPPED_AT_BOUNDARY, INTERRUPTED = 75, 130
 
@@ -59,9 +59,12 @@ def write_status(root: Path, status: Status) -> None:
     for name in ("loss", "evaluation_loss"):
         if document[name] is not None and not math.isfinite(document[name]):
             document[name] = None
-    (root / "status").mkdir(exist_ok=True)
-    write_json(root / "status" / f"launch-{status.launch:05d}.json", document)
-    write_json(root / "status.json", document)
+    try:
+        (root / "status").mkdir(exist_ok=True)
+        write_json(root / "status" / f"launch-{status.launch:05d}.json", document)
+        write_json(root / "status.json", document)
+    except OSError as error:
+        raise write_fault(error, "the status", root, "Checkpoints are untouched.") from error
 
 
 def error_record(error: BaseException, rank: int) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class Accumulator:
         wrapper, several = self.parallel.wrapper, self.parallel.size > 1
         wider = accumulate_dtype or (torch.float32 if noise is not None and wrapper != "sharded" else None)
         widened = wider is not None and any(torch.promote_types(p.dtype, wider) != p.dtype for p in trainable)
-        _check_options(self, trainable, widened)
+        _check_options(self, trainable, widened, self.parallel.left_out(model) if several else [])
         self.device = trainable[0].device
         # Every step goes through our own buffer where it has a wider dtype, or where nobody else sums over ranks.
         self.always_flat = widened or (wrapper == "ours" and several)
@@ -326,11 +326,12 @@ def _misuse(step: GradientStep, what: str, remedy: str, field: str = "step") -> 
     return RunError(f"step {step.plan.step} {what}: {remedy}", field=field, given=step.plan.step)
 
 
-def _check_options(owner: Accumulator, trainable: list[nn.Parameter], widened: bool) -> None:
+def _check_options(owner: Accumulator, trainable: list[nn.Parameter], widened: bool, alone: list[str]) -> None:
     sharded, dims = owner.parallel.wrapper == "sharded", owner.parallel.groups
     scale, norm = owner.loss_scale, owner.max_norm
     faults = (
         (not trainable, "model", None, "the model has no parameter that requires a gradient."),
+        (bool(alone), "model", None, f"the wrapper leaves out {', '.join(alone[:5])}: wrap all {len(alone)}, or freeze."),
         (owner.partial not in PARTIAL, "partial", owner.partial, f"is none of {', '.join(PARTIAL)}."),
         (owner.sharded_memory not in SHARDED_MEMORY, "sharded_memory", owner.sharded_memory,
          f"is none of {', '.join(SHARDED_MEMORY)}."),

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -72,12 +72,16 @@ def split(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> tuple[dict[str
 def join(
     model: nn.Module, optimizers: tuple[Optimizer, ...], tensors: dict[str, Tensor], rest: Mapping[str, Any]
 ) -> None:
-    """The inverse of `split`: put the loaded values back into the model and its optimizers."""
+    """The inverse of `split`: put the loaded values back into the model and its optimizers.
+
+    What `load` left out belongs to parameters that never had a gradient: their state is dropped again.
+    """
     whole = _whole(model, optimizers)
-    known = {path for path, _ in _leaves(whole)}
+    known = {path: value for path, value in _leaves(whole)}
+    unused = {p.split("/")[2] for p, value in known.items() if isinstance(value, Tensor) and p not in tensors}
     loaded = _rebuilt(whole, "", tensors, rest)
     groups = loaded["optimizer"].get("param_groups", [])
-    for path in rest.keys() - known:  # an option that the fresh optimizer does not have yet, such as `initial_lr`
+    for path in rest.keys() - known.keys():  # an option that a fresh optimizer does not have yet, such as `initial_lr`
         owner, *inner = path.split("/")
         if owner == "optimizer" and inner[:1] == ["param_groups"]:
             if int(inner[1]) >= len(groups):
@@ -89,6 +93,11 @@ def join(
                 )
             groups[int(inner[1])][inner[2]] = rest[path]
     set_state_dict(model, optimizers, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    own = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    for (optimizer, group), named in zip(own, groups, strict=True):
+        for parameter, name in zip(group["params"], named["params"], strict=True):
+            if name in unused:
+                optimizer.state.pop(parameter, None)
 
 
 def _whole(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, Any]:
@@ -113,7 +122,7 @@ def _rebuilt(value: Any, path: str, tensors: Mapping[str, Tensor], rest: Mapping
     if isinstance(value, list) and any(isinstance(inner, (Mapping, Tensor, list)) for inner in value):
         return [_rebuilt(inner, f"{path}/{index}", tensors, rest) for index, inner in enumerate(value)]
     if isinstance(value, Tensor):
-        return tensors[path]
+        return tensors.get(path, value)
     saved = rest.get(path, value)
     return tuple(saved) if isinstance(value, tuple) and isinstance(saved, list) else saved
 
@@ -146,9 +155,15 @@ def save(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup |
 
 
 def load(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Fill `tensors`, sharded or not, in place; first compare their names and shapes with what is stored."""
+    """Fill `tensors`, sharded or not, in place; first compare their names and shapes with what is stored.
+
+    The optimizer's state of a parameter that had no gradient before the save is taken out of `tensors`.
+    """
     reader = SafeReader(folder)
-    raise_violations(RunError, _differences(tensors, reader.read_metadata(), folder))
+    stored = reader.read_metadata()
+    for path in _never_stepped(tensors, stored):
+        del tensors[path]
+    raise_violations(RunError, _differences(tensors, stored, folder))
     try:
         with _as_one_error():
             _load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -170,6 +185,16 @@ def read(folder: Path) -> dict[str, Tensor]:
     tensors = {p: torch.empty(m.size, dtype=m.properties.dtype) for p, m in stored.items()}  # type: ignore[union-attr]
     load(tensors, folder, None)
     return tensors
+
+
+def _never_stepped(tensors: Mapping[str, Tensor], stored: Metadata) -> list[str]:
+    """Paths of parameters none of whose optimizer state was saved, where that of others was.
+
+    An optimizer makes a parameter's state at its first gradient, but DCP, to load into it, that of all parameters.
+    """
+    start = "optimizer/state/"
+    present = {path.split("/")[2] for path in stored.state_dict_metadata if path.startswith(start)}
+    return [p for p in tensors if p.startswith(start) and p.split("/")[2] not in present] if present else []
 
 
 def _differences(tensors: Mapping[str, Tensor], stored: Metadata, folder: Path) -> list[Violation]:
@@ -217,13 +242,24 @@ def _suspicious(metadata: Any) -> str | None:
     return None
 
 
-class _AllowList(pickle.Unpickler):
-    def find_class(self, module: str, name: str, /) -> Any:
+class _AllowList(pickle._Unpickler):  # the one in Python: C's has no place to look at what BUILD changes
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        """BUILD sets attributes: of a data class's instance, which the pickle made; never of a class, which is ours."""
+        target = self.stack[-2]  # type: ignore[attr-defined]
+        if isinstance(target, type) or not hasattr(type(target), "__dataclass_fields__"):
+            raise RunError("sets attributes of what is no part of a checkpoint's metadata.", field=".metadata")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise RunError(f"asks for {module}.{name}, which no checkpoint's metadata needs.", field=".metadata")
 
-    def persistent_load(self, pid: Any, /) -> Any:
+    def persistent_load(self, pid: Any) -> Any:
         raise RunError("refers to an object outside of it.", field=".metadata")
 
 
