@@ -1,4 +1,4 @@
-"""`batchwright ramp`: the issue's lines as commands."""
+"""`batchwright ramp`: what it promises, as commands."""
 
 from __future__ import annotations
 
