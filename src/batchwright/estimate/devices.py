@@ -2,7 +2,7 @@
 
 A driver keeps a part for itself, so the capacity that torch names in its out-of-memory text is below the nominal size
 and moves a little with driver and ECC. Each row is the smallest capacity met in public logs (2024-2026), attributed by
-its size where a log does not name the device; h100-80g is the one of the project's own research notes.
+its size where a log does not name the device; h100-80g is a figure from an out-of-memory message.
 """
 
 from __future__ import annotations

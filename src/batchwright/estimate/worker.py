@@ -23,7 +23,7 @@ from .fit import SAME_SLOPE, largest, settle
 from .jax_step import is_jax
 from .records import Point, Request
 
-# When two slopes are one. XLA plans every shape anew, so its peaks wobble (research: up to 4% between doublings).
+# When two slopes are one. XLA plans every shape anew, so its peaks wobble (up to 4% between doublings were measured).
 _TOLERANCE = {"torch": SAME_SLOPE, "jax": 0.05}
 
 

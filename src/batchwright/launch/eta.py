@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from .records import RunPlan
 
-ASSUMED_BOUNDARY_SECONDS = 15.0  # local torchrun, until one was measured: research/engines.md has 6 to 11 s
+ASSUMED_BOUNDARY_SECONDS = 15.0  # local torchrun, until one is measured; 6 to 11 s were seen
 
 
 def remaining_seconds(

@@ -9,7 +9,7 @@
 | `compile`       | crash   | a compiler failed, and not for memory                                  |
 | `crash`         | crash   | anything else: not a matter of size, so the search stops               |
 
-The texts are those of the research table: torch 2.13 on CPU was run to get them, the accelerators' are as printed in
+The texts are those that are printed: torch 2.13 on CPU was run to get them, the accelerators' are as printed in
 the trackers of PyTorch, JAX and the libraries.
 """
 
