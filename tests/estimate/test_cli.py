@@ -8,7 +8,7 @@ import re
 import pytest
 
 from batchwright.cli import main
-from batchwright.cli.estimate import arguments
+from batchwright.cli.options import task_arguments
 from batchwright.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -79,6 +79,6 @@ def test_devices_are_listed(run):
 
 
 def test_arguments_are_what_they_look_like():
-    assert arguments(("a=1", "b=x=y", "c=null", "d=1e-3")) == {"a": 1, "b": "x=y", "c": None, "d": 0.001}
+    assert task_arguments(("a=1", "b=x=y", "c=null", "d=1e-3")) == {"a": 1, "b": "x=y", "c": None, "d": 0.001}
     with pytest.raises(ConfigError, match="not KEY=VALUE"):
-        arguments(("layers",))
+        task_arguments(("layers",))

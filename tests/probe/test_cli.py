@@ -78,3 +78,9 @@ def test_an_invalid_request_exits_2_before_anything_runs(capsys, words):
     assert code == 2
     assert not out
     assert err.startswith("error: ")
+
+
+@pytest.mark.parametrize("flag", ["--evaluation", "--longest"])
+def test_flags_for_tasks_are_refused_with_a_command(capsys, tmp_path, flag):
+    code, _, err = run(capsys, flag, "--dir", str(tmp_path), *command(5))
+    assert code == 2 and f"{flag} is for tasks" in err

@@ -133,7 +133,7 @@ def _check_command(command: tuple[str, ...], given: Mapping[str, Any]) -> list[V
         )
         found.append(Violation(message, "command", " ".join(command)[:120], (PLACEHOLDER,)))
     for name in ("ranks", "longest", "evaluation", "workers", "device", "args"):
-        if given.get(name) not in (None, False, (), {}, 1, "1", 0, "0"):
+        if given.get(name) is True or given.get(name) not in (None, False, (), {}, 1, "1", 0, "0"):  # True equals 1
             message = (
                 f"--{name} is for tasks (FILE.py:function): a command decides that itself, for example as torchrun."
             )
