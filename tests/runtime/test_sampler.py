@@ -238,6 +238,7 @@ def fails_on_one_rank(rank: int) -> None:
 def test_the_helper_reports_a_failing_rank_and_leaves_nothing_behind(run_ranks) -> None:
     import multiprocessing
 
+    before = {child.pid for child in multiprocessing.active_children()}  # other tests may keep processes of their own
     with pytest.raises(pytest.fail.Exception, match="planted"):
         run_ranks(fails_on_one_rank, 2, timeout=30)
-    assert multiprocessing.active_children() == []
+    assert {child.pid for child in multiprocessing.active_children()} <= before
