@@ -114,7 +114,8 @@ def test_the_time_limit_and_a_preemption_are_survived(cluster, make, tmp_path):
     begin(directory, plan)
     reached(directory, 1, 32)
     wait_for(lambda: directory.ending(1))
-    assert "stopped by SIGUSR1" in json.loads((directory.launch(1) / "job.json").read_text())["detail"]
+    left = wait_for(lambda: (said := read_json(directory.launch(1) / "job.json"))["state"] == "ended" and said)
+    assert left["detail"] == "stopped by SIGUSR1"  # the job's own record follows the ending
     started(directory, 2)
     hold.unlink()
     hold.with_name("urgent.sh").write_text("#!/bin/sh\nsleep 1\n")
