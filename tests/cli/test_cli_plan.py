@@ -214,8 +214,14 @@ def test_round_and_ragged_are_said(cli):
 def test_loading_and_pipeline_are_shown(cli):
     ran = cli("plan", "--micro-batch-size", "8", "--nodes", "5", "--devices-per-node", "8", "--tensor-parallel", "5",
               "--equal-rows", "--loading-hosts", "3", "--pipeline-parallel", "2")  # fmt: skip
-    assert "pipeline: 1f1b, 2 stages, 2 microbatches, 33.3% idle" in ran.out
-    assert "loading: load_batch_size 107; 3 of 5 hosts read, 22 rows each; 1.03 rows read per row trained" in ran.out
+    assert "pipeline: 1f1b, 2 stages\n" in ran.out
+    assert shown(ran.out, "pipeline_microbatches") == ["2", "derived", "accumulation_steps"]
+    assert shown(ran.out, "bubble_fraction") == ["33.3%", "derived", "1 / (1 × 2 + 1)"]
+    assert shown(ran.out, "load_batch_size") == ["107", "derived", "64 × 5/3, rounded up"]
+    assert shown(ran.out, "hosts") == ["5", "derived", "one per node"]
+    assert shown(ran.out, "loading_hosts") == ["3", "given", "--loading-hosts"]
+    assert shown(ran.out, "rows_per_loading_host") == ["22", "derived", "64 / 3, rounded up"]
+    assert shown(ran.out, "read_amplification") == ["1.031", "derived", "66 / 64"]
     stored = cli(
         "plan", "--micro-batch-size", "8", "--nodes", "4", "--devices-per-node", "8", "--expansion-factor", "1/2"
     )

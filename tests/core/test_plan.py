@@ -110,6 +110,12 @@ def test_any_consistent_subset_gives_back_a_valid_plan(micro, steps, ranks, know
         assert four(p) == (micro, steps, ranks, micro * steps * ranks)
 
 
+def _is_number(value: object) -> bool:
+    """A number, or one for every host."""
+    value = value[0] if isinstance(value, tuple) and value else value
+    return isinstance(value, (int, float, Fraction)) and not isinstance(value, bool)
+
+
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
     """Anything a person might ask for, small enough to try all answers."""
@@ -178,7 +184,11 @@ def test_every_accepted_plan_satisfies_the_equation_and_the_request(request):
         assert p.batch_quantum % p.pipeline.pipeline_microbatches == 0
     assert sum(len(p.loading.rows(h)) for h in range(p.loading.hosts)) == batch
     assert set(p.sources.values()) <= {"given", "derived", "default"}
-    assert all(getattr(p, name) is not None for name in p.sources)
+    parts = [part for part in (p, p.pipeline, p.loading) if part]
+    assert all(any(getattr(part, name, None) is not None for part in parts) for name in p.sources)
+    for part in parts:  # no number without a source
+        numbers = [n for n in part.__dataclass_fields__ if _is_number(getattr(part, n))]
+        assert set(numbers) - {"stages"} <= set(p.sources)  # a pipeline's stages are pipeline_parallel
 
 
 @quick
@@ -538,6 +548,14 @@ def test_sources_and_reasons_of_a_whole_plan():
         "context_parallel": "default",
         "expert_parallel": "default",
         "max_micro_batch_size": "given",
+        "hosts": "derived",
+        "loading_hosts": "default",
+        "expansion_factor": "default",
+        "load_batch_size": "derived",
+        "rows_per_loading_host": "derived",
+        "placeholder_rows": "derived",
+        "rows_read": "derived",
+        "read_amplification": "derived",
     }
     assert p.reasons["micro_batch_size"] == "largest that divides 16 samples per rank and is at most 6"
     assert p.reasons["accumulation_steps"] == "1024 / (4 × 64)"
@@ -547,6 +565,48 @@ def test_sources_and_reasons_of_a_whole_plan():
         read_request({"max_micro_batch_size": 6, "devices": 2}, origins={"max_micro_batch_size": "probe of x"})
     )
     assert probed.sources["max_micro_batch_size"] == "probed"
+
+
+@pytest.mark.parametrize(
+    ("given_", "expected"),
+    [
+        ({"expansion_factor": 4}, {
+            "expansion_factor": ("given", None), "loading_hosts": ("derived", "8 / 4"),
+            "load_batch_size": ("derived", "100 × 4"), "rows_per_loading_host": ("derived", "100 / 2"),
+        }),
+        ({"loading_hosts": 3, "equal_rows": True}, {
+            "loading_hosts": ("given", None), "expansion_factor": ("derived", "8 / 3 hosts"),
+            "load_batch_size": ("derived", "100 × 8/3, rounded up"),
+            "rows_per_loading_host": ("derived", "100 / 3, rounded up"), "read_amplification": ("derived", "102 / 100"),
+        }),
+        ({"stored_hosts": 16}, {
+            "stored_shards": ("given", None), "expansion_factor": ("derived", "8 / 16 hosts"),
+            "load_batch_size": ("derived", "global_batch_size"), "shards_per_host": ("derived", "16 / 8"),
+        }),
+        ({"expansion_factor": "1/2"}, {"stored_shards": ("derived", "8 / (1/2)"), "loading_hosts": ("default", None)}),
+        ({}, {"expansion_factor": ("default", None), "loading_hosts": ("default", None)}),
+    ],
+)  # fmt: skip
+def test_who_reads_what_says_where_it_came_from(given_, expected):
+    p = batchwright.plan(global_batch_size=100, micro_batch_size=1, devices=4, hosts=8, **given_)
+    assert p.sources["hosts"] == "given"
+    for name, (source, reason) in expected.items():
+        assert p.sources[name] == source, name
+        assert reason is None or p.reasons[name] == reason
+
+
+def test_the_pipeline_says_where_its_numbers_came_from():
+    common = {"global_batch_size": 256, "devices": 32, "pipeline_parallel": 4, "sequence_length": 4096}
+    p = batchwright.plan(**common, virtual_stages=2, micro_batch_size=4)
+    assert (p.sources["pipeline_microbatches"], p.reasons["pipeline_microbatches"]) == ("derived", "accumulation_steps")
+    assert p.reasons["bubble_fraction"] == "3 / (2 × 8 + 3)"
+    assert p.pipeline.bubble_fraction == pytest.approx(3 / (2 * 8 + 3))
+    assert (p.sources["virtual_stages"], p.sources["recommended_microbatches"]) == ("given", "derived")
+    told = batchwright.plan(**common, pipeline_microbatches=8)
+    assert (told.sources["pipeline_microbatches"], told.sources["virtual_stages"]) == ("given", "default")
+    inner = batchwright.plan(**common, pipeline_style="inner", micro_batch_size=8)
+    assert inner.reasons["pipeline_microbatches"] == "the fewest that fill 4 stages and divide 64 samples"
+    assert "pipeline_microbatches" not in batchwright.plan(global_batch_size=8).sources
 
 
 def test_a_request_reads_what_people_write_and_names_what_they_misspell():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -121,22 +122,16 @@ def render(made: Plan, near: tuple[Nearby, ...] | None = None) -> list[str]:
         f"{made.data_parallel_size} data-parallel" + ("   (ragged)" if made.ragged else ""),
         "",
     ]
-    shown = [name for name in made.sources if made.sources[name] != "default" or name in _ALWAYS]
-    lines += text.table(
-        [(name, _value(getattr(made, name)), made.sources[name], made.reasons.get(name, "")) for name in shown],
-        right=[1],
-    )
+    lines += _numbers(made, made, [name for name in made.sources if hasattr(made, name)])
     if made.pipeline:
         p = made.pipeline
-        lines += [
-            "",
-            f"pipeline: {p.schedule}, {p.stages} stages, {p.pipeline_microbatches} microbatches, "
-            f"{p.bubble_fraction:.1%} idle"
-            + (f" (recommended: {p.recommended_microbatches})" if p.recommended_microbatches else ""),
-        ]
+        lines += ["", f"pipeline: {p.schedule}, {p.stages} stages", *_numbers(made, p, _PIPELINE)]
     load = made.loading
     if load.hosts > 1 or load.expansion_factor != 1:
-        lines += ["", f"loading: {_loading(made)}"]
+        more = ["read_amplification"] * (load.read_amplification != 1)
+        lines += ["", "loading:", *_numbers(made, load, [*_LOADING, *more])]
+        if load.stored_shards:
+            lines.append(f"  host h goes on with stored shards h, h + {load.hosts}, … of {load.stored_shards}")
     if made.alternatives:
         lines += ["", "alternatives, best first:", *_alternatives(made)]
     if near is not None:
@@ -146,7 +141,12 @@ def render(made: Plan, near: tuple[Nearby, ...] | None = None) -> list[str]:
     return lines
 
 
-_ALWAYS = {"global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices"}
+_ALWAYS = {
+    "global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices", "hosts",
+    "loading_hosts",
+}  # fmt: skip
+_PIPELINE = ("virtual_stages", "pipeline_microbatches", "bubble_fraction", "recommended_microbatches")
+_LOADING = ("hosts", "loading_hosts", "expansion_factor", "load_batch_size", "rows_per_loading_host")
 _FEW = 6
 _ROWS = 12
 
@@ -169,22 +169,26 @@ def _alternatives(made: Plan) -> list[str]:
     return lines + ([f"  … and {more} more: --json lists them"] if more > 0 else [])
 
 
-def _value(value: object) -> str:
+def _numbers(made: Plan, part: object, names: Iterable[str]) -> list[str]:
+    """Numbers of a part of a plan with their sources; defaults only where a reader would miss them."""
+    return text.table(
+        [
+            (name, _value(getattr(part, name), name), made.sources[name], made.reasons.get(name, ""))
+            for name in names
+            if name in made.sources and (made.sources[name] != "default" or name in _ALWAYS)
+        ],
+        right=[1],
+    )
+
+
+def _value(value: object, name: str = "") -> str:
+    if isinstance(value, tuple):  # shares that differ by one
+        return f"{value[0]} or {value[-1]}"
+    if name.endswith("_fraction"):
+        return f"{value:.1%}"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:,.0f}" if value >= 10_000 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
-
-
-def _loading(made: Plan) -> str:
-    load = made.loading
-    rows = load.rows_per_loading_host
-    each = f"{rows} rows each" if isinstance(rows, int) else f"{rows[0]} or {rows[-1]} rows each"
-    words = f"load_batch_size {load.load_batch_size}; {load.loading_hosts} of {load.hosts} hosts read, {each}"
-    if load.read_amplification != 1:
-        words += f"; {load.read_amplification:.2f} rows read per row trained"
-    if load.stored_shards:
-        words += f"; host h goes on with stored shards h, h + {load.hosts}, … of {load.stored_shards}"
-    return words
 
 
 def _nearby(rows: tuple[Nearby, ...]) -> list[str]:

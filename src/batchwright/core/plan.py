@@ -172,7 +172,7 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
         alternatives=tuple(_alternative(best, other, seconds(other)) for other in found[1:]),
         notes=(),
     )
-    sources, reasons = provenance(request, unknowns, result)
+    sources, reasons = provenance(request, unknowns, result, rule)
     if times is not None and request.step_seconds is None and request.samples_per_second is None:
         for name in ("step_seconds", "samples_per_second"):
             sources[name], reasons[name] = (

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from .equation import Unknowns
 from .request import Request, asked_for
 
 if TYPE_CHECKING:
+    from .pipeline import PipelineRule
     from .plan import Plan
 
 SHOWN = (
     "global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "batch_quantum", "devices",
     "nodes", "devices_per_node", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel",
     "sequence_length", "global_batch_size_tokens", "max_micro_batch_size", "samples_per_second", "step_seconds",
+    "tokens_per_second",
 )  # fmt: skip
 
 
-def provenance(request: Request, unknowns: Unknowns, plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
-    """For every number: given, derived, probed or default, and by what or from what."""
+def provenance(
+    request: Request, unknowns: Unknowns, plan: Plan, rule: PipelineRule | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """For every number, those of the pipeline and of the loading too: given, derived, probed or default, and why."""
     sources: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for name in SHOWN:
@@ -48,7 +53,75 @@ def provenance(request: Request, unknowns: Unknowns, plan: Plan) -> tuple[dict[s
     if request.round and unknowns.global_batch_size is not None and not asked_for(request, unknowns.global_batch_size):
         for name in {"global_batch_size", "global_batch_size_tokens"} & sources.keys():
             sources[name], reasons[name] = "derived", f"rounded {request.round} as asked"
+    for name, (source, reason) in {**_pipeline(request, plan, rule), **_loading(request, plan)}.items():
+        sources[name] = source
+        if reason:
+            reasons[name] = reason
     return sources, reasons
+
+
+def _given(request: Request, name: str) -> tuple[str, str]:
+    return "given", request.origins.get(name, "")
+
+
+def _pipeline(request: Request, plan: Plan, rule: PipelineRule | None) -> dict[str, tuple[str, str]]:
+    made = plan.pipeline
+    if made is None or rule is None:
+        return {}
+    pieces, quantum = made.pipeline_microbatches, plan.batch_quantum
+    if request.pipeline_microbatches is not None:
+        source = _given(request, "pipeline_microbatches")
+    elif made.pipeline_style == "accumulation":
+        source = "derived", "accumulation_steps"
+    else:
+        source = "derived", f"the fewest that fill {made.stages} stages and divide {quantum} samples"
+    found = {
+        "virtual_stages": _given(request, "virtual_stages") if made.virtual_stages > 1 else ("default", ""),
+        "pipeline_microbatches": source,
+        "bubble_fraction": ("derived", f"{rule.idle} / ({made.virtual_stages} × {pieces} + {rule.idle})"),
+    }
+    if made.recommended_microbatches is not None:
+        found["recommended_microbatches"] = "derived", "idle stages against small microbatches"
+    return found
+
+
+def _loading(request: Request, plan: Plan) -> dict[str, tuple[str, str]]:
+    load, batch = plan.loading, plan.global_batch_size
+    hosts, readers, factor = load.hosts, load.loading_hosts, load.expansion_factor
+    one_each = "derived", "one per node"
+
+    def up(number: Fraction) -> str:
+        return "" if number.denominator == 1 else ", rounded up"
+
+    found = {
+        "hosts": _given(request, "hosts") if request.hosts else one_each if plan.nodes else ("default", ""),
+        "loading_hosts": ("default", "every host reads"),
+        "expansion_factor": ("default", "every host reads"),
+        "load_batch_size": (
+            "derived",
+            "global_batch_size" if factor <= 1 else f"{batch} × {factor}" + up(batch * factor),
+        ),
+        "rows_per_loading_host": (
+            "derived",
+            f"{batch} / {readers}" + up(Fraction(batch, readers)) * request.equal_rows,
+        ),
+        "placeholder_rows": ("derived", f"{load.load_batch_size} - {batch}"),
+        "rows_read": ("derived", f"all of {readers} hosts"),
+        "read_amplification": ("derived", f"{load.rows_read} / {batch}"),
+    }
+    if request.loading_hosts is not None:
+        found["loading_hosts"] = _given(request, "loading_hosts")
+        found["expansion_factor"] = "derived", f"{hosts} / {readers} hosts"
+    elif request.stored_hosts is not None:
+        found["expansion_factor"] = "derived", f"{hosts} / {load.stored_shards or hosts} hosts"
+    elif request.expansion_factor is not None:
+        found["expansion_factor"] = _given(request, "expansion_factor")
+        if factor > 1:
+            found["loading_hosts"] = "derived", f"{hosts} / {factor}"
+    if load.stored_shards is not None:
+        stored = _given(request, "stored_hosts") if request.stored_hosts else ("derived", f"{hosts} / ({factor})")
+        found |= {"stored_shards": stored, "shards_per_host": ("derived", f"{load.stored_shards} / {hosts}")}
+    return found
 
 
 def _defaulted(request: Request, name: str) -> bool:
@@ -90,4 +163,5 @@ def _derivations(request: Request, unknowns: Unknowns, plan: Plan) -> dict[str, 
         "global_batch_size_tokens": f"{plan.global_batch_size} × {plan.sequence_length}",
         "step_seconds": f"{plan.global_batch_size} / samples per second",
         "samples_per_second": f"{plan.global_batch_size} / step seconds",
+        "tokens_per_second": f"samples per second × {plan.sequence_length}",
     }
