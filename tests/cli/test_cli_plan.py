@@ -199,6 +199,21 @@ def test_tolerance_lists_what_works_even_when_the_request_does_not(cli):
     assert nothing.code == 2
 
 
+@pytest.mark.parametrize(
+    ("line", "batch", "ranks", "field"),
+    [
+        ("--global-batch-size-tokens 4M --sequence-length 4096 --devices 64", 960, 64, "global_batch_size_tokens"),
+        ("--global-batch-size 1000 --devices 100 --tensor-parallel 8", 1001, 13, "devices"),
+        ("--global-batch-size 1000 --nodes 5 --devices-per-node 8 --tensor-parallel 16", 1000, 2, "nodes"),
+        ("--global-batch-size 1000 --nodes 3 --devices 100", 990, 99, "nodes"),
+    ],
+)
+def test_tolerance_lists_what_is_near_numbers_that_are_not_whole(cli, line, batch, ranks, field):
+    found = cli("plan", *line.split(), "--tolerance", "20%", "--json").json
+    assert found["error"]["field"] == field
+    assert (found["nearby"][0]["global_batch_size"], found["nearby"][0]["data_parallel_size"]) == (batch, ranks)
+
+
 def test_round_and_ragged_are_said(cli):
     words = ["plan", "--global-batch-size", "1000", "--micro-batch-size", "4", "--data-parallel-size", "48"]
     down, up = cli(*words, "--round", "down"), cli(*words, "--round", "up")

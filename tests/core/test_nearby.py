@@ -75,6 +75,60 @@ def test_nearby_equals_brute_force(batch, ranks, micro, steps, per_node, expert,
             assert row.accumulation_steps * micro * row.data_parallel_size == row.global_batch_size
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 300),
+    st.integers(1, 7),
+    st.integers(1, 40),
+    st.sampled_from([1, 2, 3]),
+    st.none() | st.integers(1, 5),
+    maybe,
+    st.sampled_from([5, 10, 25, 50]),
+)
+def test_around_tokens_and_devices_that_are_not_whole(tokens, length, devices, tensor, nodes, micro, percent):
+    request = Request(
+        global_batch_size_tokens=tokens,
+        sequence_length=length,
+        devices=devices,
+        nodes=nodes,
+        tensor_parallel=tensor,
+        micro_batch_size=micro,
+    )
+    tolerance, batch, ranks = Fraction(percent, 100), Fraction(tokens, length), Fraction(devices, tensor)
+    found = nearby(request, tolerance)
+    expected = set()
+    for other in range(1, 2 * devices + 1):
+        even = other * tensor % (devices // nodes if devices % nodes == 0 else nodes) == 0 if nodes else True
+        if abs(other - ranks) > ranks * tolerance or not even:
+            continue
+        sizes = [k * other * (micro or 1) for k in range(1, 2 * tokens + 1)]
+        sizes = [b for b in sizes if abs(b - batch) <= batch * tolerance]
+        if other != ranks and sizes:
+            sizes = [min(sizes, key=lambda b: (abs(b - batch), -b))]
+        expected |= {(b, other) for b in sizes}
+    rows = [(row.global_batch_size, row.data_parallel_size) for row in found]
+    assert set(rows) == expected and len(rows) == len(expected)
+    distance = [abs(b - batch) / batch + abs(r - ranks) / ranks for b, r in rows]
+    assert distance == sorted(distance)
+    for row in found:
+        assert row.batch_change == pytest.approx(float(row.global_batch_size / batch - 1))
+        assert row.nodes is None or row.data_parallel_size * tensor % row.nodes == 0
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"devices": 9, "nodes": 2, "devices_per_node": 4, "tensor_parallel": 3}, "devices=9 contradicts nodes 2"),
+        ({"devices": 9, "tensor_parallel": 2, "data_parallel_size": 4}, "devices=9 is not a whole number of replicas"),
+        ({"devices": 8, "global_batch_size_tokens": 65, "sequence_length": 2}, "is 32.50 samples"),
+        ({"devices": 8, "global_batch_size_tokens": 65}, "needs sequence_length"),
+    ],
+)
+def test_what_contradicts_itself_has_nothing_near(given_, message):
+    with pytest.raises(PlanError, match=message):
+        batchwright.nearby(global_batch_size=64, tolerance="10%", **given_)
+
+
 def test_every_node_count_that_works_is_listed_with_its_batch():
     rows = batchwright.nearby(global_batch_size=1000, micro_batch_size=4, nodes=6, devices_per_node=8, tolerance="20%")
     assert {row.nodes for row in rows} == {5, 6, 7}

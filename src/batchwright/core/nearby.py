@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
-from math import lcm
 
-from .errors import PlanError
-from .plan import plan
-from .request import Request, batch_in_samples, resolve_ranks, world_of
-from .world import World
+from .errors import PlanError, raise_violations
+from .plan import plan, rank_step
+from .request import Request, batch_in_samples, devices_of, resolve_ranks, world_of
 
 MOST_ROWS = 200
 MOST_COUNTS = 10_000  # rank counts looked at on each side
@@ -41,46 +39,66 @@ def nearby(request: Request, tolerance: Fraction) -> tuple[Nearby, ...]:
     ...     data_parallel_size=64), Fraction(1, 20)) if n.data_parallel_size == 64]
     [960]
     """
-    batch, ranks = batch_in_samples(request), resolve_ranks(request)
+    batch, ranks = _asked(request)
+    low, high = (batch * (1 - tolerance)).__ceil__(), (batch * (1 + tolerance)).__floor__()
+    factor = (request.micro_batch_size or 1) * (request.accumulation_steps or 1)
+    all_known = bool(request.micro_batch_size and request.accumulation_steps)  # then ranks alone make the batch
+    step = rank_step(request)
+    reach = min(ranks * tolerance, MOST_COUNTS * step)
+    first = max(step, ((ranks - reach) / step).__ceil__() * step)
+    # (distance × batch × ranks, batch, ranks), scaled to integers, so that ties are exact
+    found: list[tuple[int, int, int]] = []
+    (samples, per), (of, share) = batch.as_integer_ratio(), ranks.as_integer_ratio()
+    for other in range(first, (ranks + reach).__floor__() + 1, step):
+        quantum = factor * other
+        closest = 1 if all_known else max(1, (2 * samples + quantum * per) // (2 * quantum * per))
+        more = MOST_ROWS if other == ranks and not all_known else 0  # on the ranks asked for: every batch that works
+        for k in range(max(1, closest - more), closest + more + 1):
+            if low <= k * quantum <= high:
+                distance = abs(k * quantum * per - samples) * of + abs(other * share - of) * samples
+                found.append((distance, k * quantum, other))
+    found.sort()
+    rows = (_row(request, batch, ranks, size, other) for _, size, other in found)
+    return tuple(islice((row for row in rows if _works(request, row)), MOST_ROWS))
+
+
+def _asked(request: Request) -> tuple[Fraction, Fraction]:
+    """The batch and the ranks to look around: exact, even where tokens are no whole samples or devices no replicas."""
+    tokens, length = request.global_batch_size_tokens, request.sequence_length
+    batch: int | Fraction | None
+    if tokens is None or length is None or request.global_batch_size is not None:
+        batch = batch_in_samples(request)
+    else:
+        batch = Fraction(tokens, length)
+    devices, wrong = devices_of(request)
+    raise_violations(PlanError, wrong)
+    ranks: int | Fraction | None
+    if devices is None or request.data_parallel_size is not None:
+        ranks = resolve_ranks(request)
+    else:
+        ranks = Fraction(devices, world_of(request, 1).model_parallel_size)
     if batch is None or ranks is None:
         raise PlanError(
             "tolerance looks around a request, so it needs a global batch and a number of ranks (devices, or nodes × "
             "devices_per_node, or data_parallel_size).",
             field="tolerance",
         )
-    low, high = (batch * (1 - tolerance)).__ceil__(), (batch * (1 + tolerance)).__floor__()
-    factor = (request.micro_batch_size or 1) * (request.accumulation_steps or 1)
-    all_known = bool(request.micro_batch_size and request.accumulation_steps)  # then ranks alone make the batch
-    world = world_of(request, ranks)
-    step = lcm(world.replica_step, world.expert_parallel)
-    reach = min((ranks * tolerance).__floor__(), MOST_COUNTS * step)
-    first = max(step, -(-(ranks - reach) // step) * step)
-    found: list[tuple[int, int, int]] = []  # (distance × batch × ranks, batch, ranks): integers, so that ties are exact
-    for other in range(first, ranks + reach + 1, step):
-        quantum = factor * other
-        closest = 1 if all_known else max(1, (2 * batch + quantum) // (2 * quantum))
-        more = MOST_ROWS if other == ranks and not all_known else 0  # on the ranks asked for: every batch that works
-        for k in range(max(1, closest - more), closest + more + 1):
-            if low <= k * quantum <= high:
-                distance = abs(k * quantum - batch) * ranks + abs(other - ranks) * batch
-                found.append((distance, k * quantum, other))
-    found.sort()
-    rows = (_row(request, batch, ranks, size, other) for _, size, other in found)
-    return tuple(islice((row for row in rows if _works(request, world, row)), MOST_ROWS))
+    return Fraction(batch), Fraction(ranks)
 
 
-def _works(request: Request, world: World, row: Nearby) -> bool:
+def _works(request: Request, row: Nearby) -> bool:
     """What divides can still break a limit, a pipeline's rule or the loading: only a plan knows."""
     if request.pipeline_parallel == 1 and all(getattr(request, name) is None for name in _LIMITS):
         return True
+    per_node = world_of(request, 1).devices_per_node
     other = replace(
         request,
         global_batch_size=row.global_batch_size,
         global_batch_size_tokens=None,
         data_parallel_size=row.data_parallel_size,
         devices=None,
-        nodes=None,
-        devices_per_node=world.devices_per_node,
+        nodes=None if per_node else request.nodes,
+        devices_per_node=per_node,
         step_seconds=None,
         round=None,
         allow_ragged=False,
@@ -92,15 +110,15 @@ def _works(request: Request, world: World, row: Nearby) -> bool:
     return True
 
 
-def _row(request: Request, batch: int, ranks: int, size: int, other: int) -> Nearby:
-    steps = request.accumulation_steps
+def _row(request: Request, batch: Fraction, ranks: Fraction, size: int, other: int) -> Nearby:
+    steps, world = request.accumulation_steps, world_of(request, other)
     if request.micro_batch_size:
         steps = size // (request.micro_batch_size * other)
     return Nearby(
         global_batch_size=size,
         data_parallel_size=other,
-        nodes=world_of(request, other).nodes,
+        nodes=request.nodes if world.devices_per_node is None else world.nodes,
         accumulation_steps=steps,
-        batch_change=size / batch - 1,
-        ranks_change=other / ranks - 1,
+        batch_change=float(size / batch - 1),
+        ranks_change=float(other / ranks - 1),
     )

@@ -109,7 +109,7 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
         _known_steps(request, rule),
         ranks,
         request.max_micro_batch_size,
-        _rank_step(request),
+        rank_step(request),
         rule if request.pipeline_style == "accumulation" else None,
         request.sequence_length,
     )
@@ -219,7 +219,7 @@ def _known_steps(request: Request, rule: PipelineRule | None) -> int | None:
     return pieces
 
 
-def _rank_step(request: Request) -> int:
+def rank_step(request: Request) -> int:
     """Ranks that are not given come in multiples of this: whole nodes, and whole groups of experts."""
     world = world_of(request, 1)
     step = lcm(world.replica_step, world.expert_parallel)

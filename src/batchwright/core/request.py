@@ -184,6 +184,21 @@ def unknown_key(name: str, value: Any, known: Iterable[str], where: str = "") ->
     return Violation(f"{name[:60]} is not a known key{where}.{hint}", name[:60], value, tuple(close))
 
 
+def devices_of(request: Request) -> tuple[int | None, list[Violation]]:
+    """All devices, from whatever says how many, or None; and what is wrong where two things say it differently."""
+    devices, nodes, per_node = request.devices, request.nodes, request.devices_per_node
+    if not nodes or not per_node:
+        return devices, []
+    product = nodes * per_node
+    if devices in (None, product):
+        return product, []
+    message = (
+        f"devices={devices} contradicts nodes {nodes} × devices_per_node {per_node} = {product}. "
+        f"Nearest: devices={product}."
+    )
+    return product, [Violation(message, "devices", devices, (product,))]
+
+
 def resolve_ranks(request: Request) -> int | None:
     """The data-parallel size from whichever of devices, nodes and ranks are known, or None.
 
@@ -193,21 +208,7 @@ def resolve_ranks(request: Request) -> int | None:
     replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
     whole = replica * request.expert_parallel  # devices of the fewest replicas that the experts spread over
     split = world_of(request, 1).split() or "1"
-    devices = request.devices
-    wrong: list[Violation] = []
-    if request.nodes and request.devices_per_node:
-        product = request.nodes * request.devices_per_node
-        if devices is not None and devices != product:
-            wrong.append(
-                Violation(
-                    f"devices={devices} contradicts nodes {request.nodes} × devices_per_node "
-                    f"{request.devices_per_node} = {product}. Nearest: devices={product}.",
-                    "devices",
-                    devices,
-                    (product,),
-                )
-            )
-        devices = product
+    devices, wrong = devices_of(request)
     if request.nodes and request.devices_per_node and devices is not None and devices % replica:
         per_node = request.devices_per_node
         near = nearest_multiples(whole // gcd(whole, per_node), request.nodes)
