@@ -46,6 +46,9 @@ def test_the_documented_product(cli):
         ("torchrun --nproc_per_node 8 --nnodes 2 train.py --per_device_train_batch_size 2 --gradient_accumulation_steps 8 "
          "--learning_rate 1e-5 --bf16", 2, 8, 16, 256),
         ("accelerate launch --num_processes 4 train.py --per-device-train-batch-size 2", 2, 1, 4, 8),
+        ("srun -N 4 -n 32 python train.py --per_device_train_batch_size 2", 2, 1, 32, 64),
+        ("srun -N4 --ntasks-per-node=8 -p gpu python train.py --per_device_train_batch_size 2 -n 3", 2, 1, 32, 64),
+        ("srun -N 4 -n 4 torchrun --nproc_per_node 8 train.py --per_device_train_batch_size 2", 2, 1, 32, 64),
         # ours, sections and all
         ("batch.global_batch_size=64 world.devices=2 batch.max_micro_batch_size=4", 4, 8, 2, 64),
     ],

@@ -39,6 +39,20 @@ def rewritten(line: str) -> tuple[str, str]:
         ("--json nemo x data.micro_batch_size=4 --nodes 3", "--json data.micro_batch_size=4 --nodes 3", "nemo x"),
         ("--nodes 3 nemo x --json y", "--nodes 3 --json", "nemo x y"),
         ("python t.py --global_batch_size 64 --nodes=2", "global_batch_size=64 --nodes=2", "python t.py"),
+        # srun: short flags, glued or not, as long as they are its own
+        ("srun -N 4 -n 32 python t.py -n 5 -N6", "nodes=4 ntasks=32", "srun python t.py -n 5 -N6"),
+        ("srun -N4 -n32 t --x 1 -n 5", "nodes=4 ntasks=32", "srun t --x 1 -n 5"),
+        ("/usr/bin/srun -p gpu -n=32 -N 4 --ntasks-per-node=8 ./t -n 5",
+         "ntasks=32 nodes=4 ntasks_per_node=8", "/usr/bin/srun -p gpu ./t -n 5"),
+        ("srun --exclusive ./t -n 5", "", "srun --exclusive ./t -n 5"),
+        ("srun --mpi pmix -o out -N 2 t -n 5", "nodes=2", "srun --mpi pmix -o out t -n 5"),
+        ("srun -N", "", "srun -N"),
+        ("srun -N -n 2", "ntasks=2", "srun -N"),
+        ("python t.py -N 4 -n 32", "", "python t.py -N 4 -n 32"),
+        # tasks that start the ranks are not ranks
+        ("srun -N 4 -n 4 torchrun --nproc-per-node=8 t.py", "nodes=4 nproc_per_node=8", "srun -n 4 torchrun t.py"),
+        ("srun -N4 --ntasks-per-node 1 python -m torch.distributed.run --nproc-per-node=8 t.py",
+         "nodes=4 nproc_per_node=8", "srun --ntasks-per-node 1 python -m torch.distributed.run t.py"),
         # not pasted: only spellings that cannot be ours are rewritten
         ("--per_device_train_batch_size 2 --nodes 4", "per_device_train_batch_size=2 --nodes 4", ""),
         ("--unknown 3 file.yaml --nodes nemo", "--unknown 3 file.yaml --nodes nemo", ""),
@@ -46,20 +60,46 @@ def rewritten(line: str) -> tuple[str, str]:
         ("nemo", "", "nemo"),
         ("--nodes", "--nodes", ""),
         ("-- nemo", "-- nemo", ""),
+        ("-N 4", "-N 4", ""),
     ],
-)
+)  # fmt: skip
 def test_lines_of_other_tools(line, kept, left):
     assert rewritten(line) == (kept, left)
 
 
 @given(
     st.lists(
-        st.sampled_from(["nemo", "--json", "--nodes", "--nnodes", "--x", "a=b", "--", "-", "", "3", "="]), max_size=8
+        st.sampled_from(
+            [
+                "nemo",
+                "srun",
+                "torchrun",
+                "t.py",
+                "--json",
+                "--nodes",
+                "--nnodes",
+                "--x",
+                "-N",
+                "-n",
+                "-N4",
+                "-n=5",
+                "a=b",
+                "--",
+                "-",
+                "",
+                "3",
+                "=",
+            ]
+        ),
+        max_size=8,
     )
 )
 def test_no_word_is_lost_or_made_up(words):
     kept, left = unpaste(words, OWN, lambda key: False)
-    pieces = sorted(
-        piece for word in (*kept, *left) for piece in word.replace("nnodes=", "--nnodes=").split("=") if piece
-    )
-    assert pieces == sorted(piece for word in words for piece in word.split("=") if piece)
+
+    def pieces(words):  # flags by the names they are rewritten to, glued ones taken apart
+        names = {"nnodes": "--nnodes", "nodes": "-N", "ntasks": "-n"}
+        parts = [names.get(part, part) for word in words for part in word.replace("-N4", "-N=4").split("=") if part]
+        return sorted(parts)
+
+    assert pieces([*kept, *left]) == pieces(words)

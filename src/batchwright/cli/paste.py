@@ -26,6 +26,10 @@ def unpaste(
     (['data.micro_batch_size=4'], ('nemo', 'llm', 'pretrain', '--factory', 'llama3_8b'))
     """
     pasted: bool | None = None  # unknown until the first word that is not ours
+    flagged = False
+    shorts: Mapping[str, Mapping[str, str]] = {}
+    short: Mapping[str, str] = {}  # those of the program whose words these are
+    tasks: frozenset[str] = frozenset()  # keys that count tasks which are no ranks
     kept: list[str] = []
     left: list[str] = []
     at = 0
@@ -33,7 +37,8 @@ def unpaste(
         word = words[at]
         at += 1
         flag, equals, value = word.partition("=")
-        takes_next = not equals and at < len(words) and not words[at].startswith("-") and "=" not in words[at]
+        after = words[at] if at < len(words) else "-"
+        takes_next = not equals and not after.startswith("-") and "=" not in after and not _is_command(after)
         if flag in own_flags:
             kept.append(word)
             if own_flags[flag] and not equals and at < len(words):
@@ -41,10 +46,25 @@ def unpaste(
                 at += 1
             continue
         if pasted is None:
-            pasted = word.rsplit("/", 1)[-1] in _PROGRAMS
-        if word.startswith("--") and len(word) > 2:
+            pasted = _program(word) in _PROGRAMS
+            if pasted:
+                from batchwright.dialects.launchers import SHORT, STARTERS, TASKS
+
+                shorts = SHORT
+                tasks = TASKS if any(_program(w) in STARTERS for w in words) else frozenset()
+        if pasted and not word.startswith("-") and (_is_command(word) or not flagged):
+            short = shorts.get(_program(word), {})
+        flagged = False
+        if word[:2] in short and (len(word) > 2 or takes_next):
+            number = after if len(word) == 2 else word[2:].removeprefix("=")
+            at += len(word) == 2
+            if short[word[:2]] in tasks:
+                left += [word[:2], number]
+            else:
+                kept.append(f"{short[word[:2]]}={number}")
+        elif word.startswith("--") and len(word) > 2:
             key = flag[2:].replace("-", "_")
-            if _is_foreign(key) or (pasted and is_ours(key)):
+            if (_is_foreign(key) or (pasted and is_ours(key))) and key not in tasks:
                 if takes_next:
                     value, equals = words[at], "="
                     at += 1
@@ -64,6 +84,16 @@ def unpaste(
             kept.append(word.lstrip("+"))  # Hydra's + and ++ add a key
         elif pasted:
             left.append(word)
+            flagged = word.startswith("-")  # what comes next may be its value
         else:
             kept.append(word)
     return kept, tuple(left)
+
+
+def _program(word: str) -> str:
+    return word.rsplit("/", 1)[-1]
+
+
+def _is_command(word: str) -> bool:
+    """Whether a word starts a command of its own, after which short flags are no longer the launcher's."""
+    return _program(word) in _PROGRAMS or word.startswith("./") or word.endswith((".py", ".sh"))

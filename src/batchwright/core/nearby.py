@@ -52,7 +52,7 @@ def nearby(request: Request, tolerance: Fraction) -> tuple[Nearby, ...]:
     for other in range(first, (ranks + reach).__floor__() + 1, step):
         quantum = factor * other
         closest = 1 if all_known else max(1, (2 * samples + quantum * per) // (2 * quantum * per))
-        more = MOST_ROWS if other == ranks and not all_known else 0  # on the ranks asked for: every batch that works
+        more = MOST_ROWS if other * share == of and not all_known else 0  # on the ranks asked for: every batch that works
         for k in range(max(1, closest - more), closest + more + 1):
             if low <= k * quantum <= high:
                 distance = abs(k * quantum * per - samples) * of + abs(other * share - of) * samples

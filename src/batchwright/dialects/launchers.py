@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from . import Dialect, Fields, Given
 
+# Short flags that count, by program: they mean other things to other programs.
+SHORT = {"srun": {"-N": "nodes", "-n": "ntasks"}}
+# Programs that start the ranks themselves: what srun starts is then one of them, not a rank.
+STARTERS = frozenset({"torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch"})
+TASKS = frozenset({"ntasks", "ntasks_per_node"})
+
 
 def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     """A launcher that is told devices per node and nothing else runs on one node."""
