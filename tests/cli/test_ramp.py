@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import batchwright
@@ -306,6 +306,7 @@ def test_python_has_the_same_verb():
         max_size=6,
     )
 )
+@example([("recipe", "")])
 def test_nothing_a_user_types_gives_a_traceback(pairs):
     words = [word for name, value in pairs for word in (f"--{name}={value}",)]
     result = CliRunner().invoke(command, words)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.record import record
 from batchwright.core.request import READERS, Request, read_request, unknown_key
 from batchwright.core.units import LONGEST
 
@@ -54,7 +54,7 @@ class PasteCommand(click.Command):
         return super().parse_args(ctx, words)
 
 
-@dataclass(frozen=True)
+@record
 class Gathered:
     """Raw values by our names, where each was given, and notes on how they were read."""
 

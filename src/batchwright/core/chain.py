@@ -7,10 +7,11 @@ exactly: labels of (weight, cost) without the dominated ones, cut by a Lagrangia
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 from typing import TypeAlias
+
+from .record import record
 
 Pair: TypeAlias = tuple[int, int]  # (cost, weight)
 _Link: TypeAlias = "tuple[int, _Link] | None"  # the nodes chosen so far, last first
@@ -46,7 +47,7 @@ def cheapest_chain(
     return chain.path(chain.to_go(1, 0)) if limit is None else chain.within(limit)
 
 
-@dataclass(frozen=True)
+@record
 class _Chain:
     options: Sequence[Mapping[int, Pair]]
     move: Mapping[int, Pair]

@@ -8,19 +8,20 @@ microbatches are the accumulation steps, the trade-off of `core.pipeline` ranks 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, islice
 from math import prod
 
 from .errors import PlanError, Violation, either
 from .nearest import divisors, nearest_divisors
 from .pipeline import PipelineRule
+from .record import record
 
 _TRIES = 200  # batches tried on each side of one that has no split; the legal numbers of a pipeline lie far closer
 MOST_ALTERNATIVES = 1000  # enough for every divisor of any batch in use; three free numbers can give millions
 
 
-@dataclass(frozen=True)
+@record
 class Split:
     """One way to make a batch: the three factors."""
 
@@ -38,7 +39,7 @@ class Split:
         return self.micro_batch_size * self.accumulation_steps * self.data_parallel_size
 
 
-@dataclass(frozen=True)
+@record
 class Unknowns:
     """What is known of the equation (None where unknown), and what the world and the pipeline allow.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from .equation import Unknowns, ragged_split, splits
 from .errors import Violation, either
 from .nearest import divisors
 from .pipeline import PipelineRule
+from .record import record
 from .world import World
 
 
@@ -24,7 +24,7 @@ class Fit(NamedTuple):
     ragged: bool
 
 
-@dataclass(frozen=True)
+@record
 class StageRules:
     """What every stage must satisfy, whatever chose its nodes.
 

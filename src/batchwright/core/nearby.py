@@ -6,12 +6,13 @@ wait for a machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
 
 from .errors import PlanError, raise_violations
 from .plan import plan, rank_step
+from .record import record
 from .request import Request, batch_in_samples, devices_of, resolve_ranks, world_of
 
 MOST_ROWS = 200
@@ -20,7 +21,7 @@ MOST_COUNTS = 10_000  # rank counts looked at on each side
 _LIMITS = ("max_micro_batch_size", "expansion_factor", "loading_hosts", "stored_hosts")
 
 
-@dataclass(frozen=True)
+@record
 class Nearby:
     """One request that works, and how far it is from what was asked."""
 
@@ -52,7 +53,8 @@ def nearby(request: Request, tolerance: Fraction) -> tuple[Nearby, ...]:
     for other in range(first, (ranks + reach).__floor__() + 1, step):
         quantum = factor * other
         closest = 1 if all_known else max(1, (2 * samples + quantum * per) // (2 * quantum * per))
-        more = MOST_ROWS if other * share == of and not all_known else 0  # on the ranks asked for: every batch that works
+        asked = other * share == of and not all_known  # on the ranks asked for: every batch that works
+        more = MOST_ROWS if asked else 0
         for k in range(max(1, closest - more), closest + more + 1):
             if low <= k * quantum <= high:
                 distance = abs(k * quantum * per - samples) * of + abs(other * share - of) * samples

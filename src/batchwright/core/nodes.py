@@ -17,7 +17,7 @@ changes of nodes, then fewer nodes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, pairwise
 from math import ceil
 
@@ -26,6 +26,7 @@ from .errors import ScheduleError, Violation, either, raise_violations
 from .fitting import Fit, StageRules
 from .nearest import divisors
 from .pipeline import PipelineRule
+from .record import record
 from .schedule import Segment
 from .throughput import StageSeconds, Throughput
 from .units import human
@@ -37,7 +38,7 @@ POLICIES = ("launcher", "constant-work", "min-node-hours", "min-time", "constant
 ASSUMED_RESTART_SECONDS = 300.0
 
 
-@dataclass(frozen=True)
+@record
 class Stage:
     """A segment placed on nodes; `hours` are those of its steps, without restarts.
 
@@ -63,7 +64,7 @@ class Stage:
     node_hours: float | None
 
 
-@dataclass(frozen=True)
+@record
 class Launch:
     """One life of the training processes: neighbouring stages on equal nodes.
 
@@ -80,7 +81,7 @@ class Launch:
     end_sample: int | None
 
 
-@dataclass(frozen=True)
+@record
 class NodePlan:
     """All stages placed; totals count restarts, and are None where a time is unknown or the end is open.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from .nearest import divisors, nearest_divisors
 from .notes import notes_for
 from .pipeline import Pipeline, PipelineRule
 from .provenance import provenance
+from .record import record
 from .request import LARGEST_BATCH, Request, batch_in_samples, resolve_ranks, unused_pipeline, world_of
 from .units import count
 from .world import World
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from .throughput import Throughput
 
 
-@dataclass(frozen=True)
+@record
 class Alternative:
     """Another way to the same batch, and what it would mean."""
 
@@ -35,7 +36,7 @@ class Alternative:
     step_seconds: float | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Plan:
     """A batch that works out: every number, its source (given, derived, probed, default) and the reason."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from . import codec
@@ -13,6 +13,7 @@ from .plan import pipeline_rule
 from .ramp_request import RampRequest
 from .ramp_rule import compile_schedule
 from .recipes import Recipe, recipe
+from .record import record
 from .request import Request, resolve_ranks, unused_pipeline, world_of
 from .rules import PerDevice
 from .scaling import HorizonCheck, StageRate, Suggestion, check_horizon, stage_rates, suggested_rule
@@ -21,7 +22,7 @@ from .throughput import StageSeconds, Throughput
 from .units import fraction
 
 
-@dataclass(frozen=True)
+@record
 class Ramp:
     """A schedule, where each stage runs, what it costs, and the learning rate beside it."""
 
@@ -108,7 +109,7 @@ def ramp(request: Request, wanted: RampRequest) -> Ramp:
     ([256, 384, 512, 640, 768, 896, 1024], 103703)
     """
     notes: list[str] = list(request.notes)
-    published = recipe(wanted.recipe) if wanted.recipe else None
+    published = None if wanted.recipe is None else recipe(wanted.recipe)
     schedule, rule = compile_schedule(request, wanted, published)
     notes += schedule.notes
     if isinstance(rule, PerDevice):

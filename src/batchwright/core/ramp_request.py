@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 from .errors import ConfigError, Violation, raise_violations
 from .nodes import POLICIES
+from .record import record
 from .request import choice, switch, unknown_key
 from .scaling import RULES
 from .schedule import POLICIES as LAST_STEPS
@@ -18,7 +18,7 @@ from .units import count, positive
 RULE_FLAGS = ("linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling", "recipe")
 
 
-@dataclass(frozen=True)
+@record
 class RampRequest:
     """What is wanted beside the batch and the world; at most one rule. Numbers are as `read_ramp` reads them."""
 

@@ -6,10 +6,10 @@ carries the nearest whole size and the note says what was printed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from difflib import get_close_matches
 
 from .errors import ScheduleError
+from .record import record
 from .rules import Linear, Thresholds
 from .schedule import Rule, Schedule
 
@@ -17,7 +17,7 @@ B = 10**9
 T = 10**12
 
 
-@dataclass(frozen=True)
+@record
 class PublishedStage:
     """What a report says about one stage: where it ran and how fast.
 
@@ -33,7 +33,7 @@ class PublishedStage:
     days: float
 
 
-@dataclass(frozen=True)
+@record
 class Recipe:
     """A published ramp: the rule, the budget where the report gives one, and what it leaves open.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from fractions import Fraction
 from functools import partial
 from math import gcd
@@ -12,6 +12,7 @@ from typing import Any
 from .errors import ConfigError, PlanError, Violation, either, raise_violations
 from .nearest import nearest_multiples
 from .pipeline import SCHEDULES
+from .record import record
 from .units import count, fraction, positive
 from .world import World
 
@@ -21,7 +22,7 @@ LARGEST_WORLD = 10**6
 LARGEST_PARALLEL = 10**5
 
 
-@dataclass(frozen=True)
+@record
 class Request:
     """What is known of a job; None is unknown.
 

@@ -12,14 +12,15 @@ Every count says whether it counts prompts or responses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from .errors import ConfigError, PlanError, Violation, either, raise_violations
 from .nearest import divisors, nearest_divisors, nearest_multiples
+from .record import record
 from .units import count
 
 
-@dataclass(frozen=True)
+@record
 class RLPlan:
     """One round of reinforcement learning, to the last response."""
 
@@ -93,7 +94,7 @@ def rl(
     return _graph(sizes, rollout_prompts, passes, ahead)
 
 
-@dataclass(frozen=True)
+@record
 class _Sizes:
     prompts: int
     generations: int

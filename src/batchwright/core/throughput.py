@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
 
 from .errors import ConfigError, Violation, raise_violations
+from .record import record
 from .units import count, positive
 
 
-@dataclass(frozen=True)
+@record
 class Throughput:
     """The time of a step from few named parameters; `measured` points replace a + b × micro_batch_size.
 
@@ -171,7 +171,7 @@ class Throughput:
         return tuple(found)
 
 
-@dataclass(frozen=True)
+@record
 class StageSeconds:
     """Step times given stage by stage, as a paper or a log states them: true for the nodes they were measured on only.
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd, lcm
 
 from .errors import Violation, either
 from .nearest import nearest_divisors
+from .record import record
 
 
-@dataclass(frozen=True)
+@record
 class World:
     """`devices = data_parallel_size × tensor × pipeline × context`; expert parallelism lives inside data parallelism.
 
