@@ -1,9 +1,14 @@
-"""Real tasks, real processes, a real limit of memory. Every trial imports torch, so there are few."""
+"""Real tasks, real processes, a real limit of memory. Each takes seconds, so there are few."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,33 +17,72 @@ pytest.importorskip("torch")
 
 from batchwright.cli import main
 from batchwright.probe import probe
-from batchwright.probe.request import read_request
+from batchwright.probe.request import read_bytes, read_request
 from batchwright.probe.runner import TaskRunner
 
 pytestmark = pytest.mark.torch
 BUDGET = "320MiB"
 
 
-def runner(target, folder: Path, **options) -> TaskRunner:
+@contextmanager
+def runner(target, folder: Path, **options) -> Iterator[TaskRunner]:
     folder.mkdir(exist_ok=True)
-    return TaskRunner(read_request(str(target), timeout=120, **options), folder)
+    with closing(TaskRunner(read_request(str(target), timeout=120, **options), folder)) as made:
+        yield made
 
 
-def test_the_real_limit_equals_bisection_with_fresh_processes(task_file, tmp_path, monkeypatch):
+# A loop as anybody would write it, of nothing of ours: a new interpreter, the libraries, the limit, two steps.
+PLAIN = """
+import resource, sys, torch, torch._dynamo
+sys.path.insert(0, sys.argv[1])
+size, micro_steps, budget = map(int, sys.argv[2:])
+now = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (now + budget, resource.getrlimit(resource.RLIMIT_AS)[1]))
+try:
+    import tiny
+    model = tiny.net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = iter(torch.utils.data.DataLoader(tiny.Data(), batch_sampler=[[i % 64 for i in range(size)]] * 9))
+    for step in range(2):
+        for micro in range(micro_steps):
+            x = next(data)
+            (model(x).square().sum() / x.numel()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+except (RuntimeError, MemoryError):
+    sys.exit(3)
+"""
+
+
+def runs(folder: Path, size: int, micro_steps: int) -> bool:
+    allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    words = [sys.executable, "-c", PLAIN, folder, size, micro_steps, read_bytes(BUDGET, "memory")]
+    done = subprocess.run([*map(str, words)], env=os.environ | allocator, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (0, 3), done.stderr
+    return done.returncode == 0
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 8])
+def test_the_limit_is_that_of_a_plain_loop_in_fresh_processes(accumulation_steps, task_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     random.seed(7)
     before = random.getstate(), sorted(p.name for p in tmp_path.iterdir())
-    made = probe(f"{task_file}:task", memory=BUDGET, dir=None, throughput=False, timeout=120)
+    made = probe(
+        f"{task_file}:task",
+        memory=BUDGET,
+        dir=None,
+        throughput=False,
+        timeout=120,
+        accumulation_steps=accumulation_steps,
+    )
     assert (random.getstate(), sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__")) == before
     assert len(made.trials) <= 5
     assert {t.status for t in made.trials} == {"fits", "oom"}
+    assert made.first_failing_micro_batch_size == made.max_micro_batch_size + 1
 
-    trials = runner(f"{task_file}:task", tmp_path / "scratch", memory=BUDGET)
-    low, high = 0, 1 << made.first_failing_micro_batch_size.bit_length()
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if trials.limit(middle).fits else (low, middle)
-    assert (made.max_micro_batch_size, made.first_failing_micro_batch_size) == (low, high)
+    micro_steps = min(2, accumulation_steps)
+    assert runs(tmp_path, made.max_micro_batch_size, micro_steps)
+    assert not runs(tmp_path, made.first_failing_micro_batch_size, micro_steps)
 
 
 def test_the_command_line_measures_and_prints_one_document(task_file, tmp_path, capsys):
@@ -76,8 +120,8 @@ def test_the_users_mistake_is_shown_and_ends_the_search(task_file, tmp_path, cap
 
 
 def test_two_ranks_and_what_they_are(task_file, tmp_path):
-    trials = runner(f"{task_file}:task", tmp_path / "scratch", memory="1GiB", ranks=2, args={"optimizer": "SGD"})
-    trial = trials.limit(2)
+    with runner(f"{task_file}:task", tmp_path / "scratch", memory="1GiB", ranks=2, args={"optimizer": "SGD"}) as trials:
+        trial = trials.limit(2)
     assert trial.fits, trial
     assert trials.identity["optimizer"] == "SGD"
     assert trials.identity["code"].keys() == {"tiny.py"}
@@ -94,7 +138,7 @@ def test_the_longest_sample_fills_the_batch(tmp_path):
         "        collate=nn.utils.rnn.pad_sequence, loss=lambda m, x: (m(x).sum(), x.numel()),\n"
         "        optimizer=lambda p: torch.optim.SGD(p, lr=0.1))\n"
     )
-    trials = runner(path, tmp_path / "scratch", memory="1GiB", longest=True)
-    trial = trials.limit(2)
+    with runner(path, tmp_path / "scratch", memory="1GiB", longest=True) as trials:
+        trial = trials.limit(2)
     assert trials.longest_index == 7
     assert trial.peak_memory_bytes > 2 * 20000 * 512 * 4, "the activations of two of them"

@@ -26,7 +26,7 @@ def test_a_limit_trial_accumulates_and_has_the_optimizers_state():
     SEEN.clear()
     SEEN.append(worker.optimizer)
     worker._limit()
-    assert SEEN[1:] == [(False, False), (True, False), (False, True), (True, True)]
+    assert SEEN[1:] == [(False, False), (False, True), (True, True)]
 
 
 SEEN: list = []

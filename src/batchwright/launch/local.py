@@ -12,6 +12,7 @@ When the guard itself is killed, what a command started goes on: it comes to the
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,12 +20,13 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import batchwright.guard
 from batchwright.core.errors import EnvironmentFault, MissingExtraError
+from batchwright.guard import adopt_orphans, foreign_children, kill_below, kill_orphans
 
 from .engine import Handle, Job, Poll, RankLog, Wish, process_state, rank_logs
-from .guard import adopt_orphans, foreign_children, kill_below, kill_orphans
 
-_GUARD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
+_GUARD = (sys.executable, "-I", "-S", batchwright.guard.__file__)
 # Each of these was found the hard way (see docs/run.md):
 TORCHRUN = (
     "--standalone",  # a rendezvous on a free port
@@ -74,7 +76,7 @@ class LocalEngine:
         try:
             with open(job.directory / "logs" / "launcher.log", "ab") as log:
                 guard = subprocess.Popen(
-                    [*_GUARD, str(reading), *self.command(job)],
+                    [*_GUARD, json.dumps({"pipe": reading}), *self.command(job)],
                     cwd=job.working_directory,
                     env={**os.environ, **job.environment},
                     stdin=subprocess.DEVNULL,

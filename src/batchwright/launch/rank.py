@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-from .guard import die_as, die_with, no_core
+from batchwright.guard import die_as, die_with, no_core
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 

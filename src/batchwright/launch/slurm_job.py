@@ -13,9 +13,10 @@ import signal
 import sys
 import time
 
+from batchwright.guard import die_with
+
 from .engine import Poll
 from .files import RunDirectory, read_json
-from .guard import die_with
 from .slurm import read_job
 from .slurm_claim import BEAT_SECONDS, JobRecord
 from .slurm_site import Site, SlurmRun

@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 
 from batchwright.core.errors import EnvironmentFault
+from batchwright.guard import die_with
 
 from . import sbatch
 from . import slurm_commands as slurm
 from .engine import Handle, Job, Poll, RankLog, Wish, rank_logs
-from .guard import die_with
 from .slurm_site import Site
 
 # A constant text: what it starts comes as words of their own.

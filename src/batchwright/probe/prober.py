@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +50,7 @@ def probe(
     exact: bool = False,
     longest: bool = False,
     evaluation: bool = False,
+    accumulation_steps: int | str | None = None,
     ranks: int | str = 1,
     timeout: float | str = 600.0,
     device: str | None = None,
@@ -64,6 +66,8 @@ def probe(
 ) -> Probe:
     """Measure what fits and what is fast: `target` is `FILE.py:function`, or the words of a command.
 
+    A limit trial accumulates, so that its answer holds for any number of steps; `accumulation_steps=1` is for jobs that
+    never do.
     `predict_slope` gives bytes per sample without running (the estimate), and saves a trial. `dir=None` keeps no journal.
 
     >>> probe("missing.py:task")
@@ -72,7 +76,8 @@ def probe(
     """
     request = read_request(
         target, args=dict(args or {}), memory=memory, margin=margin, largest=max, multiple_of=multiple_of, exact=exact,
-        longest=longest, evaluation=evaluation, ranks=ranks, timeout=timeout, device=device, workers=workers,
+        longest=longest, evaluation=evaluation, accumulation_steps=accumulation_steps, ranks=ranks,
+        timeout=timeout, device=device, workers=workers,
         seconds=seconds, throughput=throughput, step_regex=step_regex, directory=dir, fresh=fresh,
         peak_tflops=peak_tflops,
     )  # fmt: skip
@@ -83,9 +88,15 @@ def run_probe(
     request: Request, *, predict_slope: Callable[[], float | None] | None = None, progress: Progress | None = None
 ) -> Probe:
     """The same for a request that is already read."""
-    with tempfile.TemporaryDirectory(prefix="batchwright-probe-", ignore_cleanup_errors=True) as scratch:
-        kind = CommandRunner if request.command else TaskRunner
-        return _Session(request, kind(request, Path(scratch)), progress or Silent()).run(predict_slope)
+    with ExitStack() as stack:
+        scratch = tempfile.TemporaryDirectory(prefix="batchwright-probe-", ignore_cleanup_errors=True)
+        folder = Path(stack.enter_context(scratch))
+        runner = (
+            CommandRunner(request, folder)
+            if request.command
+            else stack.enter_context(closing(TaskRunner(request, folder)))
+        )
+        return _Session(request, runner, progress or Silent()).run(predict_slope)
 
 
 class _Session:

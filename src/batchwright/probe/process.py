@@ -9,15 +9,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-_GUARD = str(Path(__file__).with_name("guard.py"))
+import batchwright.guard
+
+from .zygote import Zygote
+
 _TAIL = 64 * 1024  # enough for any traceback
 # glibc's moving threshold keeps freed blocks on a fragmented heap: the slope of memory over batch was 17% low, and the
-# limit moved between runs. Fixed, tensors are mapped and unmapped one by one. One arena: each reserves 64 MiB.
-_FIXED_ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+# limit moved between runs. Fixed, tensors are mapped and unmapped one by one. One arena: each reserves 64 MiB. OpenBLAS,
+# which comes with numpy, starts a thread per processor when it is loaded: in a fork their stacks would be room for free.
+_FIXED_ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -69,52 +78,77 @@ def run(
     report: bool = False,
 ) -> Exit:
     """Run a command under the guard until it ends, `timeout` seconds pass, or `on_line` returns True."""
-    started = time.monotonic()
-    deadline = started + timeout
-    reading, writing = os.pipe()
-    report_path = scratch / "exit.json" if report else None
-    if report_path:
-        report_path.unlink(missing_ok=True)
-    words = [sys.executable, "-I", "-S", _GUARD, str(reading), str(scratch), str(report_path or ""), str(address_space)]
-    try:
+    options: dict[str, Any] = {"scratch": str(scratch), "address_space": address_space}
+    report_path = scratch / "exit.json"
+    report_path.unlink(missing_ok=True)
+    if report:
+        options["report"] = str(report_path)
+
+    def start(pipe: int, output: int) -> Callable[[bool], int]:
         guard = subprocess.Popen(
-            [*words, *command],
+            [sys.executable, "-I", "-S", batchwright.guard.__file__, json.dumps({"pipe": pipe, **options}), *command],
             env=dict(env),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=[reading],
+            stdout=output,
+            stderr=output,
+            pass_fds=[pipe],
             start_new_session=True,  # Ctrl-C is for the prober; what it means for a trial is ours to say
         )
-    except BaseException:
-        os.close(reading)
-        os.close(writing)
-        raise
-    os.close(reading)
-    tail = _Tail(on_line)
-    enough = late = False
+        return lambda asked: guard.wait()
+
+    done = _watch(start, timeout, on_line)
+    if report_path.exists():
+        done = replace(done, report=json.loads(report_path.read_text(encoding="utf-8")))
+    return done
+
+
+def run_forked(zygote: Zygote, spec: Path, *, timeout: float) -> Exit:
+    """The same for a trial of a task, forked from a process that has imported everything."""
+
+    def start(pipe: int, output: int) -> Callable[[bool], int]:
+        zygote.start(str(spec), pipe, output)
+        return lambda asked: zygote.wait(asked=asked)
+
+    return _watch(start, timeout)
+
+
+def _watch(
+    start: Callable[[int, int], Callable[[bool], int]],
+    timeout: float,
+    on_line: Callable[[str, float], bool] | None = None,
+) -> Exit:
+    """`start` a guard with a pipe to listen to and one to write to; it returns how to wait for it."""
+    started = time.monotonic()
+    deadline = started + timeout
+    (reading, writing), (output, theirs) = os.pipe(), os.pipe()
     try:
-        assert guard.stdout is not None
+        wait = start(reading, theirs)
+    except BaseException:
+        os.close(writing)
+        os.close(output)
+        raise
+    finally:
+        os.close(reading)
+        os.close(theirs)
+    tail = _Tail(on_line)
+    ended = enough = late = False
+    try:
         while not enough and not late:
             left = deadline - time.monotonic()
-            if select.select([guard.stdout], [], [], max(0.0, min(left, 1.0)))[0]:
-                chunk = os.read(guard.stdout.fileno(), 65536)
-                if not chunk:
+            if select.select([output], [], [], max(0.0, min(left, 1.0)))[0]:
+                chunk = os.read(output, 65536)
+                if not chunk:  # the guard writes here too, so it has ended
+                    ended = True
                     break
                 enough = tail.feed(chunk, time.monotonic() - started)
             late = time.monotonic() >= deadline
     finally:
-        if guard.poll() is None and (enough or late or sys.exc_info()[0] is not None):
+        if not ended:
             _tell(writing)
         os.close(writing)
-        code = guard.wait()
-        if guard.stdout is not None:
-            guard.stdout.close()
-    seconds = time.monotonic() - started
-    found = None
-    if report_path and report_path.exists():
-        found = json.loads(report_path.read_text(encoding="utf-8"))
-    return Exit(None if enough or late else code, seconds, tail.text(), enough, found)
+        code = wait(not ended)
+        os.close(output)
+    return Exit(None if enough or late else code, time.monotonic() - started, tail.text(), enough)
 
 
 def _tell(writing: int) -> None:

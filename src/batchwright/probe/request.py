@@ -30,6 +30,7 @@ class Request:
     exact: bool = False
     longest: bool = False
     evaluation: bool = False
+    accumulation_steps: int = 2
     ranks: int = 1
     timeout: float = 600.0
     device: str | None = None
@@ -100,6 +101,7 @@ _READERS = {
     "margin": _zero_or_bytes,
     "largest": lambda value, _: count(value, "max", most=2**24),
     "multiple_of": lambda value, name: count(value, name, most=2**20),
+    "accumulation_steps": lambda value, name: count(value, name, most=2**24),
     "ranks": lambda value, name: count(value, name, most=1024),
     "workers": lambda value, name: count(value, name, least=0, most=1024),
     "timeout": positive,
@@ -132,11 +134,10 @@ def _check_command(command: tuple[str, ...], given: Mapping[str, Any]) -> list[V
             f"Put it where the batch size goes: --per_device_train_batch_size {PLACEHOLDER}."
         )
         found.append(Violation(message, "command", " ".join(command)[:120], (PLACEHOLDER,)))
-    for name in ("ranks", "longest", "evaluation", "workers", "device", "args"):
+    for name in ("ranks", "longest", "evaluation", "accumulation_steps", "workers", "device", "args"):
         if given.get(name) is True or given.get(name) not in (None, False, (), {}, 1, "1", 0, "0"):  # True equals 1
-            message = (
-                f"--{name} is for tasks (FILE.py:function): a command decides that itself, for example as torchrun."
-            )
+            flag = name.replace("_", "-")
+            message = f"--{flag} is for tasks (FILE.py:function): a command decides that itself, as torchrun does."
             found.append(Violation(message, name, str(given[name])))
     return found
 

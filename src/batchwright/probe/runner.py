@@ -17,9 +17,10 @@ from .deaths import Death, from_exit
 from .records import Trial
 from .request import Request
 from .timing import Timing
+from .zygote import Zygote
 
 _LIMIT_STEPS = 2  # the second has the optimizer's state beside it
-_MICRO_STEPS = 2  # of each; the second has the gradients beside it
+_MICRO_STEPS = 2  # of the last, where the job accumulates; the second has the gradients beside it, as any more have
 _BUILDING = "building the task"  # the worker's word
 
 
@@ -31,6 +32,11 @@ class TaskRunner:
     scratch: Path
     identity: Mapping[str, Any] = field(default_factory=dict)
     longest_index: int | None = None
+    _zygote: Zygote | None = None
+
+    @property
+    def _micro_steps(self) -> int:
+        return min(_MICRO_STEPS, self.request.accumulation_steps)
 
     def conditions(self, purpose: str) -> dict[str, Any]:
         """What a trial's verdict depends on beside the task itself."""
@@ -38,7 +44,7 @@ class TaskRunner:
         own = {"seconds": r.seconds} if purpose == "throughput" else {"steps": _LIMIT_STEPS}
         return {
             "memory": r.memory, "margin": r.margin, "ranks": r.ranks, "longest": r.longest, "device": r.device,
-            "workers": r.workers, "micro_steps": _MICRO_STEPS if purpose == "limit" else 1, **own,
+            "workers": r.workers, "micro_steps": self._micro_steps if purpose == "limit" else 1, **own,
         }  # fmt: skip
 
     def describe(self) -> Mapping[str, Any]:
@@ -67,31 +73,39 @@ class TaskRunner:
             "target": r.target, "args": dict(r.args), "micro_batch_size": size, "mode": mode, "ranks": r.ranks,
             "memory": r.memory, "margin": r.margin, "limited": limited,
             "host_memory": process.physical_memory() // 2 // r.ranks, "device": r.device, "steps": _LIMIT_STEPS,
-            "micro_steps": _MICRO_STEPS, "longest": r.longest,
+            "micro_steps": self._micro_steps, "longest": r.longest,
             "longest_index": self.longest_index, "workers": r.workers, "seconds": r.seconds,
             "contrasts": contrasts, "result": str(self.scratch / "result"),
         }  # fmt: skip
         path = self.scratch / "spec.json"
         path.write_text(json.dumps(spec), encoding="utf-8")
-        done = process.run(
-            self._command(path),
-            process.environment(limited=limited, ranks=r.ranks),
-            timeout=r.timeout,
-            scratch=self.scratch,
-        )
+        done = self._start(path, timed=mode == "throughput")
         results = {rank: self._result(rank) for rank in range(r.ranks)}
         for result in results.values():
             self._learn(result)
         return self._trial(size, purpose, done, results)
 
-    def _command(self, spec: Path) -> list[str]:
-        if self.request.worker:
-            return [*self.request.worker, str(spec)]
-        python, module = [sys.executable, "-P"], ["-m", "batchwright.probe.worker", str(spec)]
-        if self.request.ranks == 1:
-            return [*python, *module]
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.request.ranks)]
-        return [*python, *launcher, *module]
+    def _start(self, spec: Path, timed: bool) -> process.Exit:
+        r = self.request
+        env = process.environment(limited=not timed, ranks=r.ranks)
+        if r.ranks == 1 and not r.worker and not timed and sys.platform == "linux":
+            if self._zygote is None or not self._zygote.alive:
+                self.close()
+                self._zygote = Zygote(env)
+            return process.run_forked(self._zygote, spec, timeout=r.timeout)
+        command = [*r.worker, str(spec)]
+        if not r.worker:
+            command = [sys.executable, "-P", "-m"]
+            if r.ranks > 1:
+                command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(r.ranks), "-m"]
+            command += ["batchwright.probe.worker", str(spec)]
+        return process.run(command, env, timeout=r.timeout, scratch=self.scratch)
+
+    def close(self) -> None:
+        """End what stands by for further trials."""
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
 
     def _result(self, rank: int) -> dict[str, Any]:
         """A rank's last word; what cannot be read counts as none."""

@@ -1,9 +1,9 @@
-"""One trial of a task, in a process of its own: `python -m batchwright.probe.worker SPEC.json`.
+"""One trial of a task, in a process of its own: forked by `zygote.py`, or `python -m batchwright.probe.worker SPEC.json`.
 
 The answer goes to a result file, replaced atomically at every stage, so that a prober knows how far each rank came even
 when the process is killed. The step is written out here, and not `runtime.step`'s, which carries schedules, ledgers and
 noise: a trial should depend on as little as possible, and the memory of the two is the same (loss / weight, backward,
-optimizer; two micro steps each, so that gradients count, and at least two of them, so that the optimizer's state does).
+optimizer; two of them, so that the optimizer's state counts, the last in two micro steps, so that gradients do).
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy
 import torch
+import torch._dynamo  # any optimizer loads it: the libraries' own size is nobody's batch
 from torch import nn
 
 from batchwright.core import codec
 from batchwright.core.errors import PlanError
+from batchwright.guard import die_with
 from batchwright.probe.deaths import death_of
-from batchwright.probe.guard import die_with
 from batchwright.probe.kernel import code_below, digest, others_seconds, status_bytes
 from batchwright.probe.timing import Timing
 from batchwright.runtime.ranks import discover
@@ -153,12 +154,13 @@ class Worker:
         return self.model.no_sync() if quiet and ddp else contextlib.nullcontext()  # pyright: ignore
 
     def _limit(self) -> None:
-        batch, micro_steps = None, self.spec["micro_steps"]
+        batch, read = None, 0
         for step in range(self.spec["steps"]):
-            for micro in range(micro_steps):  # from the second on, the gradients are there beside the activations
+            # From the second micro step on, the gradients are there beside the activations: once is enough to see it.
+            micro_steps = self.spec["micro_steps"] if step + 1 == self.spec["steps"] else 1
+            for micro in range(micro_steps):
                 self.stage(f"reading the batch of step {step}")
-                # The old one is still alive here, as in any loop over a loader.
-                batch = self.batch(step * micro_steps + micro, self.size)
+                batch, read = self.batch(read, self.size), read + 1  # the old one still lives, as in any loop
                 with self._quiet(micro + 1 < micro_steps):
                     self.stage(f"forward of step {step}")
                     loss = self.loss(batch)
@@ -171,7 +173,7 @@ class Worker:
         self._synchronise()
 
     def _evaluation(self) -> None:
-        self.step(self.batch(0, 1))  # evaluation happens amid training: weights and the optimizer's state are there
+        self.step(self.batch(0, 2))  # amid training the optimizer's state is there; batch norm cannot train on one
         self.model.eval()
         batch = None
         with torch.no_grad():
@@ -328,9 +330,9 @@ def identity(
     }
 
 
-def main() -> None:
+def main(path: str) -> None:
     """Read the specification, make the trial, leave the result."""
-    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    spec = json.loads(Path(path).read_text(encoding="utf-8"))
     if spec["ranks"] > 1:
         die_with(os.getppid())  # torchrun does not take its ranks along when it is killed
     gc.collect()
@@ -344,4 +346,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -1,12 +1,14 @@
-"""Stands between the supervisor and a launch: no process of the launch outlives it, whoever dies, and however.
+"""Stands between us and a process of somebody else's: nothing below it outlives it, whoever dies, and however.
 
 Run as a script, by path (it imports the standard library only, so it starts in milliseconds):
 
-    python guard.py PIPE COMMAND...
+    python guard.py '{"pipe": 5}' COMMAND...
 
-PIPE is the read end of a pipe whose write end only the supervisor holds: when that goes away, even by SIGKILL, the pipe
-ends, and everything below is killed. A subreaper inherits orphans, so daemons and double forks are found as well. When
-the command ends, what it left running is killed; then this process ends the way the command did.
+`pipe` is the read end of a pipe whose write end only our process holds: when that goes away, even by SIGKILL, the pipe
+ends, and everything below is killed; a byte in it asks for the same. A subreaper inherits orphans, so daemons and double
+forks are found as well. When the command ends, what it left running is killed; then the guard ends the way the command
+did. Optional: `address_space`, bytes the command may map; `report`, a file for the peaks of what ran below; `scratch`, a
+folder to remove if our process went away without a word.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ import os
 import resource
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Collection
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_SAMPLE_SECONDS = 0.05
 
 
 def prctl(option: int, value: int) -> None:
@@ -132,32 +134,84 @@ def _kill_all(group: int) -> None:
             return
 
 
+def _peak_bytes(root: int) -> int:
+    """The largest VmPeak among the processes below `root`: what a limit of address space is compared with."""
+    peak = 0
+    for pid in _descendants(root):
+        try:
+            with open(f"/proc/{pid}/status", "rb") as file:
+                peak = max(peak, *(int(line.split()[1]) * 1024 for line in file if line.startswith(b"VmPeak")), 0)
+        except OSError:
+            continue
+    return peak
+
+
+def _report(path: str, peak: int) -> None:
+    import json
+
+    resident = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    with open(path + ".part", "w", encoding="utf-8") as file:
+        json.dump({"peak_address_space_bytes": peak, "peak_resident_bytes": resident}, file)
+    os.replace(path + ".part", path)
+
+
+def _ended(child: int) -> int | None:
+    """A child's exit code as `subprocess` counts (below zero: a signal), or None while it runs."""
+    pid, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if pid else None
+
+
+def become_guard() -> None:
+    """To be called before the child is started."""
+    adopt_orphans(True)
+    no_core()
+
+
+def see_out(child: int, pipe: int, report: str = "", scratch: str = "") -> int:
+    """Wait for a child of ours, the leader of its own session; its exit code, or 137 when the pipe ended first."""
+    waited: list[int] = [pipe]
+    patience: float | None = _SAMPLE_SECONDS
+    try:
+        waited.append(os.pidfd_open(child))
+        patience = _SAMPLE_SECONDS if report else None
+    except (AttributeError, OSError):  # an old kernel: look now and then
+        pass
+    peak, asked, code = 0, False, None
+    while not asked and (code := _ended(child)) is None:
+        asked = pipe in select.select(waited, [], [], patience)[0]
+        peak = max(peak, _peak_bytes(os.getpid())) if report else 0
+    _kill_all(child)
+    if report:
+        _report(report, peak)
+    if asked and scratch and not os.read(pipe, 1):  # who ends a child on purpose says so, and tidies up itself
+        import shutil
+
+        shutil.rmtree(scratch, ignore_errors=True)
+    return 137 if code is None else code
+
+
 def main(words: list[str]) -> None:
     """Run the command; see the module's text."""
-    pipe, command = int(words[0]), words[1:]
-    prctl(_SET_CHILD_SUBREAPER, 1)
-    no_core()
-    me = os.getpid()
+    import json
+    import subprocess
+
+    options, command = json.loads(words[0]), words[1:]
+    become_guard()
+    me, space = os.getpid(), options.pop("address_space", 0)
+
+    def prepare() -> None:
+        die_with(me)
+        if space:
+            resource.setrlimit(resource.RLIMIT_AS, (space, space))
+
     try:
-        child = subprocess.Popen(command, preexec_fn=lambda: die_with(me), start_new_session=True)
+        child = subprocess.Popen(command, preexec_fn=prepare, start_new_session=True)
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
     except subprocess.SubprocessError:  # the parent was gone before the child asked
         sys.exit(125)
-    waited: list[int] = [pipe]
-    try:
-        waited.append(os.pidfd_open(child.pid))
-        patience = None
-    except (AttributeError, OSError):  # an old kernel: look now and then
-        patience = 0.2
-    while child.poll() is None:
-        if pipe in select.select(waited, [], [], patience)[0]:
-            _kill_all(child.pid)
-            sys.exit(137)
-    code = child.returncode
-    _kill_all(child.pid)
-    die_as(code)
+    die_as(see_out(child.pid, **options))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,143 @@
+"""Trials that are forked: as fresh as if they were started, ended like them, and gone with the prober."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from batchwright.probe.request import read_request
+from batchwright.probe.runner import TaskRunner
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere every trial is started, not forked"),
+]
+TASK = """
+import os, time, torch
+from pathlib import Path
+from batchwright.runtime.task import Task
+
+HERE = Path(__file__).parent
+seen = []
+
+def loss(model, x):
+    seen.append(len(x))
+    with open(HERE / "trials", "a") as file:
+        print(os.getpid(), os.getppid(), len(seen), file=file)
+    while len(x) > 4:
+        time.sleep(0.1)
+    return model(x).sum(), len(x)
+
+def task():
+    return Task(model=lambda: torch.nn.Linear(2, 1), dataset=[torch.ones(2)] * 8, loss=loss,
+                optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+"""
+
+
+@pytest.fixture
+def runner(tmp_path):
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "scratch").mkdir()
+    with closing(TaskRunner(read_request(f"{tmp_path / 'task.py'}:task", memory="1GiB"), tmp_path / "scratch")) as made:
+        yield made
+
+
+def lines(folder: Path) -> list[list[int]]:
+    path = folder / "trials"
+    return [[int(word) for word in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def wait_for(condition, seconds=60.0):
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_each_trial_is_a_process_that_has_run_nothing_before(runner, tmp_path):
+    assert runner.limit(2).fits
+    assert runner.limit(1).fits
+    first, second = lines(tmp_path)[:3], lines(tmp_path)[3:]
+    assert {row[0] for row in first} != {row[0] for row in second}
+    assert [row[2] for row in first] == [row[2] for row in second] == [1, 2, 3]
+
+
+def test_a_hang_ends_in_time_and_the_next_trial_runs(runner, tmp_path):
+    object.__setattr__(runner.request, "timeout", 8.0)
+    trial = runner.limit(5)
+    assert (trial.status, trial.death) == ("timeout", "hang")
+    assert all(gone(pid) for pid in lines(tmp_path)[0][:2])
+    assert runner.limit(2).fits
+
+
+def test_a_zygote_that_is_killed_takes_its_trial_along_and_is_replaced(runner, tmp_path):
+    def kill():
+        _, guard, _ = wait_for(lambda: lines(tmp_path))[0]
+        os.kill(parent(guard), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    trial = runner.limit(5)
+    killer.join()
+    assert not trial.fits
+    assert all(wait_for(lambda pid=pid: gone(pid)) for pid in lines(tmp_path)[0][:2])
+    assert runner.limit(2).fits
+
+
+def test_a_killed_prober_leaves_nothing(runner, tmp_path):
+    code = f"""
+    from pathlib import Path
+    from batchwright.probe.request import read_request
+    from batchwright.probe.runner import TaskRunner
+    TaskRunner(read_request({runner.request.target!r}, memory="1GiB"), Path({str(tmp_path / "scratch")!r})).limit(5)
+    """
+    prober = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    trial, guard, _ = wait_for(lambda: lines(tmp_path))[0]
+    zygote = parent(guard)
+    assert parent(zygote) == prober.pid
+    prober.kill()
+    prober.wait()
+    wait_for(lambda: all(gone(pid) for pid in (trial, guard, zygote)) and not (tmp_path / "scratch").exists())
+
+
+def test_where_an_import_has_touched_the_device_trials_are_started_anew(runner, tmp_path, monkeypatch):
+    """torch says so after a fork; only the word itself is made up here, since there is no device."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    seen: list[bytes] = []
+
+    def look():
+        pid = wait_for(lambda: lines(tmp_path))[0][0]
+        seen.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(pid, signal.SIGKILL)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    runner.limit(5)
+    looker.join()
+    assert b"batchwright.probe.worker" in seen[0]
+    assert runner.limit(2).fits
