@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from math import isqrt
 
 from batchwright.core.errors import NothingFitsError
 
@@ -104,10 +105,10 @@ class _Search:
         if high - low <= self._window(low) if self.failed_above else high - low <= 1:
             return None
         guess = self._guess()
-        spent = len(self.trials) - (self._first_failure or 0)
+        spent = len(self.trials) - (self._first_failure or _PATIENCE)  # on the way up there is less to lose
         if spent >= _PATIENCE and spent % 2:
             # Predictions do not converge here (noise, many kinks): every other step halves or doubles what is left.
-            guess = (low + high) // 2 if self.failed_above else max(guess, 2 * low)
+            guess = self._middle() if self.failed_above else max(guess, 2 * low)
         return min(max(guess, low + 1), high - 1)
 
     def _window(self, size: int) -> int:
@@ -119,31 +120,28 @@ class _Search:
         if not low:
             return high // 2
         if limit is None or low not in self.points:
-            return (low + high) // 2 if self.failed_above else low * 2
+            return self._middle() if self.failed_above else low * 2
         predicted = self._predicted_limit()
         safe = low * limit // self.points[low] if self.points[low] else low * 2
         if predicted is None and self.failed_above:
-            return safe if safe > low else (low + high) // 2
+            return safe if safe > low else self._middle()
         if predicted is None:  # a flat segment is left by larger steps; one point alone by a size that surely runs
-            return max(safe, 2 * low) if len(self.points) > 1 else max(safe, low + max(1, low // 4))
+            return max(safe, 4 * low) if len(self.points) > 1 else max(safe, low + max(1, low // 4))
         if predicted >= high:
             if not self.failed_above:
                 return high - 1  # the cap is predicted to run
-            if self._misses == 1 and not self._bent():  # most likely the allocator's granularity: just below
+            if self._misses == 1 and high < 4 * low:  # from so near it is most likely the allocator's granularity
                 return high - max(self._window(low), high // 50)
             # A size that is certain to run also gives a point on the last segment; where it is hardly larger, bisect.
-            return safe if (safe - low) * 4 >= high - low else (low + high) // 2
+            return safe if (safe - low) * 4 >= high - low else self._middle()
         if predicted > low:
             return predicted
         return low + (self._window(low) << min(self._hits, 30))  # verify above; further each time it still runs
 
-    def _bent(self) -> bool:
-        """Whether the slope grew by a tenth before the last point: then the secant crosses a kink and promises much."""
-        sizes = sorted(self.points)[-3:]
-        if len(sizes) < 3:
-            return False
-        (a, b, c), (p, q, r) = sizes, (self.points[size] for size in sizes)
-        return (q - p) / (b - a) < 0.9 * (r - q) / (c - b)
+    def _middle(self) -> int:
+        """Half of what is left: of the size where the bracket is narrow, of its magnitude where it is wide."""
+        low, high = self.low, self.high
+        return isqrt(low * high) if high > 2 * low else (low + high) // 2
 
     def _slope(self) -> tuple[int, Fraction] | None:
         """The largest fitting size with a peak, and the slope there: measured over a wide base, or given."""
