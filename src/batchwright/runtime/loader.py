@@ -6,13 +6,13 @@ nothing restarts. What is prefetched is not yet trained: the loader has no posit
 
 from __future__ import annotations
 
-import random
+import atexit
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any, Protocol
+from weakref import ref
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from batchwright.core.errors import PlanError, RunError
 
+from . import generators
 from .order import GlobalOrder, Ints
 from .sampler import Slice, StepSampler
 
@@ -92,7 +93,11 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Micro]:
-        for part, ids, data in self._loader:
+        read = iter(self._loader)
+        if self._loader.num_workers:
+            # Python ends what workers are left by SIGTERM, to which they are deaf, and would wait for them forever.
+            atexit.register(_end, ref(read))
+        for part, ids, data in read:
             yield Micro(part.step, part.index, part.count, part.positions, part.filler, ids=ids, data=data)
 
 
@@ -123,7 +128,8 @@ class _Reader:
 
     def __getitem__(self, index: tuple[Slice, Ints]) -> tuple[Slice, Ints, Any]:
         part, ids = index
-        with _generators_put_back():
+        # A worker has no other use for its generators.
+        with nullcontext() if get_worker_info() is not None else generators.put_back():
             rows = [self._row(position, id) for position, id in zip(part.positions, ids.tolist(), strict=True)]
             try:
                 return part, ids, self.collate_fn(rows)
@@ -132,7 +138,7 @@ class _Reader:
                 raise
 
     def _row(self, position: int, id: int) -> Any:
-        _seed_generators(self.seed, position)
+        generators.seed_sample(self.seed, position)
         try:
             return self.dataset[id]
         except StopIteration as error:  # would end the loop above as if the data were complete
@@ -140,29 +146,6 @@ class _Reader:
         except Exception as error:
             error.add_note(f"batchwright: reading dataset[{id}], the sample at position {position:,}")
             raise
-
-
-def _seed_generators(seed: int, position: int) -> None:
-    digest = blake2b(f"batchwright sample 1: seed {seed}, position {position}".encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little")
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    # Not torch.manual_seed, which would reset the accelerator's generators as well.
-    torch.default_generator.manual_seed(number)
-
-
-@contextmanager
-def _generators_put_back() -> Iterator[None]:
-    if get_worker_info() is not None:  # a worker has no other use for them
-        yield
-        return
-    state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
 
 
 @dataclass(frozen=True)
@@ -176,6 +159,12 @@ class _Deaf:
             signal.signal(number, signal.SIG_IGN)
         if self.then is not None:
             self.then(worker)
+
+
+def _end(iterator: ref[Any]) -> None:
+    """End the workers of an iteration that is still held, as by the traceback of what a sample raised."""
+    if (held := iterator()) is not None:
+        held.__del__()  # torch's own way: it asks them to end, and may be called twice
 
 
 def _as_it_is(data: Any) -> Any:
