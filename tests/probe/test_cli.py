@@ -34,6 +34,18 @@ def test_text_to_stdout_and_progress_to_stderr(capsys, tmp_path):
     assert "\x1b" not in out + err
 
 
+def test_a_project_file_names_the_task(capsys, tmp_path):
+    file = tmp_path / "batchwright.yaml"
+    file.write_text("task: {target: missing.py:task, args: {layers: 2}}\nbatch: {global_batch_size: 64}\n")
+    code, _, err = run(capsys, str(file))
+    assert code == 2
+    assert "task file missing.py does not exist" in err
+    file.write_text("batch: {global_batch_size: 64}\n")
+    code, _, err = run(capsys, str(file))
+    assert code == 2
+    assert "names no task" in err
+
+
 def test_nothing_fits_exits_3_with_one_document(capsys, tmp_path):
     code, out, _ = run(capsys, "--json", "--dir", str(tmp_path), *command(0))
     assert code == 3

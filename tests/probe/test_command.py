@@ -94,7 +94,8 @@ def test_a_size_that_fails_after_its_bars_does_not_fit(tmp_path):
     assert made.max_micro_batch_size == 5
 
 
-def test_a_commands_identity_and_conditions(tmp_path):
+def test_a_commands_identity_and_conditions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "below").mkdir()
     (tmp_path / "train.py").touch()
     (tmp_path / "below" / "net.py").write_text("width = 1")
@@ -108,6 +109,10 @@ def test_a_commands_identity_and_conditions(tmp_path):
     assert made().identity == before
     (tmp_path / "below" / "net.py").write_text("width = 2")
     assert made().identity != before
+    module = CommandRunner(read_request([sys.executable, "-m", "below.net", "{micro_batch_size}"]), tmp_path)
+    (tmp_path / "below" / "net.py").write_text("width = 3")
+    again = CommandRunner(read_request([sys.executable, "-m", "below.net", "{micro_batch_size}"]), tmp_path)
+    assert again.identity["code"] != module.identity["code"]
     assert made(step_regex="x").conditions("limit") != made().conditions("limit")
     assert made(seconds=9).conditions("limit") == made().conditions("limit")
     assert made(seconds=9).conditions("throughput") != made().conditions("throughput")

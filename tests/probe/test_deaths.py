@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from batchwright.probe.deaths import death_of, from_exception, from_exit, from_text
@@ -104,6 +107,8 @@ DEL = "Exception ignored in: <function Pool.__del__ at 0x7f>\n" + TRACE
         (TRACE + "KeyError: 'x'\n" + DEL + "MemoryError: CUDA out of memory\n", "crash"),
         (DEL + "StopIteration\n" + OOM, "device-oom"),
         (TRACE + "KeyError: 'x'\n" + TRACE + "ChildFailedError: \n", "crash"),
+        (TRACE + "ChildFailedError: \n===\n traceback : Signal 9 (SIGKILL) received by PID 7\n", "host-oom"),
+        (TRACE + "RuntimeError: x\n" + TRACE + "ChildFailedError: \n Signal 9 (SIGKILL) received by PID 7\n", "crash"),
     ],
 )
 def test_out_of_memory_among_several_exceptions(output, kind):
@@ -117,6 +122,31 @@ def test_out_of_memory_among_several_exceptions(output, kind):
 def test_the_traceback_of_a_command_is_kept():
     text = "step 1\nTraceback (most recent call last):\n  File 'train.py'\nKeyError: 'x'\n"
     assert from_exit(1, text).traceback.startswith("Traceback")
+
+
+RANK = """
+import os, signal, sys
+if "{how}" == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+raise KeyError("a mistake of the rank's")
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("how", "kind", "words"), [("kill", "host-oom", "SIGKILL"), ("raise", "crash", "a mistake of")]
+)
+def test_what_torchrun_says_of_a_rank_that_died(how, kind, words, tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "rank.py").write_text(RANK.format(how=how))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    done = subprocess.run([*launcher, tmp_path / "rank.py"], capture_output=True, text=True, timeout=120)
+    found = from_exit(done.returncode, done.stdout + done.stderr)
+    assert found.kind == kind
+    assert words in found.reason
+    if how == "raise":
+        assert "rank.py" in found.traceback
+        assert "ChildFailedError" not in found.traceback
 
 
 def test_an_out_of_memory_cause_counts():

@@ -10,7 +10,7 @@ from batchwright.core.errors import BatchwrightError
 from batchwright.core.units import count, positive
 
 from . import text
-from .options import json_option, number, print_json, task_arguments
+from .options import json_option, number, print_json, read_task
 
 if TYPE_CHECKING:
     from batchwright.estimate import Estimate
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     epilog="\b\nExample:\n  batchwright estimate train.py:task --device h100-80g --sequence-length 1024,2048 \\\n"
     "      --precision bf16 --checkpoint-activations"
 )
-@click.argument("task", metavar="FILE.py:FUNCTION", required=False)
+@click.argument("task", metavar="FILE.py:FUNCTION | FILE.yaml", required=False)
 @number("--device", "What it has to fit on, such as h100-80g; `--device list` shows the table.", "NAME")
 @number("--memory", "The same in bytes, such as 80GiB.", "BYTES")
 @number("--margin", "Bytes to leave free.", "BYTES")
@@ -49,6 +49,7 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
         return
     if task is None:
         raise click.UsageError("which task? Give FILE.py:FUNCTION.", ctx=click.get_current_context())
+    task, arguments = read_task(task, flags["arguments"])
     given = {
         "device": flags["device"],
         "memory_bytes": None if flags["memory"] is None else memory(flags["memory"]),
@@ -57,7 +58,7 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
         "sequence_lengths": _counts(flags["sequence_length"], "sequence_length"),
         "ranks": count(flags["ranks"] or 1, "ranks"),
         "accumulation_steps": count(flags["accumulation_steps"] or 1, "accumulation_steps"),
-        "args": task_arguments(flags["arguments"]),
+        "args": arguments,
     } | {name: flags[name] for name in ("precision", "checkpoint_activations", "calibrate")}
     if flags["timeout"] is not None:
         given["timeout"] = positive(flags["timeout"], "timeout")

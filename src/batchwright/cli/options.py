@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
@@ -57,6 +57,23 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def read_task(target: str, words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """`FILE.py:function`, or the `task` section of a project file, and the function's arguments (`--arg` wins)."""
+    if not target.endswith((".yaml", ".yml", ".toml", ".json")):
+        return target, task_arguments(words)
+    from .config import read_file
+
+    section = read_file(target).get("task")
+    named = section.get("target") if isinstance(section, Mapping) else None
+    if not isinstance(section, Mapping) or not isinstance(named, str):
+        raise ConfigError(
+            f"{target} names no task: its `task` section has to hold `target: FILE.py:function`.",
+            field="task.target",
+            given=None if named is None else str(named)[:80],
+        )
+    return named, {**(section.get("args") or {}), **task_arguments(words)}
 
 
 def task_arguments(words: tuple[str, ...]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import click
 from batchwright.core.errors import ConfigError, RunError
 
 from . import text
-from .options import json_option, number, print_json, stack, task_arguments
+from .options import json_option, number, print_json, read_task, stack, task_arguments
 
 _limit_options = stack(
     number(
@@ -53,7 +53,7 @@ class CommandLine(click.Command):
     epilog="\b\nExample:\n  batchwright probe train.py:task --memory 2GiB\n"
     "  batchwright probe -- python train.py --per_device_train_batch_size {micro_batch_size}",
 )
-@click.argument("target", required=False, metavar="FILE.py:FUNCTION | -- COMMAND...")
+@click.argument("target", required=False, metavar="FILE.py:FUNCTION | FILE.yaml | -- COMMAND...")
 @_limit_options
 @_speed_options
 @click.option("--arg", "args", multiple=True, metavar="KEY=VALUE", help="An argument of the task's function.")
@@ -95,7 +95,7 @@ def command(
             field="estimate",
             given=True,
         )
-    arguments = task_arguments(args)
+    target, arguments = read_task(target, args) if target else (None, task_arguments(args))
     slope = _estimated(target, arguments, flags) if estimate and target else None
     progress = Live() if sys.stderr.isatty() else Lines()
     try:

@@ -33,7 +33,7 @@ MARKERS = (
     r"batchwright: step (\d+)",
     r"completed step: (\d+)",  # MaxText
     r"\biteration\s+(\d+)/",  # Megatron-LM, NeMo
-    r"\bglobal_step[ =:]+(\d+)",  # Lightning, NeMo 2
+    r"\bglobal_step[ =:]+(\d+)",  # NeMo 2
     r"\bstep[ =:#]+(\d+)\b.*\bloss\b",
     r"^\s*\d+%\|[^|]*\|\s*(\d+)/\d+ \[",  # tqdm, as in Hugging Face's Trainer
 )
@@ -54,6 +54,9 @@ class CommandRunner:
         words = self.request.command
         files = {w: Path(w) for w in words if Path(w).is_file()}
         folders = {p.resolve().parent for p in files.values() if p.suffix == ".py"}
+        for module in (after for flag, after in pairwise(words) if flag == "-m"):  # of this folder, as Python finds it
+            top = Path(module.partition(".")[0])
+            folders |= {top.resolve()} if top.is_dir() else {Path.cwd()} if top.with_suffix(".py").is_file() else set()
         program = shutil.which(words[0]) if words else None
         self.identity = {
             "command": " ".join(words),

@@ -83,6 +83,7 @@ _TEXTS: tuple[tuple[str, str], ...] = (
     # Under a budget of address space a thread's stack may be what no longer fits.
     (r"Thread creation failed: Resource temporarily unavailable|can't start new thread", "host-oom"),
     (r"could not create a (memory object|primitive)", "host-oom"),  # oneDNN's scratchpad
+    (r"Signal 9 \(SIGKILL\) received by PID|exits with return code = -9", "host-oom"),  # torchrun, deepspeed of a rank
     (r"[Oo]ut [Oo]f [Mm]emory: Killed process|oom[-_]kill|OOMKilled|Exceeded job memory limit", "host-oom"),
     (r"(torch\._inductor|torch\._dynamo|triton\.compiler|BackendCompilerFailed|InductorError|XLA compil)", "compile"),
     (r"\bout of memory\b", "device-oom"),
@@ -149,6 +150,10 @@ _RANK = r"(?:\[\w+\]: ?)*"  # torch and torchrun put `[rank1]: ` before every li
 _RAISED = re.compile(
     rf"^{_RANK}((?:[\w.]+\.)?(_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning))(?::(?: .*)?)?)$", re.MULTILINE
 )
+_LAUNCHERS = {
+    "ChildFailedError",
+    "CalledProcessError",
+}  # what torchrun, accelerate and others raise when a rank has failed
 _TRACEBACK = "Traceback (most recent call last):"
 # What a destructor raised while a process came down: neither the reason nor memory, whatever it says.
 _IGNORED = re.compile(
@@ -167,30 +172,32 @@ def from_exit(returncode: int, output: str) -> Death:
     ('host-oom', 'host-oom', 'crash')
     """
     output = _IGNORED.sub("", output)
-    start = output.find(_TRACEBACK)
-    trace = output[output.rfind(_TRACEBACK) :].strip() if start >= 0 else None
-    raised = list(_RAISED.finditer(output, start)) if trace else []
-    if raised:
-        # What follows an exception's line belongs to it: messages have several lines.
-        ends = [*(match.start() for match in raised[1:]), len(output)]
-        texts = [output[m.start(1) : end].split(_TRACEBACK)[0] for m, end in zip(raised, ends, strict=True)]
-        deaths = [from_exception([m[2], "Exception"], text) for m, text in zip(raised, texts, strict=True)]
-        for match, text, found in zip(raised, texts, deaths, strict=True):
-            if found and found.status == "oom":
-                trace = output[output.rfind(_TRACEBACK, 0, match.start()) : match.start()] + text
-                return Death(found.kind, found.reason, trace.strip())
-        if found := deaths[-1]:
-            return Death(found.kind, found.reason, trace)
-    elif found := from_text(output):
+    found, trace = _raised(output) if _TRACEBACK in output else (from_text(output), None)
+    if found and found.kind != "crash":
         return Death(found.kind, found.reason, trace)
     number = -returncode if returncode < 0 else returncode - 128  # a shell reports signal n as 128 + n
     if number in {s.value for s in signal.Signals}:
         name = signal.Signals(number).name
         kind, reason = _SIGNALS.get(name, ("crash", f"killed by {name}"))
         return Death(kind, reason, trace)
-    if raised:
-        return Death("crash", _first(raised[-1][1], "an exception"), trace)
+    if found:
+        return Death("crash", found.reason, trace)
     return Death("crash", f"exit status {returncode}" + (f": {_last(output)}" if output.strip() else ""), trace)
+
+
+def _raised(output: str) -> tuple[Death | None, str]:
+    """The death that the exceptions in an output tell of, and the traceback of the one that does."""
+    raised = list(_RAISED.finditer(output, output.find(_TRACEBACK)))
+    # What follows an exception's line belongs to it: messages have several lines.
+    ends = [*(match.start() for match in raised[1:]), len(output)]
+    texts = [(m, output[m.start(1) : end].split(_TRACEBACK)[0]) for m, end in zip(raised, ends, strict=True)]
+    texts = [(m, text) for m, text in texts if m[2] not in _LAUNCHERS] or texts
+    known = [(m, text, from_exception([m[2], "Exception"], text)) for m, text in texts]
+    if not known:
+        return from_text(output), output[output.rfind(_TRACEBACK) :].strip()
+    match, text, death = next((one for one in known if one[2] and one[2].status == "oom"), known[-1])
+    trace = output[output.rfind(_TRACEBACK, 0, match.start()) : match.start()] + text
+    return death or Death("crash", _first(match[1], "an exception")), trace.strip()
 
 
 def _first(text: str, name: str) -> str:
