@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from batchwright.core.codec import encode
 from batchwright.core.schedule import Schedule
 
-from .loader import _generators_put_back, _seed_generators
+from . import generators
 from .order import GlobalOrder
 
 # Enough to notice another file, too few to be felt at the start of a run.
@@ -112,9 +112,9 @@ def dataset_digest(dataset: Any, size: int) -> str | None:
 
 def _samples_digest(dataset: Any, ids: list[int]) -> str:
     digest = sha256()
-    with _generators_put_back():
+    with generators.put_back():
         for i in ids:
-            _seed_generators(0, i)  # as the loader does it: an augmentation is then the same every time
+            generators.seed_sample(0, i)  # as the loader does it: an augmentation is then the same every time
             _feed(digest, dataset[i])
     return digest.hexdigest()[:32]
 
