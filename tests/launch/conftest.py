@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ class Run:
     def __call__(self, *words: str) -> tuple[int, str, str]:
         self.start(*words)
         return self.finish()
+
+    @contextmanager
+    def held(self) -> Iterator[str]:
+        """The script's word for a trainer that waits after its third step, until this is left."""
+        with tempfile.NamedTemporaryFile(prefix="hold-") as file:
+            yield f"hold={file.name}"
 
     def scripted(self, *script: str, flags: tuple[str, ...] = (), ramp: str = "0:8 64:16 192:32") -> tuple[str, ...]:
         """The words of a run of the scripted trainer over three stages on 1, 2 and 4 nodes."""

@@ -9,6 +9,8 @@ import stat
 import sys
 import time
 
+from .conftest import PATIENCE
+
 
 def test_three_stages_become_three_launches_that_meet_exactly(run):
     code, out, err = run(*run.scripted())
@@ -138,70 +140,78 @@ def test_the_supervisor_may_be_killed_and_resumed_at_any_time(run):
 
 
 def test_a_second_supervisor_is_refused_and_the_first_goes_on(run):
-    first = run.start(*run.scripted("slow=0.2"))
-    run.until(lambda: run.position())
-    code, _, err = run.resume()
-    assert code == 4
-    assert f"another supervisor (process {first.pid})" in err
-    document = run.status()
-    assert document["state"] == "running" and document["supervisor"] == first.pid and document["consumed_samples"] > 0
-    code, _, err = run(*run.scripted())
-    assert code == 2 and "holds a run already" in err
+    with run.held() as hold:
+        first = run.start(*run.scripted(hold))
+        run.until(lambda: run.position())
+        code, _, err = run.resume()
+        assert code == 4
+        assert f"another supervisor (process {first.pid})" in err
+        document = run.status()
+        assert document["state"] == "running" and document["supervisor"] == first.pid
+        assert document["consumed_samples"] > 0
+        code, _, err = run(*run.scripted())
+        assert code == 2 and "holds a run already" in err
     run.process = first
     code, _, err = run.finish()
     assert code == 0, err
 
 
 def test_stop_saves_and_ends_and_resume_goes_on(run):
-    first = run.start(*run.scripted("slow=0.1"))
-    run.until(lambda: run.position() > 16)
-    code, out, err = run("--stop", str(run.directory))
-    assert code == 0, err
-    assert out.startswith("stopped: ")
-    assert first.wait(20) == 130
-    first.communicate()
+    with run.held() as hold:
+        first = run.start(*run.scripted(hold))
+        run.until(lambda: run.position() > 16)
+        code, out, err = run("--stop", str(run.directory))
+        assert code == 0, err
+        assert out.startswith("stopped: ")
+        assert first.wait(PATIENCE) == 130
+        first.communicate()
     document = run.status()
-    assert document["state"] == "stopped" and 16 < document["consumed_samples"] < 512
+    assert document["state"] == "stopped" and document["consumed_samples"] == 32  # with the step that it was in
     assert run.resume()[0] == 0
     assert run.status()["state"] == "complete"
 
 
 def test_one_interrupt_saves_and_stops(run):
-    process = run.start(*run.scripted("slow=0.1"))
-    run.until(lambda: run.position() > 16)
-    process.send_signal(signal.SIGINT)
-    code, out, err = run.finish()
+    with run.held() as hold:
+        process = run.start(*run.scripted(hold))
+        run.until(lambda: run.position() > 16)
+        process.send_signal(signal.SIGINT)
+        code, out, err = run.finish()
     assert code == 130 and "a checkpoint first" in err and "stopped: " in out
 
 
 def test_two_interrupts_stop_now_even_a_command_that_does_not_listen(run):
-    process = run.start(*run.scripted("slow=0.1", "deaf"))
-    run.until(lambda: run.position() > 16)
-    process.send_signal(signal.SIGINT)
-    time.sleep(1.2)  # together they would be one wish
-    process.send_signal(signal.SIGINT)
-    code, _, _ = run.finish()
+    with run.held() as hold:
+        process = run.start(*run.scripted(hold, "deaf", flags=("--grace-seconds", "600")))
+        run.until(lambda: run.position() > 16)
+        process.send_signal(signal.SIGINT)
+        run.until(lambda: "a checkpoint first" in run.said())  # it was heard
+        time.sleep(1.2)  # together they would be one wish
+        process.send_signal(signal.SIGINT)
+        code, _, _ = run.finish()
     assert code == 130
+    assert run.status()["consumed_samples"] == 24  # it never came to the next step
     run.assert_nothing_left()
 
 
 def test_a_command_is_told_once_and_a_closing_terminal_is_one_wish(run):
-    process = run.start(*run.scripted("slow=0.1", "save=2"))
-    run.until(lambda: run.position() > 16)
-    before = run.position()
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        process.send_signal(number)
-    code, _, err = run.finish()
+    with run.held() as hold:
+        process = run.start(*run.scripted(hold, "save=2"))
+        run.until(lambda: run.position() > 16)
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        code, _, err = run.finish()
     assert code == 130 and "no checkpoint" not in err, err
     assert "reached" in (run.newest() / "logs" / "rank-0.log").read_text()
-    assert run.status()["consumed_samples"] > before
+    assert run.status()["consumed_samples"] == 32
 
 
 def test_what_a_stop_without_a_checkpoint_costs_is_said(run):
-    process = run.start(*run.scripted("slow=0.1", flags=("--position-command", "echo 0")))
-    run.until(lambda: run.position() > 16)
-    process.send_signal(signal.SIGTERM)
-    code, _, err = run.finish()
+    with run.held() as hold:
+        process = run.start(*run.scripted(hold, flags=("--position-command", "echo 0")))
+        run.until(lambda: run.position() > 16)
+        process.send_signal(signal.SIGTERM)
+        code, _, err = run.finish()
     assert code == 130
     assert "no checkpoint was made: " in err and "samples, from 0 to " in err
 
@@ -211,7 +221,7 @@ def test_a_shell_script_can_trap_its_stop_signal(run):
     script = f"trap 'echo 24 > {told}; exit' USR1; echo 16 > {told}; while :; do sleep 0.05; done"
     words = run.scripted(flags=("--stop-signal", "SIGUSR1"))
     process = run.start(*words[: words.index("--")], "--", "sh", "-c", script, "{global_batch_size}")
-    run.until(lambda: (run.newest() / "status.json").read_text().strip() == "16", 20)
+    run.until(lambda: (run.newest() / "status.json").read_text().strip() == "16")
     process.send_signal(signal.SIGINT)
     code, _, err = run.finish()
     assert code == 130, err

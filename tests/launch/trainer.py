@@ -5,7 +5,8 @@
 SCRIPT words: `crash@96`, `kill@96`, `oom@96`, `hang@96`, `leave@96` happen once per run directory; with `!` after them,
 every time. `over=8` trains past the end; `slow=0.1` sleeps per step; `deaf` ignores SIGTERM; `silent` writes no status;
 `child` leaves a grandchild behind; `tail` hangs after the end is saved; `export=2` works on for so long after it; `save=2`
-takes so long to save when it is to stop, and gives up when it is told twice.
+takes so long to save when it is to stop, and gives up when it is told twice; `hold=FILE` waits after its third step as
+long as the file is there and nobody asks it to stop.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ def main() -> None:
 
     if "child" in options:
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    steps = 0
     while position < end and not stopping:
+        while steps == 3 and os.path.exists(options.get("hold", "")) and not stopping:
+            time.sleep(0.02)
+        steps += 1
         time.sleep(float(options.get("slow", 0.01)))
         position = min(end, position + batch)
         for word in script:
