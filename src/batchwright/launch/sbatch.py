@@ -80,6 +80,7 @@ def srun_words(site: Site, *, nodes: int, ranks_per_node: int) -> tuple[str, ...
         "--kill-on-bad-exit=1",  # ranks whose peer is gone would hang in a collective
         "--input=none", "--output=none", "--error=none",  # every rank has a log of its own
         "--distribution=block",
+        "--export=ALL",  # a site's --export=NONE is for the job's own environment: ranks need what the job gives them
     ]  # fmt: skip
     if isinstance(site.container, str):
         words.append(f"--container-image={site.container}")

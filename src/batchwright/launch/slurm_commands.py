@@ -27,8 +27,12 @@ ENDED = frozenset(
 _STRUCTURAL = (
     "SBATCH_ARRAY_INX", "SBATCH_COMMENT", "SBATCH_ERROR", "SBATCH_EXPORT", "SBATCH_GET_USER_ENV", "SBATCH_JOB_NAME",
     "SBATCH_INPUT", "SBATCH_NO_REQUEUE", "SBATCH_OUTPUT", "SBATCH_REQUEUE", "SBATCH_SIGNAL", "SBATCH_TEST_ONLY",
-    "SBATCH_WAIT",
+    "SBATCH_WAIT", "SBATCH_CLUSTERS",
+    "BATCHWRIGHT_PROLOGUE_FAILED",  # of the job that submits
 )  # fmt: skip
+# Options whose variable has another name than SBATCH_OPTION.
+_VARIABLES = {"time": "SBATCH_TIMELIMIT", "mem": "SBATCH_MEM_PER_NODE", "debug": "SBATCH_DEBUG"}
+_OPTION = re.compile(r"^#SBATCH\s+--([a-z-]+)", re.MULTILINE)
 _STARTS = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _AWAY = re.compile(r"Unable to contact|[Cc]onnect|timed out|Zero Bytes|temporarily unable|Slurm backup|[Mm]unge")
 _FIELDS = "%i|%T|%D|%k|%r"
@@ -94,7 +98,7 @@ def installed() -> bool:
 def submit(script: Path, *options: str) -> str:
     """Submit a script; the job's id."""
     try:
-        done = _run("sbatch", "--parsable", *options, str(script))
+        done = _run("sbatch", "--parsable", *options, str(script), without=_said_in(script))
     except FileNotFoundError:
         raise EnvironmentFault(
             "sbatch is not installed here, and --engine slurm submits with it. Run this on a login node of the cluster, "
@@ -202,7 +206,7 @@ def postpone(job_id: str, seconds: float) -> None:
 
 def starts_at(script: Path, *options: str) -> tuple[float | None, str]:
     """When the job would start, by `sbatch --test-only`, in seconds since the epoch; None where it never would."""
-    done = _asked("sbatch", "--test-only", *options, str(script))
+    done = _asked("sbatch", "--test-only", *options, str(script), without=_said_in(script))
     said = _said(done)
     found = _STARTS.search(said)
     return (datetime.datetime.fromisoformat(found[1]).timestamp() if found else None), said
@@ -220,18 +224,34 @@ def accounted(job_id: str) -> str | None:
     return words[0] if done.returncode == 0 and words else None
 
 
-def _asked(*words: str) -> subprocess.CompletedProcess[str]:
+def steps(job_id: str) -> list[str]:
+    """The steps of srun in a job, by their ids; the batch script is none."""
+    done = _asked("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
+    if done.returncode:
+        raise Unreachable(_said(done))
+    return [word for word in done.stdout.split() if word.rpartition(".")[2].isdigit()]
+
+
+def _said_in(script: Path) -> frozenset[str]:
+    """The variables by which sbatch would overrule what a script says: a partition of SBATCH_PARTITION, say."""
+    found: list[str] = _OPTION.findall(script.read_text(encoding="utf-8"))
+    return frozenset(_VARIABLES.get(key, f"SBATCH_{key.upper().replace('-', '_')}") for key in found)
+
+
+def _asked(*words: str, without: frozenset[str] = frozenset()) -> subprocess.CompletedProcess[str]:
     try:
-        return _run(*words)
+        return _run(*words, without=without)
     except FileNotFoundError:
         raise Unreachable(f"{words[0]} is not installed here") from None
 
 
-def _run(*words: str, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
+def _run(
+    *words: str, seconds: float = SECONDS, without: frozenset[str] = frozenset()
+) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds,
-            check=False, env=environment(), cwd="/",
+            check=False, env={k: v for k, v in environment().items() if k not in without}, cwd="/",
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise Unreachable(f"{words[0]} did not answer within {seconds:.0f} s") from None

@@ -26,7 +26,7 @@ LISTS = ("prologue", "sbatch", "srun", "container_mounts")  # of a site and of a
 _OWN = (
     "nodes", "N", "ntasks", "n", "ntasks-per-node", "job-name", "J", "output", "o", "error", "e", "dependency", "d",
     "requeue", "no-requeue", "signal", "array", "a", "wait", "W", "parsable", "test-only", "comment", "chdir", "D",
-    "kill-on-invalid-dep", "wrap", "begin", "b", "hold", "H",
+    "kill-on-invalid-dep", "wrap", "begin", "b", "hold", "H", "clusters", "M", "tasks-per-node",
 )  # fmt: skip
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
@@ -100,9 +100,26 @@ def _time(value: Any, name: str) -> str:
         )
     text = _text(value, name)
     if not _TIME.fullmatch(text):
-        message = f"slurm.time={text[:40]!r} is not a time of Slurm: minutes, [days-]hours:minutes[:seconds]."
+        message = (
+            f"slurm.time={text[:40]!r} is not a time of Slurm: minutes, minutes:seconds, hours:minutes:seconds or "
+            "days-hours[:minutes[:seconds]]."
+        )
         raise ConfigError(message, field=name, given=text[:40], nearest=("24:00:00",))
     return text
+
+
+def seconds_of(time: str) -> int | None:
+    """A time of Slurm in seconds; None where there is no limit.
+
+    >>> seconds_of("90"), seconds_of("1:30"), seconds_of("24:00:00"), seconds_of("1-12"), seconds_of("INFINITE")
+    (5400, 90, 86400, 129600, None)
+    """
+    if not time[0].isdigit():
+        return None
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)  # a bare number is minutes, after days it is hours
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def _texts(value: Any, name: str) -> tuple[str, ...]:
@@ -121,16 +138,26 @@ def _lines(value: Any, name: str) -> tuple[str, ...]:
     lines, wrong = [], list[Violation]()
     for text in _texts(value, name):
         line = text.removeprefix("#SBATCH").strip()
-        key = re.match(r"--?([A-Za-z-]+)", line)
-        if not line.startswith("-") or key is None:
+        if not re.match(r"--?[A-Za-z]", line):
             message = f"slurm.sbatch: {line[:60]!r} is not an option of sbatch. Write --name=value."
             wrong.append(Violation(message, name, line[:60]))
-        elif key[1] in _OWN or (not line.startswith("--") and key[1][0] in _OWN):
+        elif any(_is_own(word) for word in line.split()):  # sbatch reads several options on a line
             message = f"slurm.sbatch: {line[:60]!r} is batchwright's own to say: the chain depends on it. Leave it out."
             wrong.append(Violation(message, name, line[:60]))
         lines.append(line)
     raise_violations(ConfigError, wrong)
     return tuple(lines)
+
+
+def _is_own(word: str) -> bool:
+    """Whether a word is an option of ours; sbatch takes the beginning of a long one for the whole.
+
+    >>> [_is_own(word) for word in ("-N3", "--nodes=3", "--dep=after:1", "--exclusive", "--nodelist=a", "3")]
+    [True, True, True, False, False, False]
+    """
+    if word.startswith("--"):
+        return any(own.startswith(word[2:].partition("=")[0]) for own in _OWN)
+    return word.startswith("-") and word[1:2] in _OWN
 
 
 def _container(value: Any, name: str) -> str | tuple[str, ...]:
@@ -188,8 +215,16 @@ def read_site(*layers: Mapping[str, Any]) -> Site:
                 wrong.extend(error.violations)
                 continue
             read[key] = (*read.get(key, ()), *found) if key in LISTS else found
+    site = Site(**read)
+    limit = seconds_of(site.time) if site.time is not None else None
+    if not wrong and limit is not None and limit <= site.signal_seconds:
+        message = (
+            f"slurm.time={site.time} is {limit} s, and signal_seconds={site.signal_seconds} asks every job to stop that "
+            "long before its end: none would come to a step."
+        )
+        wrong.append(Violation(message, "signal_seconds", site.signal_seconds, (max(1, limit // 4),)))
     raise_violations(ConfigError, wrong)
-    return Site(**read)
+    return site
 
 
 def layers(section: Any, site: Mapping[str, Any] | None, elastic: bool = False) -> dict[str, Any]:
@@ -214,6 +249,7 @@ class SlurmRun:
     site: Site
     token: str
     detached: bool = False
+    after: int = 0  # the last launch before a person began this chain: what failed before is no longer held against it
 
     @staticmethod
     def path(directory: RunDirectory) -> Path:
