@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 TRAINER = Path(__file__).with_name("trainer.py")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = 4
+PATIENCE = 240.0  # for a machine that is busy with other things
 
 
 def missing() -> str | None:
@@ -80,9 +83,25 @@ class Cluster:
         words = [name, "-f", os.environ["SLURM_CONF"], *(("-N", node) if node else ())]
         subprocess.run(words, check=True, env={**os.environ, "PATH": path})
 
-    def settled(self, since: float) -> None:
-        """Until the controller has written down what it was told by then: every 5 s; before, kill -9 makes it forget."""
+    def settled(self) -> None:
+        """Until the controller has written down what it was told: within 5 s of a change; before, kill -9 makes it forget."""
+        since = time.time()
+        # It writes only where something has changed, which may have been, and be written, before `since`.
+        changed = self.call("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
+        self.call("scancel", changed)
         wait_for(lambda: (self.base / "state" / "job_state").stat().st_mtime > since)
+
+    def resume(self) -> None:
+        """Every node in service again."""
+        for node in range(1, NODES + 1):
+            # One that is in service already has nothing to resume, which is an error to scontrol.
+            subprocess.run(["scontrol", "update", f"NodeName=node{node}", "State=RESUME"], capture_output=True)
+
+    def urgent(self, where: Path) -> None:
+        """A job of the partition that preempts all others, on every node."""
+        script = where / "urgent.sh"
+        script.write_text("#!/bin/sh\nsleep 1\n")
+        self.call("sbatch", "--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null", str(script))
 
     def fail(self, node: str) -> None:
         """A node that is lost: its daemons are killed, Slurm notices, and it comes back later."""
@@ -94,7 +113,7 @@ class Cluster:
 
     def ready(self) -> None:
         """All nodes idle and nothing queued: what every test begins with."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while True:
             for job in self.call("squeue", "-h", "-o", "%A").split():
                 slurm.cancel(job, "--signal=KILL", "--full")
@@ -119,8 +138,8 @@ def _comm(entry: Path) -> str:
 
 
 def _ports() -> int:
-    """The first of five free ports in a row."""
-    for first in range(16817, 32000, 10):
+    """The first of five free ports in a row, somewhere: another worker looks for some at the same time."""
+    for first in random.sample(range(16817, 32000, 10), 1000):
         try:
             for port in range(first, first + NODES + 1):
                 with socket.socket() as probe:
@@ -162,7 +181,7 @@ def cluster(running: Cluster) -> Cluster:
 
 RAMP = {"thresholds": "0:16 64:32 192:64", "samples": "448", "node_policy": "constant-work"}
 LAUNCHES = ((1, 0, 64), (2, 64, 192), (4, 192, 448))  # nodes, first and last sample of each launch
-QUICK = Options(engine="slurm", retry_seconds=0.5, stall_seconds=60.0, grace_seconds=20.0)
+QUICK = Options(engine="slurm", retry_seconds=0.5, stall_seconds=600.0, grace_seconds=20.0)
 
 
 @pytest.fixture
@@ -170,9 +189,14 @@ def make(tmp_path: Path) -> Callable[..., tuple[RunDirectory, RunPlan]]:
     """Begin a run of the scripted trainer over 1, 2 and 4 nodes, in a directory with spaces and quotes."""
 
     def made(
-        *, options: Options = QUICK, detached: bool = False, extra: tuple[str, ...] = (), **site: Any
+        *,
+        options: Options = QUICK,
+        detached: bool = False,
+        extra: tuple[str, ...] = (),
+        title: str = "a run",
+        **site: Any,
     ) -> tuple[RunDirectory, RunPlan]:
-        directory = RunDirectory(tmp_path / 'a run\'s "directory" 100%j')
+        directory = RunDirectory(tmp_path / f'{title}\'s "directory" 100%j')
         command = (
             sys.executable,
             str(TRAINER),
@@ -192,6 +216,17 @@ def make(tmp_path: Path) -> Callable[..., tuple[RunDirectory, RunPlan]]:
         return directory, plan
 
     return made
+
+
+@contextmanager
+def supervisor(directory: RunDirectory) -> Iterator[subprocess.Popen[bytes]]:
+    """One in a process of its own; killed if it has not ended."""
+    process = subprocess.Popen([sys.executable, Path(__file__).with_name("supervise.py"), directory.path])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def audit(directory: RunDirectory, end: int = 448) -> dict[int, list[dict[str, Any]]]:
@@ -218,7 +253,7 @@ def seen(trained: dict[int, list[dict[str, Any]]]) -> list[tuple[int, int, int]]
     return [(lines[0]["nodes"], lines[0]["start"], lines[-1]["end"]) for lines in trained.values() if lines]
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = PATIENCE) -> Any:
     """Until it is true; its value."""
     deadline = time.monotonic() + seconds
     while not (value := what()):

@@ -61,6 +61,8 @@ class Start:
 
     def run(self) -> int:
         """The job's exit code."""
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):  # a claim may be asked to stop
+            signal.signal(number, lambda n, frame: self._signals.append(n))
         reason = self._not_ours()
         if reason is None and not self._record.claim():
             owner = (read_json(self._record.path) or {}).get("job")
@@ -75,8 +77,6 @@ class Start:
             say(failure)
             self._record.end(1, failure)
             return 1
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda n, frame: self._signals.append(n))
         engine = StepEngine(site)
         say(f"launch {self._number} on {job.nodes} nodes")
         handle = engine.start(job)

@@ -1,7 +1,8 @@
 """Inside an allocation: one launch as a step of srun, or as the user's own command on the first node.
 
-The job's process is the parent of srun, and srun forwards signals to every task's group; nothing here needs the
-controller to ask for a checkpoint.
+Ranks are asked for a checkpoint one by one, by a small step beside theirs (`slurm_trace`). Where no step can be made, as
+without a controller, srun passes the wish on; how far it comes is then up to Slurm (proctrack/cgroup: to a task's first
+process).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from batchwright.core.errors import EnvironmentFault
@@ -20,7 +22,9 @@ from . import sbatch
 from . import slurm_commands as slurm
 from .engine import Handle, Job, Poll, RankLog, Wish, rank_logs
 from .slurm_site import Site
+from .slurm_trace import signal_ranks
 
+_AGAIN_SECONDS = 10.0  # until ranks are asked again: one may not have been listening
 # A constant text: what it starts comes as words of their own.
 _RANK_SHELL = ("sh", "-c", 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; export RANK LOCAL_RANK; exec "$@"', "rank")
 
@@ -35,6 +39,8 @@ class StepEngine:
         self._process: subprocess.Popen[bytes] | None = None
         self._job: Job | None = None
         self._asked: set[int] = set()  # commands that heard that they are to stop
+        self._again = 0.0  # when ranks are to be asked again
+        self._passed_on = False  # whether torchrun was signalled: a second time would be its end
 
     def command(self, job: Job) -> tuple[str, ...]:
         """srun with its ranks; a command of the user's own is started once, and starts its own."""
@@ -76,6 +82,8 @@ class StepEngine:
             return made
         world = {"WORLD_SIZE": str(job.nodes * job.ranks_per_node), "LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
         rendezvous = {"MASTER_ADDR": _address(), "MASTER_PORT": str(_free_port())}
+        if (cpus := os.environ.get("SLURM_CPUS_PER_TASK")) is not None:
+            made["SRUN_CPUS_PER_TASK"] = cpus  # the job's own option, which srun has not taken over since 22.05
         if self._site.launcher == "torchrun":
             return {**made, **{f"PET_{key}": value for key, value in rendezvous.items()}}
         return {**made, **world, **rendezvous}
@@ -97,22 +105,50 @@ class StepEngine:
                     continue  # a command is asked once: many take a second signal for "now"
                 if wish == "checkpoint":
                     self._asked.add(rank.pid)
-                os.kill(rank.pid, number)
+                try:
+                    os.kill(rank.pid, number)
+                except ProcessLookupError:
+                    pass  # it has just ended by itself
             if wish == "kill":
                 process.kill()  # its ranks asked the kernel to go with it
-        elif wish == "checkpoint":
-            process.send_signal(signal.SIGUSR1)
+        elif wish == "kill":
+            self._kill()
         elif wish == "trace":
-            beside = ("srun", "--overlap", f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1")
-            words = (sys.executable, "-P", "-m", "batchwright.launch.slurm_trace", str(job.directory))
-            try:
-                subprocess.run(
-                    [*beside, *words, str(job.ranks_per_node)], stdin=subprocess.DEVNULL, timeout=20, check=False
-                )
-            except (OSError, subprocess.TimeoutExpired):
-                pass  # a node that does not answer has no stack to give
-        else:
-            slurm.cancel(f"{slurm.me()}.0", "--signal=KILL")
+            self._ask(job, signal.SIGABRT)
+        elif time.monotonic() >= self._again:
+            asked = self._ask(job, signal.SIGUSR1)
+            self._again = time.monotonic() + _AGAIN_SECONDS
+            if not asked and not self._passed_on:
+                self._passed_on = self._site.launcher == "torchrun"
+                process.send_signal(signal.SIGUSR1)
+
+    def _ask(self, job: Job, number: signal.Signals) -> bool:
+        """Signal every rank, wherever it is; whether that was possible, or Slurm has done so itself."""
+        if job.nodes == 1:
+            signal_ranks(job.directory, 0, job.ranks_per_node, number)
+            return True
+        words = (
+            "srun", "--overlap", "--export=ALL", f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1",
+            sys.executable, "-P", "-m", "batchwright.launch.slurm_trace",
+            str(job.directory), str(job.ranks_per_node), number.name,
+        )  # fmt: skip
+        try:
+            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return False  # a node or a controller that does not answer
+        # A job that is being ended has no further steps, and torchrun has its SIGTERM from Slurm.
+        ending = b"completing" in done.stderr and self._site.launcher == "torchrun"
+        return done.returncode == 0 or ending
+
+    def _kill(self) -> None:
+        """End the ranks' step; a prologue may have had steps before it."""
+        me = slurm.me() or ""
+        try:
+            steps = slurm.steps(me)
+        except slurm.Unreachable:
+            steps = [f"{me}.0"]
+        for step in steps:
+            slurm.cancel(step, "--signal=KILL")
 
     def logs(self, handle: Handle) -> tuple[RankLog, ...]:
         """Every rank's files; the kernel's view where all of them are here."""
