@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
+from dataclasses import replace
 
 from batchwright.launch import chain, slurm_status
 from batchwright.launch import slurm_commands as slurm
 from batchwright.launch.files import read_json
 from batchwright.launch.slurm_site import SlurmRun
 
-from .conftest import LAUNCHES, audit, seen, wait_for
+from .conftest import LAUNCHES, PATIENCE, QUICK, audit, seen, supervisor, wait_for
 
 
 def begin(directory, plan) -> list[str]:
     return chain.begin(directory, plan, SlurmRun.load(directory))
 
 
-def complete(directory, seconds=90.0):
-    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"), seconds)
+def complete(directory):
+    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
     assert outcome["state"] == "complete", outcome
     wait_for(lambda: not [one for one in slurm.jobs(SlurmRun.load(directory).token) if one.alive])  # no heir is left
     return audit(directory)
@@ -71,8 +71,9 @@ def test_where_nodes_may_not_submit_all_launches_are_queued_and_spares_step_in(c
     assert len(begin(directory, plan)) == 6
     job = reached(directory, 2, 96)
     assert [row.state.split()[0] for row in slurm_status.rows(directory, plan)] == ["done", "running", "pending"]
-    hold.unlink()
     cluster.call("scancel", job)
+    wait_for(lambda: directory.ending(2))  # held till then: else it might come to its end first
+    hold.unlink()
     assert [nodes for nodes, *_ in seen(complete(directory))] == [1, 2, 2, 4]
     assert "not its turn" in log(directory)  # the spare of the first launch
 
@@ -91,7 +92,7 @@ def test_scancel_a_duplicate_sigkill_and_a_killed_controller_are_survived(cluste
     driver = json.loads((directory.launch(2) / "ranks" / "0.json").read_text())["parent"]
     os.kill(_parent(driver), signal.SIGKILL)  # the job's own process, and with it all below
     started(directory, 3)
-    cluster.settled(directory.events()[-1]["time"])
+    cluster.settled()
     cluster.kill("slurmctld")
     hold.unlink()  # this launch ends, and finds no controller to submit the next one to
     wait_for(lambda: directory.ending(3))
@@ -106,24 +107,35 @@ def _parent(pid: int) -> int:
         return int(file.read().rsplit(")", 1)[1].split()[1])
 
 
-def test_the_time_limit_and_a_preemption_are_survived(cluster, make, tmp_path):
+def test_the_time_limit_and_a_preemption_are_survived_by_a_chain_and_by_a_supervised_run(cluster, make, tmp_path):
     hold = tmp_path / "hold"
     hold.touch()
-    # Slurm looks at limits every half minute, so that a warning 45 s before the end of a minute comes within seconds.
-    directory, plan = make(detached=True, time="1", signal_seconds=50, extra=("--hold", str(hold), "--hold-at", "32"))
-    begin(directory, plan)
-    reached(directory, 1, 32)
-    wait_for(lambda: directory.ending(1))
-    left = wait_for(lambda: (said := read_json(directory.launch(1) / "job.json"))["state"] == "ended" and said)
-    assert left["detail"] == "stopped by SIGUSR1"  # the job's own record follows the ending
-    started(directory, 2)
-    hold.unlink()
-    hold.with_name("urgent.sh").write_text("#!/bin/sh\nsleep 1\n")
-    subprocess.run(
-        ["sbatch", "-p", "urgent", "-N4", "--exclusive", "--output=/dev/null", hold.with_name("urgent.sh")],
-        check=True, capture_output=True, cwd=tmp_path,
-    )  # fmt: skip
-    complete(directory)
+    # Slurm looks at limits twice a minute and is up to half a minute early: this warning comes 10 to 40 s after the start.
+    limits = {"time": "1", "signal_seconds": 20, "extra": ("--hold", str(hold), "--hold-at", "0")}
+    chained, plan = make(detached=True, title="a chain", **limits)
+    watched, _ = make(title="a supervised run", **limits)
+    begin(chained, plan)
+    with supervisor(watched) as process:
+        for directory in (chained, watched):
+            assert "SIGUSR1" in left(directory, 1)["detail"]
+            again = started(directory, 2)
+            wait_for((directory.path / "trained" / "launch-0002.jsonl").exists)  # it can be asked to stop
+            cluster.call("scontrol", "update", f"JobId={again['job']}", "TimeLimit=UNLIMITED")
+        cluster.urgent(tmp_path)
+        for directory in (chained, watched):
+            assert "SIGTERM" in left(directory, 2)["detail"]
+        hold.unlink()
+        assert process.wait(PATIENCE) == 0
+    complete(chained)
+    for directory in (chained, watched):
+        audit(directory)
+        assert [directory.ending(number).position for number in (1, 2)] == [16, 32]  # each saved the step it was in
+
+
+def left(directory, number: int) -> dict:
+    """Wait until a launch has ended, and its job has said so: its record follows the ending, or goes before it."""
+    wait_for(lambda: directory.ending(number))
+    return wait_for(lambda: (said := read_json(directory.launch(number) / "job.json"))["state"] == "ended" and said)
 
 
 def test_a_failed_node_is_survived(cluster, make, tmp_path):
@@ -132,8 +144,8 @@ def test_a_failed_node_is_survived(cluster, make, tmp_path):
     directory, plan = make(detached=True, extra=("--hold", str(hold), "--hold-at", "96"))
     begin(directory, plan)
     job = reached(directory, 2, 96)
-    hold.unlink()
     cluster.fail(cluster.call("squeue", "-h", "-j", job, "-o", "%B").strip())  # where the batch script is
+    hold.unlink()
     assert [nodes for nodes, *_ in seen(complete(directory))] == [1, 2, 2, 4]
 
 
@@ -170,13 +182,19 @@ def test_a_chain_is_stopped_and_begun_again(cluster, make, tmp_path):
 
 
 def test_a_chain_that_gets_nowhere_ends_with_its_reason(cluster, make):
-    from dataclasses import replace
-
-    from .conftest import QUICK
-
     directory, plan = make(detached=True, options=replace(QUICK, max_retries=1), prologue=("false",))
     begin(directory, plan)
     outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
     assert outcome["state"] == "failed" and "prologue command 1" in outcome["failure"]["reason"]
     assert len(directory.numbers()) == 2
     wait_for(lambda: not cluster.call("squeue", "-h").strip())
+
+
+def test_a_chain_whose_jobs_die_without_a_word_ends_and_may_be_begun_again(cluster, make):
+    directory, plan = make(detached=True, options=replace(QUICK, max_retries=1), extra=("--kill-job",))
+    for starts in (2, 4):  # what failed before a person began it again does not count
+        begin(directory, plan)
+        outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
+        assert outcome["state"] == "failed" and "without a word" in outcome["failure"]["reason"]
+        assert len(directory.numbers()) == starts
+        wait_for(lambda: not cluster.call("squeue", "-h").strip())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from batchwright.launch.files import RunDirectory
+from batchwright.launch.work import read_position
 
 from .conftest import LAUNCHES, TRAINER, audit, seen, wait_for
 
@@ -31,6 +32,7 @@ COMMAND = (
     "--nodes",
     "{nodes}",
 )
+QUICK = ("--engine", "slurm", "launch.slurm.poll_seconds=0.3", "--retry-seconds", "0.5")
 
 
 def batchwright(*words: str, code: int = 0, **environment: str) -> str:
@@ -71,16 +73,35 @@ def test_settings_that_are_wrong_are_refused_before_anything_is_written(tmp_path
 
 
 def test_a_run_is_supervised_and_another_chains_itself(cluster, tmp_path):
-    quick = ("--engine", "slurm", "launch.slurm.poll_seconds=0.3", "--retry-seconds", "0.5")
-    told = json.loads(batchwright(*RAMP, *quick, "--dir", str(tmp_path / "one"), "--json", *COMMAND))
+    told = json.loads(batchwright(*RAMP, *QUICK, "--dir", str(tmp_path / "one"), "--json", *COMMAND))
     assert told["state"] == "complete" and [job["nodes"] for job in told["chain"]["jobs"]] == [1, 2, 4]
     audit(RunDirectory(tmp_path / "one"))
 
     directory = RunDirectory(tmp_path / "two")
-    told = json.loads(batchwright(*RAMP, *quick, "--dir", str(directory.path), "--detach", "--json", *COMMAND))
+    told = json.loads(batchwright(*RAMP, *QUICK, "--dir", str(directory.path), "--detach", "--json", *COMMAND))
     assert told["state"] == "running" and len(told["jobs"]) == 1
     status = ("--status", str(directory.path))
     wait_for(lambda: json.loads(batchwright(*status, "--json"))["state"] == "complete")
     assert seen(audit(directory)) == list(LAUNCHES)
     shown = batchwright(*status)
     assert "node-hours" in shown and "waited" in shown
+
+
+def test_a_chain_is_stopped_and_resumed_and_one_that_runs_is_left_alone(cluster, tmp_path):
+    hold, directory = tmp_path / "hold", RunDirectory(tmp_path / "a run")
+    hold.touch()
+    place, held = str(directory.path), ("--hold", str(hold), "--hold-at", "96")
+    batchwright(*RAMP, *QUICK, "--dir", place, "--detach", *COMMAND, *held)
+    wait_for(lambda: read_position(directory.launch(2) / "status.json") == 96)
+    for again in (("--resume", place, "--detach"), ("--resume", place)):
+        assert "of it runs" in batchwright(*again, code=4)
+    told = json.loads(batchwright("--stop", place, "--json"))
+    assert told["state"] == "stopped" and 96 < told["saved_samples"] < 192
+    hold.unlink()
+    told = json.loads(batchwright("--resume", place, "--detach", "--json"))
+    assert told["state"] == "running" and len(told["jobs"]) == 1
+    wait_for(lambda: json.loads(batchwright("--status", place, "--json"))["state"] == "complete")
+    assert [nodes for nodes, *_ in seen(audit(directory))] == [1, 2, 2, 4]
+    wait_for(lambda: not cluster.call("squeue", "-h").strip())
+    told = json.loads(batchwright("--resume", place, "--detach", "--json"))
+    assert told["state"] == "complete" and told["jobs"] == []

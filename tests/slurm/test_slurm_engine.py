@@ -6,10 +6,8 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,24 +23,13 @@ from batchwright.launch.slurm import SlurmEngine
 from batchwright.launch.slurm_supervise import SlurmSupervisor
 from batchwright.launch.work import launch_end, work
 
-from .conftest import LAUNCHES, QUICK, audit, seen, wait_for
+from .conftest import LAUNCHES, PATIENCE, QUICK, audit, seen, supervisor, wait_for
 
 
 def supervise(directory, plan) -> tuple[str, str]:
     out = io.StringIO()
     state = SlurmSupervisor(directory, plan, SlurmEngine(), Lines(out, every=0.0)).run()
     return state, out.getvalue()
-
-
-@contextmanager
-def supervisor(directory):
-    """One in a process of its own; killed if it has not ended."""
-    process = subprocess.Popen([sys.executable, Path(__file__).with_name("supervise.py"), directory.path])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def submitted_again(script: Path, log: Path) -> str:
@@ -88,14 +75,14 @@ def test_a_killed_supervisor_a_duplicate_and_a_killed_controller_cost_nothing(cl
         first.send_signal(signal.SIGKILL)
         first.wait()
     with supervisor(directory) as second:
-        folder, since = directory.launch(2), time.time()
+        folder = directory.launch(2)
         assert "is or was run by job" in submitted_again(folder / "job.sh", folder / "logs" / "job.log")
-        cluster.settled(since)
+        cluster.settled()
         cluster.kill("slurmctld")
         time.sleep(1.5)
         cluster.restart("slurmctld")
         hold.unlink()
-        assert second.wait(60) == 0
+        assert second.wait(PATIENCE) == 0
     assert seen(audit(directory)) == list(LAUNCHES)  # no launch began anew
 
 
@@ -107,9 +94,9 @@ def test_scancel_and_a_failed_node_are_survived(cluster, make, tmp_path):
         cluster.call("scancel", running(directory, 2, 96))
         wait_for(lambda: (directory.launch(3) / "ranks" / "0.json").exists())
         job = json.loads((directory.launch(3) / "job.json").read_text())["job"]
-        hold.unlink()
         cluster.fail(cluster.call("squeue", "-h", "-j", job, "-o", "%B").strip())  # where the batch script is
-        assert process.wait(90) == 0
+        hold.unlink()  # not before: it would come to its end while the node is looked for
+        assert process.wait(PATIENCE) == 0
     trained = audit(directory)
     assert [nodes for nodes, *_ in seen(trained)] == [1, 2, 2, 4]  # the one on the failed node had not come to a step
     outcomes = [directory.ending(number).outcome for number in directory.numbers()]
@@ -125,10 +112,14 @@ def test_a_crash_between_sbatch_and_its_record_leaves_no_second_writer(cluster, 
     directory.fence(1)
     write_json(directory.launch(1) / "manifest.json", manifest)  # without a handle: the supervisor died here
     cluster.call("scontrol", "update", "PartitionName=main", "State=DOWN")
-    stray = SlurmEngine().start(job)["job"]
-    cluster.call("scontrol", "update", "PartitionName=main", "State=UP")
-    state, told = supervise(directory, plan)
-    assert state == "complete", told
+    try:
+        stray = SlurmEngine().start(job)["job"]
+        with supervisor(directory) as process:
+            wait_for(lambda: (one := slurm.job(stray)) is None or not one.alive)  # taken back, by the new supervisor
+            cluster.call("scontrol", "update", "PartitionName=main", "State=UP")
+            assert process.wait(PATIENCE) == 0
+    finally:
+        cluster.call("scontrol", "update", "PartitionName=main", "State=UP")
     trained = audit(directory)
     assert all(line["job"] != stray for lines in trained.values() for line in lines)
 
@@ -153,9 +144,9 @@ def test_a_job_that_slurm_holds_after_its_own_prolog_failed_is_replaced(cluster,
             wait_for(lambda: directory.ending(1))
             for flag in flags:
                 flag.unlink()
-            for node in range(1, 5):
-                subprocess.run(["scontrol", "update", f"NodeName=node{node}", "State=RESUME"], capture_output=True)
-            assert process.wait(60) == 0
+            # Again and again: a further job may have met a flag on its way out, and drained a node since.
+            wait_for(lambda: cluster.resume() or process.poll() is not None)
+            assert process.returncode == 0
     finally:
         for flag in flags:
             flag.unlink(missing_ok=True)
@@ -176,22 +167,26 @@ def test_a_stop_saves_and_ends_the_job(cluster, make, tmp_path):
     directory, _ = make(extra=("--hold", str(hold), "--hold-at", "32"))
     with supervisor(directory) as process:
         running(directory, 1, 32)
+        job = directory.manifest(1).handle
+        cluster.call("scontrol", "suspend", job["job"])
+        assert SlurmEngine().poll(job).state == "pending"  # it stands still, and is not to blame
+        cluster.call("scontrol", "resume", job["job"])
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(60) == 5
-    assert directory.ending(1).outcome == "stopped"
-    assert not cluster.call("squeue", "-h", "-t", "R,PD").strip()
+        assert process.wait(PATIENCE) == 5
+    assert directory.ending(1).outcome == "stopped" and directory.ending(1).position == 48
+    wait_for(lambda: not cluster.call("squeue", "-h", "-t", "R,PD").strip())  # a moment after its last word
 
 
 def test_stuck_ranks_on_several_nodes_leave_their_stacks(cluster, make):
     directory, _ = make()
     folder = directory.launch(1)
-    stuck = (sys.executable, "-c", "import time\ndef here():\n    time.sleep(60)\nhere()")
+    text = "import time\ndef here():\n    print('come', flush=True)\n    time.sleep(600)\nhere()"
+    stuck = (sys.executable, "-c", text)
     job = Job("launch 1", folder, 2, 2, stuck, False, {"PYTHONFAULTHANDLER": "1"}, directory.path, "SIGUSR1", 5.0)
     directory.fence(1)
     engine = SlurmEngine()
     handle = engine.start(job)
-    wait_for(lambda: len(engine.logs(handle)) == 4)
-    time.sleep(0.5)  # until Python has come to the line
+    wait_for(lambda: ["come" in rank.tail for rank in engine.logs(handle)] == [True] * 4)
     engine.signal(handle, "trace")
     wait_for(lambda: engine.poll(handle).state == "ended")
     for rank in engine.logs(handle):
@@ -205,3 +200,36 @@ def test_an_elastic_supervisor_takes_what_there_is(cluster, make):
     state, told = supervise(directory, plan)
     assert state == "complete" and "takes 1 nodes: 4 would have to be waited for" in told, told
     assert [nodes for nodes, *_ in seen(audit(directory))] == [1, 1, 1]
+
+
+def test_a_duplicate_that_is_first_is_the_one_that_is_watched(cluster, make):
+    directory, plan = make()
+    directory.fence(1)
+    cluster.call("scontrol", "update", "PartitionName=main", "State=DOWN")
+    try:
+        engine = SlurmEngine()
+        handle = engine.start(replace(work(directory, plan).job(plan.launches[0], 1, 0), argv=("sleep", "600")))
+        cluster.call("scontrol", "hold", handle["job"])
+        impatient = slurm.submit(directory.launch(1) / "job.sh")
+    finally:
+        cluster.call("scontrol", "update", "PartitionName=main", "State=UP")
+    wait_for(lambda: (directory.launch(1) / "ranks" / "0.json").exists())
+    assert json.loads((directory.launch(1) / "job.json").read_text())["job"] == impatient
+    cluster.call("scontrol", "release", handle["job"])
+    wait_for(lambda: (one := slurm.job(handle["job"])) is None or not one.alive)  # it found nothing to do
+    time.sleep(2 * handle["poll_seconds"])  # until squeue would be asked again
+    assert engine.poll(handle).state == "running"
+    engine.signal(handle, "kill")
+    wait_for(lambda: engine.poll(handle).state == "ended")
+
+
+def test_what_the_run_says_goes_before_what_the_environment_says(cluster, make, monkeypatch):
+    monkeypatch.setenv("SBATCH_PARTITION", "nowhere")
+    directory, plan = make(partition="main", time="10")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
+    cluster.call("scontrol", "update", "PartitionName=main", "State=DOWN")
+    try:
+        handle = SlurmEngine().start(work(directory, plan).job(plan.launches[0], 1, 0))
+        assert cluster.call("squeue", "-h", "-j", handle["job"], "-o", "%P %l").split() == ["main", "10:00"]
+    finally:
+        cluster.call("scontrol", "update", "PartitionName=main", "State=UP")

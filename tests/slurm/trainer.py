@@ -23,7 +23,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.05)
     parser.add_argument("--hold", type=Path, help="wait at sample --hold-at as long as this file is there")
     parser.add_argument("--hold-at", type=int, default=10**9)
+    parser.add_argument(
+        "--kill-job", action="store_true", help="SIGKILL for the job's own process, the parent's parent"
+    )
     given = parser.parse_args()
+    if given.kill_job:
+        os.kill(int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
     stop: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda n, frame: stop.append(n))

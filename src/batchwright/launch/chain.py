@@ -12,6 +12,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -65,11 +66,13 @@ def write_link(directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: La
 
 
 def submit(
-    directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch, role: str = "link", *options: str
-) -> str:
-    """Put a link in the queue, and write that down."""
-    script = write_link(directory, plan, run, launch)
-    nodes = affordable(plan, launch, run.site, script) if role == "link" else launch.nodes
+    directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch, role: str = "link", *options: str,
+    freed: tuple[int, str] = (0, ""),
+) -> str:  # fmt: skip
+    """Put a link in the queue, and write that down; `freed` are the nodes of one that asks for its successor."""
+    script, nodes = write_link(directory, plan, run, launch), launch.nodes
+    if role == "link" and run.site.nodes_submit:  # what is queued at the start cannot know what there will be
+        nodes = affordable(plan, launch, run.site, script, freed)
     mark = slurm.comment_of(run.token, role, launch.index)
     job = slurm.submit_patiently(script, mark, f"--nodes={nodes}", *options)
     directory.event("submitted", job=job, role=role, launch=launch.index, nodes=nodes, by=slurm.me())
@@ -82,6 +85,7 @@ def begin(directory: RunDirectory, plan: RunPlan, run: SlurmRun) -> list[str]:
         directory.lock()  # says who it is
     for name in ("stop.json", "outcome.json"):
         (directory.path / name).unlink(missing_ok=True)
+    run = replace(run, after=max(directory.numbers(), default=0)).save(directory)
     cancel_all(run.token)
     position = work(directory, plan).position()
     if position >= plan.total_samples:
@@ -100,8 +104,16 @@ def begin(directory: RunDirectory, plan: RunPlan, run: SlurmRun) -> list[str]:
 def stop(directory: RunDirectory, *, now: bool = False) -> None:
     """End a chain: what waits is taken back, what runs saves and stops."""
     write_json(directory.path / "stop.json", {"now": now})
-    token = SlurmRun.load(directory).token
-    for one in slurm.jobs(token):
+    try:
+        known = slurm.jobs(SlurmRun.load(directory).token)
+    except slurm.Unreachable as error:
+        raise EnvironmentFault(
+            f"Slurm does not answer here ({error}), so nothing was taken out of the queue. A job of {directory.path} that "
+            "runs, or that starts later, sees the wish and stops by itself.",
+            field="stop",
+            given=str(directory.path),
+        ) from None
+    for one in known:
         if one.alive and one.state == "PENDING":
             slurm.cancel(one.job)
 
@@ -140,7 +152,7 @@ class Link(Supervisor):
             try:
                 reason = self._not_ours() or self._locked()
                 if reason is None:
-                    return self._turn()
+                    return self._checked_turn()
                 say(f"nothing to do: {reason}")
                 return 0
             except BatchwrightError as error:
@@ -172,11 +184,37 @@ class Link(Supervisor):
             try:
                 return self._directory.lock()
             except EnvironmentFault as error:  # a job that is being cleaned up, or a supervisor
-                reason = self._not_ours() or (str(error) if time.monotonic() > deadline else None)
+                reason = self._not_ours()
                 if reason is not None:
                     return reason
+                if time.monotonic() > deadline:
+                    return self._stale(str(error))
             except OSError:
                 return None
+
+    def _stale(self, held: str) -> str | None:
+        """A lock that stays: a job of ours has it, or a file server keeps it for a node that is gone."""
+        try:
+            others = [
+                one.job
+                for one in slurm.jobs(self._run.token)
+                if one.alive and one.state != "PENDING" and one.job != slurm.me()
+            ]
+        except slurm.Unreachable:
+            return held
+        if others:
+            return f"job {others[0]} of this run has its lock"
+        say("the lock is that of a process that is gone: going on without it")
+        return None
+
+    def _checked_turn(self) -> int:
+        """A turn; where it cannot be taken and nobody comes after it, that is the end of the chain, with its reason."""
+        try:
+            return self._turn()
+        except BatchwrightError as error:
+            if self._run.site.nodes_submit and not self._heir_waits():
+                self._finish("failed", Failure(str(error)))
+            raise
 
     def _turn(self) -> int:
         """Whose turn it is, by the checkpoints; and if it is ours, run it."""
@@ -189,6 +227,8 @@ class Link(Supervisor):
         if position >= plan.total_samples:
             say("nothing to do: the run is complete")
             return self._over("complete", None)
+        if self._in_vain() > plan.options.max_retries:  # those before this one could not even say so
+            return self._over("failed", (last and last.failure) or Failure("launches in a row made no progress"))
         launch = plan.launch_at(position)
         nodes = slurm.my_nodes()[0] or launch.nodes
         sized = on_nodes(plan, launch, nodes) if nodes == launch.nodes or self._run.site.elastic else None
@@ -198,6 +238,9 @@ class Link(Supervisor):
                 self._pass_on(launch)
             return 0
         self._plan, launch = sized
+        options = self._plan.options  # all the time that there is before a time limit
+        options = replace(options, grace_seconds=max(options.grace_seconds, self._run.site.signal_seconds))
+        self._plan = replace(self._plan, options=options)
         self._work = work(self._directory, self._plan)
         number = max(self._directory.numbers(), default=0) + 1
         job = self._work.job(launch, number, position)
@@ -287,7 +330,7 @@ class Link(Supervisor):
             return self._over("failed", failure or Failure(f"{in_vain} launches in a row made no progress"))
         wait = 0.0
         if in_vain:
-            wait = min(plan.options.longest_retry_seconds, plan.options.retry_seconds * 2 ** (in_vain - 1))
+            wait = plan.options.retry_after(in_vain)
         if self._heir is not None and self._heir_waits():
             if wait:
                 slurm.postpone(self._heir, wait)
@@ -295,7 +338,8 @@ class Link(Supervisor):
             return TRY_AGAIN
         if self._run.site.nodes_submit:
             launch = plan.launch_at(ending.position)
-            job = submit(self._directory, plan, self._run, launch, "link", *[f"--begin=now+{round(wait)}"] * bool(wait))
+            after = [f"--begin=now+{round(wait)}"] if wait else []
+            job = submit(self._directory, plan, self._run, launch, "link", *after, freed=slurm.my_nodes())
             say(f"not complete: job {job} goes on")
         return 0
 
@@ -304,7 +348,12 @@ class Link(Supervisor):
         found = 0
         for number in reversed(self._directory.numbers()):
             manifest, ending = self._directory.manifest(number), self._directory.ending(number)
-            if manifest is None or ending is None or ending.position > manifest.start_sample:
+            if (
+                number <= self._run.after
+                or manifest is None
+                or ending is None
+                or ending.position > manifest.start_sample
+            ):
                 break
             found += 1
         return found
@@ -322,7 +371,7 @@ class Link(Supervisor):
         if links:
             say(f"the next link is there already: job {links[0]}")
             return
-        job = submit(self._directory, self._directory.plan(), self._run, launch)
+        job = submit(self._directory, self._directory.plan(), self._run, launch, freed=slurm.my_nodes())
         say(f"launch {launch.index + 1} is next: job {job}")
 
     def _heir_waits(self) -> bool:

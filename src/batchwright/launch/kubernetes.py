@@ -9,6 +9,7 @@ repeated has a number of its own.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -149,12 +150,17 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def write(directory: RunDirectory, plan: RunPlan, pods: Pods | None = None) -> list[Path]:
-    """Write the manifests beside a run's plan; `kubectl apply -f` takes one at a time."""
+    """Write the manifests into the run directory, and what their ranks read; `kubectl apply -f` takes one at a time."""
+    doing = work(directory, plan)
+    for launch in plan.launches:
+        doing.prepare(launch, launch.index + 1, launch.start_sample)
     folder = directory.path / "manifests"
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for number, document in enumerate(manifests(directory, plan, pods), 1):
         paths.append(folder / f"launch-{number}.yaml")
-        paths[-1].write_text(render(document), encoding="utf-8")
-        paths[-1].chmod(0o600)  # it holds the environment's values
+        paths[-1].unlink(missing_ok=True)
+        # For its owner from its first moment: it holds the environment's values.
+        with open(os.open(paths[-1], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(render(document))
     return paths

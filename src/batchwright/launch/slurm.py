@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from .slurm_site import Site, SlurmRun, job_name
 from .slurm_step import StepEngine
 
 SIGNAL_SECONDS = 5.0  # between two equal signals: each is a call to the controller
+_LEAVING_SECONDS = 15.0  # from the end of the last rank to that of its job
+_WAITING = ("PENDING", "SUSPENDED", "STOPPED")  # states in which nothing can be expected of a job
 _HELD = ("launch failed requeued held", "JobHeldAdmin", "PrologError", "BadConstraints", "DependencyNeverSatisfied")
 
 
@@ -34,6 +37,7 @@ class SlurmEngine:
     def __init__(self) -> None:
         self._asked: dict[str, tuple[float, Poll]] = {}
         self._sent: dict[tuple[str, str], float] = {}
+        self._gone: dict[str, float] = {}  # when all ranks of a job were first seen to have ended
 
     def command(self, job: Job) -> tuple[str, ...]:
         """What is run here; the ranks' own command is in the script."""
@@ -46,6 +50,7 @@ class SlurmEngine:
         if not SlurmRun.path(directory).exists():
             run.save(directory)
         cancel_all(run.token)
+        job = replace(job, grace_seconds=max(job.grace_seconds, run.site.signal_seconds))  # all the time that there is
         number = int(job.directory.name)
         mark = slurm.comment_of(run.token, "start", number)
         write_job(job)
@@ -61,21 +66,21 @@ class SlurmEngine:
     def poll(self, handle: Handle) -> Poll:
         """By the job's own file; then by squeue, asked now and then."""
         record = _record(handle)
-        if record.get("state") == "ended" and record.get("job") == handle["job"]:
+        if record.get("state") == "ended":
             return Poll("ended", record.get("code"), record.get("detail") or "")
         when, known = self._asked.get(handle["job"], (0.0, Poll("running" if record else "pending")))
         if known.state == "ended" or time.monotonic() - when < handle.get("poll_seconds", 5.0):
             return known
         try:
-            known = self._look(handle, slurm.job(handle["job"], handle.get("mark", "")), record)
+            known = self._look(handle, slurm.job(_owner(handle, record), handle.get("mark", "")))
         except slurm.Unreachable as error:
             known = Poll(known.state, detail=f"the controller does not answer: {error}")
         self._asked[handle["job"]] = (time.monotonic(), known)
         return known
 
-    def _look(self, handle: Handle, seen: slurm.Queued | None, record: dict[str, Any]) -> Poll:
+    def _look(self, handle: Handle, seen: slurm.Queued | None) -> Poll:
         if seen is not None and seen.alive:
-            if seen.state != "PENDING":
+            if seen.state not in _WAITING:
                 return Poll("running", detail=seen.state)
             if any(word in seen.reason for word in _HELD):
                 # Nobody would ever release it: away with it, and the supervisor tries again.
@@ -83,7 +88,7 @@ class SlurmEngine:
                 return Poll(
                     "ended", None, f"Slurm could not start it and holds it ({seen.reason}): a node's prolog may fail"
                 )
-            return Poll("pending", detail=seen.reason)
+            return Poll("pending", detail=seen.reason if seen.state == "PENDING" else seen.state)
         record = _record(handle)  # it may have been written since
         state = seen.state if seen is not None else slurm.accounted(handle["job"])
         if record.get("state") == "ended":
@@ -100,27 +105,44 @@ class SlurmEngine:
         key = (handle["job"], wish)
         if time.monotonic() - self._sent.get(key, -SIGNAL_SECONDS) < SIGNAL_SECONDS:
             return
+        if wish == "kill" and self._leaves(handle):
+            return  # by itself, and not as CANCELLED
         self._sent[key] = time.monotonic()
+        record = _record(handle)
+        job_id = _owner(handle, record)
         try:
-            if slurm.job(handle["job"], handle.get("mark", "")) is None:
+            if slurm.job(job_id, handle.get("mark", "")) is None:
                 return
         except slurm.Unreachable:
             return  # the wish is repeated
         if wish == "kill":
-            slurm.cancel(handle["job"], "--signal=KILL", "--full")
-        if wish == "kill" or not _record(handle):
-            slurm.cancel(handle["job"])
+            slurm.cancel(job_id, "--signal=KILL", "--full")
+        if wish == "kill" or not record:
+            slurm.cancel(job_id)
             self._asked.pop(handle["job"], None)
         else:
-            slurm.cancel(handle["job"], "--batch", f"--signal={'USR2' if wish == 'trace' else 'USR1'}")
+            slurm.cancel(job_id, "--batch", f"--signal={'USR2' if wish == 'trace' else 'USR1'}")
 
     def logs(self, handle: Handle) -> tuple[RankLog, ...]:
         """Every rank's files; the processes are elsewhere."""
         return rank_logs(Path(handle["directory"]), alive=False)
 
+    def _leaves(self, handle: Handle) -> bool:
+        """Whether all ranks have ended just now, so that their job is about to."""
+        ranks = self.logs(handle)
+        if not ranks or any(rank.code is None for rank in ranks):
+            return False
+        first = self._gone.setdefault(handle["job"], time.monotonic())
+        return time.monotonic() - first < _LEAVING_SECONDS
+
 
 def _record(handle: Handle) -> dict[str, Any]:
     return read_json(Path(handle["directory"]) / "job.json") or {}
+
+
+def _owner(handle: Handle, record: dict[str, Any]) -> str:
+    """The job that runs a launch: the one that was submitted, or a duplicate that was first."""
+    return record.get("job") or handle["job"]
 
 
 def _words(state: str | None) -> str:

@@ -31,7 +31,7 @@ def create_once(path: Path, document: Any) -> bool:
         os.link(beside, path)
         return True
     except FileExistsError:
-        return False
+        return os.stat(beside).st_nlink > 1  # NFS: it was made, the answer was lost, and the question asked again
     except OSError:  # no hard links here: the next best, which may show an empty file for an instant
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -91,12 +91,31 @@ def owner_lives(directory: RunDirectory, number: int, job: str | None, mark: str
         try:
             known = slurm.job(job, mark)
         except slurm.Unreachable:
-            return _age(path) < SILENT_SECONDS
+            return _beats(path)
         if known is None or known.state != "COMPLETING":
             return known is not None and known.alive
         if time.monotonic() > deadline or (read_json(path) or {}).get("state") == "ended":
             return False
         time.sleep(0.5)
+
+
+def _beats(path: Path) -> bool:
+    """Whether somebody still touches a claim. Waited for: a spare that gave up at once would be one fewer for nothing."""
+    last = _modified(path)
+    while _age(path) < SILENT_SECONDS:
+        time.sleep(min(1.0, BEAT_SECONDS))
+        if (read_json(path) or {}).get("state") == "ended":
+            return False
+        if _modified(path) != last:
+            return True
+    return False
+
+
+def _modified(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def _age(path: Path) -> float:

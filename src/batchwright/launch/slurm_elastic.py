@@ -71,15 +71,15 @@ def choose(counts: Sequence[int], starts_in: Callable[[int], float | None], pati
     return min(waits, key=lambda n: waits[n]) if waits else counts[0]
 
 
-def affordable(plan: RunPlan, launch: Launch, site: Site, script: Path) -> int:
+def affordable(plan: RunPlan, launch: Launch, site: Site, script: Path, freed: tuple[int, str] = (0, "")) -> int:
     """The nodes to ask for: those of the plan, or, where the site is elastic, what the cluster can give soon.
 
-    The nodes of the job that asks are free as soon as it has ended, which Slurm cannot know: so only the others are asked
-    about.
+    `freed` are those of a link that asks for its successor: they are free as soon as it has ended, which Slurm cannot
+    know, so only the others are asked about.
     """
     if not site.elastic:
         return launch.nodes
-    own, taken = slurm.my_nodes()
+    own, taken = freed
     others = [f"--exclude={taken}"] if taken else []
 
     def starts_in(nodes: int) -> float | None:

@@ -23,26 +23,31 @@ STOP_SECONDS = 60.0  # beyond the grace that the ranks have
 
 
 def detach(directory: RunDirectory, plan: RunPlan) -> list[str]:
-    """Begin a chain, or go on with one, and leave: the jobs that are in the queue now."""
+    """Begin a chain, or go on with one, and leave: the jobs that are in the queue now. One that runs is left alone."""
+    _refuse_running(directory)
     run = remember(directory, read_site(plan.options.slurm), detached=True)
     return chain.begin(directory, plan, run)
 
 
 def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener, classify: Classify) -> str:
     """Bring a run to its end from here; a chain of it that waits is taken back, one that runs is refused."""
-    known = SlurmRun.load(directory)
-    if known.detached:
-        running = [one.job for one in _living(known.token) if one.state != "PENDING"]
-        if running:
-            raise EnvironmentFault(
-                f"{directory.path} is a chain, and job {running[0]} of it runs. Follow it with batchwright run --status "
-                "DIR, or end it with batchwright run --stop DIR and then resume.",
-                field="dir",
-                given=str(directory.path),
-            )
-        cancel_all(known.token)
+    _refuse_running(directory)
+    if is_chain(directory):
+        cancel_all(SlurmRun.load(directory).token)
     remember(directory, read_site(plan.options.slurm), detached=False)
     return SlurmSupervisor(directory, plan, SlurmEngine(), listener, classify).run()
+
+
+def _refuse_running(directory: RunDirectory) -> None:
+    known = SlurmRun.load(directory)
+    running = [one.job for one in _living(known.token) or () if one.state != "PENDING"] if known.detached else []
+    if running:
+        raise EnvironmentFault(
+            f"{directory.path} is a chain, and job {running[0]} of it runs. Follow it with batchwright run --status "
+            "DIR, or end it with batchwright run --stop DIR and then resume.",
+            field="dir",
+            given=str(directory.path),
+        )
 
 
 def stop(directory: RunDirectory, plan: RunPlan, now: bool) -> None:
@@ -51,13 +56,17 @@ def stop(directory: RunDirectory, plan: RunPlan, now: bool) -> None:
     chain.stop(directory, now=now)
     if now:
         cancel_all(run.token)
-    deadline = time.monotonic() + plan.options.grace_seconds + STOP_SECONDS
-    while left := _living(run.token):
+    patience = max(plan.options.grace_seconds, run.site.signal_seconds) + STOP_SECONDS
+    deadline = time.monotonic() + patience
+    while (left := _living(run.token)) is None or left:
         if time.monotonic() > deadline:
+            who = (
+                f"job {left[0].job} of {directory.path}" if left else "Slurm's controller does not answer, and the run"
+            )
             raise EnvironmentFault(
-                f"job {left[0].job} of {directory.path} did not end within "
-                f"{plan.options.grace_seconds + STOP_SECONDS:.0f} s. Try --stop … --now.",
+                f"{who} did not end within {patience:.0f} s. Try --stop … --now.",
                 field="stop",
+                given=str(directory.path),
             )
         time.sleep(0.5)
 
@@ -71,7 +80,9 @@ def seen(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> tuple[RunSta
     """A run's status with its jobs: a chain that has one in the queue runs, though nobody holds its lock."""
     if now.state == "stopped" and is_chain(directory) and not (directory.path / "outcome.json").exists():
         living = _living(SlurmRun.load(directory).token)
-        if living:
+        if living is None:
+            now = replace(now, reason="squeue does not answer here: whether a job of its chain is there is not known")
+        elif living:
             waits = [one for one in living if one.state == "PENDING"]
             reason = f"job {waits[0].job} waits ({waits[0].reason})" if len(waits) == len(living) else None
             now = replace(now, state="running", reason=reason)
@@ -80,8 +91,9 @@ def seen(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> tuple[RunSta
     return now, Jobs(rows(directory, plan))
 
 
-def _living(token: str) -> list[slurm.Queued]:
+def _living(token: str) -> list[slurm.Queued] | None:
+    """The run's jobs that run or wait; None where Slurm does not say."""
     try:
         return [one for one in slurm.jobs(token) if one.alive]
     except slurm.Unreachable:
-        return []
+        return None

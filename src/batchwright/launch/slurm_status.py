@@ -17,6 +17,7 @@ from . import slurm_commands as slurm
 from .eta import duration
 from .files import RunDirectory, read_json
 from .records import Manifest, RunPlan
+from .slurm_claim import BEAT_SECONDS
 from .slurm_site import SlurmRun
 
 HEAD = ("launch", "job", "state", "nodes", "from sample", "to sample", "waited", "node-hours", "planned")
@@ -52,7 +53,10 @@ def rows(directory: RunDirectory, plan: RunPlan) -> list[Row]:
     queue = _queue(directory)
     submitted = {str(e["job"]): float(e["time"]) for e in directory.events() if e.get("kind") == "submitted"}
     manifests = [m for number in directory.numbers() if (m := directory.manifest(number)) is not None]
-    begun = [_begun(directory, plan, manifest, queue, submitted) for manifest in manifests]
+    begun, before = list[Row](), 0.0
+    for manifest in manifests:
+        row, before = _begun(directory, plan, manifest, queue, submitted, before)
+        begun.append(row)
     known = {row.job for row in begun}
     waiting: dict[int, slurm.Queued] = {}
     for one in queue.values():
@@ -71,24 +75,30 @@ def rows(directory: RunDirectory, plan: RunPlan) -> list[Row]:
 
 def _begun(
     directory: RunDirectory, plan: RunPlan, manifest: Manifest, queue: Mapping[str, slurm.Queued],
-    submitted: Mapping[str, float],
-) -> Row:  # fmt: skip
+    submitted: Mapping[str, float], before: float,
+) -> tuple[Row, float]:  # fmt: skip
+    """One start, and when it was over. An heir waits from the end of the one `before` it: till then nobody needed it."""
     handle, ending = manifest.handle or {}, directory.ending(manifest.number)
     job = None if handle.get("job") is None else str(handle["job"])
-    record = read_json(directory.launch(manifest.number) / "job.json") or {}
+    path = directory.launch(manifest.number) / "job.json"
+    record = read_json(path) or {}
     since = record.get("started")
     until = record.get("ended") or (ending.ended if ending else time.time())
+    if since is not None and not record.get("ended") and ending is not None:
+        # It left no word, and was found hours later, perhaps: it lived as long as it touched its record.
+        until = min(until, path.stat().st_mtime + BEAT_SECONDS)
     asked = handle.get("submitted") or submitted.get(job or "")
     if ending is not None:
         state = ending.outcome
     else:
         state = queue[job].state.lower() if job is not None and job in queue else "gone" if queue else "unknown"
-    return Row(
+    row = Row(
         manifest.launch, job, state, manifest.nodes, manifest.start_sample, ending.position if ending else None,
-        waited_seconds=None if asked is None else max(0.0, (since or until) - asked),
+        waited_seconds=None if asked is None else max(0.0, (since or until) - max(asked, before)),
         node_hours=None if since is None else (record.get("nodes") or manifest.nodes) * (until - since) / 3600,
         planned_node_hours=_planned(plan, manifest.start_sample, manifest.end_sample),
     )  # fmt: skip
+    return row, until
 
 
 def _coming(

@@ -1,0 +1,180 @@
+"""What a cluster does to a run, without one: locks and claims that outlive their owners, a controller that is away."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from batchwright.core.errors import EnvironmentFault
+from batchwright.launch import chain, files, kubernetes, slurm_claim, slurm_run, slurm_status
+from batchwright.launch import slurm as slurm_engine
+from batchwright.launch import slurm_commands as slurm
+from batchwright.launch.files import RunDirectory, write_json
+from batchwright.launch.records import Ending, Manifest
+from batchwright.launch.slurm_elastic import affordable
+from batchwright.launch.status import status
+from batchwright.launch.work import work
+
+from .test_rendering import nemo
+
+
+def away(*words: object) -> None:
+    raise slurm.Unreachable("Unable to contact slurm controller")
+
+
+def test_a_claim_whose_answer_was_lost_is_ours(tmp_path, monkeypatch):
+    link = os.link
+
+    def lost(beside, path) -> None:
+        link(beside, path)
+        raise FileExistsError(path)  # NFS: the question was sent again, and answered by our own file
+
+    monkeypatch.setattr(os, "link", lost)
+    assert slurm_claim.create_once(tmp_path / "claim.json", {"job": "1"})
+    monkeypatch.setattr(os, "link", link)
+    assert not slurm_claim.create_once(tmp_path / "claim.json", {"job": "2"})
+    assert json.loads((tmp_path / "claim.json").read_text()) == {"job": "1"}
+
+
+def test_without_a_controller_a_claim_is_watched_before_it_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm, "job", away)
+    monkeypatch.setattr(slurm_claim, "SILENT_SECONDS", 3.0)
+    directory = RunDirectory(tmp_path)
+    record = directory.launch(1) / "job.json"
+    write_json(record, {"job": "7", "state": "running"})
+    ended = threading.Event()
+
+    def beating() -> None:
+        while not ended.wait(0.05):
+            os.utime(record)
+
+    owner = threading.Thread(target=beating)
+    owner.start()
+    try:
+        assert slurm_claim.owner_lives(directory, 1, "7", "batchwright:")
+    finally:
+        ended.set()
+        owner.join()
+    before = time.monotonic()
+    assert not slurm_claim.owner_lives(directory, 1, "7", "batchwright:")  # nobody touches it any more
+    assert time.monotonic() - before > 1.0
+
+
+def test_a_lock_that_a_lost_node_left_does_not_end_the_chain(make, monkeypatch):
+    directory, _ = make(detached=True)
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
+    monkeypatch.setattr(chain, "_LOCK_SECONDS", 0.0)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    gone = RunDirectory(directory.path)
+    gone.lock()  # as a file server keeps it for a client that is no more
+    try:
+        queue: list[slurm.Queued] = []
+        monkeypatch.setattr(slurm, "jobs", lambda token: queue)
+        assert chain.Link(directory)._locked() is None
+        queue += [slurm.Queued("8", "RUNNING", 1, "", ""), slurm.Queued("9", "PENDING", 1, "", "")]
+        assert chain.Link(directory)._locked() is None  # this job, and one that has not begun
+        queue.append(slurm.Queued("7", "RUNNING", 1, "", ""))
+        assert chain.Link(directory)._locked() == "job 7 of this run has its lock"
+        monkeypatch.setattr(slurm, "jobs", away)
+        assert "another supervisor" in (chain.Link(directory)._locked() or "")
+    finally:
+        gone.unlock()
+
+
+def test_a_controller_that_is_away_is_said_to_be(make, monkeypatch):
+    directory, plan = make(detached=True)
+    monkeypatch.setattr(slurm, "jobs", away)
+    with pytest.raises(EnvironmentFault, match="stops by itself"):
+        slurm_run.stop(directory, plan, False)
+    assert (directory.path / "stop.json").exists()
+    now, _ = slurm_run.seen(directory, plan, status(directory, plan))
+    assert now.reason is not None and "not known" in now.reason and "--resume" not in now.reason
+
+
+def test_a_job_whose_ranks_have_ended_is_let_go(make, monkeypatch):
+    directory, _ = make()
+    folder, sent = directory.launch(1), list[tuple[str, ...]]()
+    handle = {"job": "7", "directory": str(folder), "mark": ""}
+    monkeypatch.setattr(slurm, "job", lambda job, mark="": slurm.Queued(job, "RUNNING", 1, "", ""))
+    monkeypatch.setattr(slurm, "cancel", lambda *words: sent.append(words))
+    write_json(folder / "job.json", {"job": "7", "state": "running"})
+    write_json(folder / "ranks" / "0.json", {"pid": 1})
+    write_json(folder / "ranks" / "0.exit.json", {"code": 0, "time": 1.0})
+    engine = slurm_engine.SlurmEngine()
+    engine.signal(handle, "kill")
+    assert sent == []  # it ends by itself, as COMPLETED
+    monkeypatch.setattr(slurm_engine, "_LEAVING_SECONDS", 0.0)
+    engine.signal(handle, "kill")
+    assert [words[0] for words in sent] == ["7", "7"]
+
+
+def test_an_heir_waits_from_the_end_of_its_link_and_a_silent_job_lived_as_long_as_it_beat(make, monkeypatch):
+    directory, plan = make(detached=True)
+    monkeypatch.setattr(slurm, "jobs", lambda token: [])
+    start = time.time() - 10_000
+    for number, job, started, ended, found in ((1, "1", 0, None, 5000), (2, "2", 4000, 4600, 4600)):
+        manifest = Manifest(number, 0, 2, 2, 0, 64, ("x",), {}, "/", start + started, {"job": job})
+        write_json(directory.launch(number) / "manifest.json", manifest)
+        write_json(directory.launch(number) / "ending.json", Ending(number, "failed", 0, start + found))
+        record = {"job": job, "state": "ended" if ended else "running", "nodes": 2, "started": start + started}
+        write_json(directory.launch(number) / "job.json", record | {"ended": ended and start + ended})
+    os.utime(directory.launch(1) / "job.json", (start + 3595, start + 3595))  # its last beat
+    # The heir was submitted when the first began; what is known of that is in the events.
+    lines = [json.dumps({"kind": "submitted", "job": job, "time": start - 60}) for job in ("1", "2")]
+    (directory.path / "events").mkdir()
+    (directory.path / "events" / "supervisor.jsonl").write_text("\n".join(lines) + "\n")
+    first, second, *_ = slurm_status.rows(directory, plan)
+    assert first.waited_seconds == pytest.approx(60) and first.node_hours == pytest.approx(2.0)
+    assert second.waited_seconds == pytest.approx(400) and second.node_hours == pytest.approx(2 * 600 / 3600)
+
+
+def test_an_interactive_job_s_own_nodes_are_not_free(make, monkeypatch, tmp_path):
+    _, plan = make()
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
+    asked: list[tuple[str, ...]] = []
+
+    def starts_at(script, *options):
+        asked.append(options)
+        return time.time(), ""
+
+    monkeypatch.setattr(slurm, "starts_at", starts_at)
+    site = slurm_run.read_site({"elastic": True})
+    assert affordable(plan, plan.launches[2], site, tmp_path / "x") == 4 and asked == [("--nodes=4",)]
+    asked.clear()
+    assert affordable(plan, plan.launches[2], site, tmp_path / "x", (2, "n[1-2]")) == 4
+    assert asked == [("--nodes=2", "--exclude=n[1-2]")]
+
+
+def test_nothing_of_a_submitting_job_is_inherited():
+    given = {
+        "SLURM_JOB_ID": "1",
+        "SBATCH_CLUSTERS": "x",
+        "BATCHWRIGHT_PROLOGUE_FAILED": "1 7",
+        "SLURM_CONF": "c",
+        "A": "b",
+    }
+    assert slurm.environment(given) == {"SLURM_CONF": "c", "A": "b"}
+
+
+def test_manifests_are_their_owner_s_and_their_ranks_have_something_to_read(tmp_path):
+    directory, plan = nemo(directory=tmp_path / "run", environment={"TOKEN": "secret"})
+    old = os.umask(0)
+    try:
+        paths = kubernetes.write(directory, plan)
+        paths = kubernetes.write(directory, plan)  # over what is there
+    finally:
+        os.umask(old)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
+    (tmp_path / "task.py").write_text("def task(): ...\n")
+    task = plan.__class__(**{**vars(plan), "kind": "task", "target": f"{tmp_path / 'task.py'}:task"})
+    kubernetes.write(directory, task)
+    for launch in task.launches:
+        spec = work(directory, task).job(launch, launch.index + 1, launch.start_sample).argv[-1]
+        assert json.loads(Path(spec).read_text())["settings"]["launch"] == launch.index + 1
