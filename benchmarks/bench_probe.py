@@ -1,8 +1,9 @@
 """The largest micro batch in a memory budget: batchwright against Lightning's and Accelerate's finders.
 
-Same model, data, budget (address space above the imported libraries, as in a trial) and allocator settings, each tool
-in a process of its own, interleaved. The truth is a bisection with a fresh process per size. Counts do not depend on the
-machine's load; times are ratios of the same round, of the processors' time (steady) and of the wall's (not, when shared).
+Same model, data, budget (address space above the imported libraries), allocator settings and steps (two, without
+accumulation, as the peers do), each tool in a process of its own, interleaved. The truth is a bisection of a plain loop, a
+new interpreter per size and nothing of ours in it. Counts do not depend on the machine's load; times are ratios of the same
+round: of the processors' time (steady) and of the wall's (not, when shared).
 
 Peers: `pip install --target DIR --no-deps lightning …` and run with PYTHONPATH=DIR (never let pip replace torch).
 """
@@ -60,12 +61,12 @@ def task():
 PEER = """
 import json, os, random, resource, sys
 sys.path.insert(0, os.getcwd())
-import torch
+import torch, torch._dynamo
 from bench_task import GPT, Data, loss
 tool = sys.argv[1]
 if tool.startswith("lightning"):
     import lightning
-else:
+elif tool.startswith("accelerate"):
     import accelerate
 size = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("VmSize")).split()[1]) * 1024
 hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -97,10 +98,8 @@ if tool.startswith("lightning"):
     rng = torch.get_rng_state()
     found = lightning.pytorch.tuner.Tuner(trainer).scale_batch_size(module, mode="binsearch", steps_per_trial=2, max_trials=50)
 else:
-    start = int(tool.rpartition("-")[2])
     data = Data()
 
-    @accelerate.utils.find_executable_batch_size(starting_batch_size=start)
     def train(batch_size):
         tried.append(batch_size)
         model = GPT()
@@ -113,7 +112,11 @@ else:
             optimizer.zero_grad(set_to_none=True)
         return batch_size
 
-    found = train()
+    start = int(tool.rpartition("-")[2])
+    if tool.startswith("accelerate"):
+        found = accelerate.utils.find_executable_batch_size(train, starting_batch_size=start)()
+    else:
+        found = train(start)  # one size, for the truth
 resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 left = sorted(set(os.listdir(".")) - files - {"__pycache__"})
 print(json.dumps({"found": found, "trials": len(tried), "files": left, "rng": not torch.equal(rng, torch.get_rng_state())}))
@@ -123,6 +126,7 @@ ENVIRONMENT = os.environ | {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
+    "OPENBLAS_NUM_THREADS": "1",
 }
 TOOLS = ("lightning-binsearch", "accelerate-256", "accelerate-1024")
 
@@ -140,7 +144,8 @@ def since(before: tuple[float, float]) -> dict[str, float]:
 def ours(folder: Path) -> dict[str, object]:
     words = [sys.executable, "-m", "batchwright", "probe", f"{folder / 'bench_task.py'}:task", "--memory", str(BUDGET)]
     started, before = clocks(), set(os.listdir(folder))
-    done = subprocess.run([*words, "--limit-only", "--exact", "--fresh", "--dir", str(folder / "journal"), "--json"],
+    done = subprocess.run([*words, "--limit-only", "--exact", "--accumulation-steps", "1", "--fresh", "--dir",
+                           str(folder / "journal"), "--json"],
                           cwd=folder, capture_output=True, text=True, check=True)  # fmt: skip
     made = json.loads(done.stdout)
     left = sorted(set(os.listdir(folder)) - before - {"__pycache__", "journal"})
@@ -159,15 +164,14 @@ def peer(tool: str, folder: Path) -> dict[str, object] | None:
 
 
 def truth(folder: Path) -> int:
-    from batchwright.probe.request import read_request
-    from batchwright.probe.runner import TaskRunner
-
-    (folder / "scratch").mkdir()
-    runner = TaskRunner(read_request(f"{folder / 'bench_task.py'}:task", memory=BUDGET), folder / "scratch")
     low, high = 0, 256
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if runner.limit(middle).fits else (low, middle)
+        words = [sys.executable, "peer.py", f"plain-{middle}", str(BUDGET)]
+        done = subprocess.run(words, cwd=folder, env=ENVIRONMENT, text=True, capture_output=True, check=False)
+        if done.returncode and "allocate" not in done.stderr:
+            raise SystemExit(done.stderr)
+        low, high = (low, middle) if done.returncode else (middle, high)
     return low
 
 

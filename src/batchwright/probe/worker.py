@@ -330,6 +330,11 @@ def identity(
     }
 
 
+def forkable() -> bool:
+    """Whether this process can use a device although it was forked: not where an import has touched it before."""
+    return not torch.cuda._is_in_bad_fork()  # pyright: ignore
+
+
 def main(path: str) -> None:
     """Read the specification, make the trial, leave the result."""
     spec = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -107,12 +107,10 @@ def _guard(spec: str, pipe: int, threads: int) -> None:
 
 
 def _trial(spec: str, threads: int) -> None:
-    import torch
-
     from . import worker
 
     # Stacks of threads that a fork leaves behind are memory the trial would have for free.
-    if threads > 1 or torch.cuda._is_in_bad_fork():  # pyright: ignore
+    if threads > 1 or not worker.forkable():
         os.execv(sys.executable, [sys.executable, "-P", "-m", "batchwright.probe.worker", spec])
     worker.main(spec)
 
