@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.data import IterableDataset, default_collate
 from batchwright.core.errors import PlanError, RunError
 from batchwright.core.rules import Constant, Linear
 from batchwright.core.schedule import Schedule
-from batchwright.runtime.loader import Loader, Micro
+from batchwright.runtime.loader import Loader, Micro, _Identified
 from batchwright.runtime.order import GlobalOrder
 from batchwright.runtime.ranks import data_parallel
 from batchwright.runtime.sampler import StepSampler
@@ -245,6 +246,33 @@ def test_a_collate_that_raises_names_the_samples() -> None:
     with pytest.raises(KeyError) as caught:
         list(load(collate_fn=collate))
     assert "positions range(0, 4)" in caught.value.__notes__[0]
+
+
+@dataclass(frozen=True)
+class Asked(GlobalOrder):
+    """Notes what it is asked for."""
+
+    notes: list[int] = field(default_factory=list)
+
+    def ids(self, positions: Any) -> Any:
+        self.notes.append(len(positions))
+        return super().ids(positions)
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "start", "asked"),
+    [
+        (8, 1024, 0, [4096, 4096]),  # small steps ask together: on two ranks, for 512 steps at once
+        (10_000, 3, 10_000, [5000, 5000, 5000]),  # large ones for their share
+        (8, 2, 2**63 - 16, [16]),  # and nothing beyond the last position there is
+    ],
+)
+def test_ids_are_asked_for_many_at_once_and_stay_those_of_the_positions(batch, steps, start, asked) -> None:
+    order, sampler = Asked(50, 11), StepSampler(Constant(batch).compile(), batch // 2, 0, 2, start)
+    micros = list(islice(_Identified(sampler, order), steps))
+    assert order.notes == asked
+    plain = GlobalOrder(50, 11)
+    assert all(ids.tolist() == plain.ids(part.positions).tolist() for part, ids in micros)
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,22 @@ def test_one_process(micro_batch_size: int, options: dict[str, Any]) -> None:
     assert (result.step, result.samples, result.end_sample, result.outcome) == (3, 12, 32, "applied")
     assert result.micro_steps == math.ceil(12 / micro_batch_size)
     assert result.grad_norm is None
+
+
+def test_losses_and_weights_may_be_numbers_or_tensors_of_any_kind() -> None:
+    """Each in another dtype and shape, also within one step; micro batches equal in their step, but not the same."""
+    model = nn.Linear(1, 1, bias=False)
+    kinds: list[Any] = [2, 2.0, torch.tensor(2), torch.tensor([2.0]), torch.tensor([[2]], dtype=torch.int16)]
+    for chosen in (kinds, kinds[2:], kinds[3:4] * 5, kinds[:2]):
+        split = [replace(m, step=copy(m.step)) for m in windows([torch.ones(2, 1)] * len(chosen), len(chosen))]
+        for step in accumulate(split, model):
+            for micro, weight in zip(step, chosen, strict=True):
+                total = model(micro.data).sum()
+                step.backward(total.reshape(1) if isinstance(weight, float) else total.double(), weight)
+            result = step.apply(sgd(model))
+            assert result.weight == 2.0 * len(chosen) and model.weight.grad is not None
+            assert float(model.weight.grad) == pytest.approx(1.0)
+            assert result.loss == pytest.approx(model.weight.item())
 
 
 def test_the_naive_mean_of_means_is_far_off() -> None:

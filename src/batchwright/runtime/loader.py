@@ -21,11 +21,15 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from batchwright.core.errors import PlanError, RunError
 
 from . import generators
-from .order import GlobalOrder, Ints
+from .order import LARGEST_POSITION, GlobalOrder, Ints
 from .sampler import Slice, StepSampler
 
 # What the global order decides, so no argument of the DataLoader may.
 _DECIDED = ("batch_sampler", "batch_size", "drop_last", "in_order", "sampler", "shuffle")
+
+
+# Asking the order takes 150 µs for one id and 230 µs for so many (measured), so small steps ask together.
+_AHEAD = 4096
 
 
 class MapDataset(Protocol):
@@ -103,18 +107,21 @@ class Loader:
 
 @dataclass(frozen=True)
 class _Identified:
-    """The sampler's slices with their dataset ids, computed once per step for the whole share."""
+    """The sampler's slices with their dataset ids, computed for a whole share at once, or for many small ones."""
 
     sampler: StepSampler
     order: GlobalOrder
 
     def __iter__(self) -> Iterator[tuple[Slice, Ints]]:
-        own, ids = range(0), np.empty(0, np.int64)
+        known, ids = range(0), np.empty(0, np.int64)
         for part in self.sampler:
-            if part.index == 0:
-                own = self.sampler.share(part.step) or part.positions
-                ids = self.order.ids(own)
-            at = part.positions.start - own.start
+            first, last = part.positions[0], part.positions[-1]
+            if first not in known or last not in known:
+                share = self.sampler.share(part.step)
+                end = max(share.stop, last + 1, first + _AHEAD)
+                known = range(first, min(end, LARGEST_POSITION + 1))
+                ids = self.order.ids(known)
+            at = first - known.start
             yield part, ids[at : at + len(part.positions)]
 
 

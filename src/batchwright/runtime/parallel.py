@@ -255,6 +255,15 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
 
+def _row(values: Sequence[Any], kind: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers and tensors of one element as one tensor, in few calls: this is the step's own cost on a small model."""
+    if not any(isinstance(v, Tensor) for v in values):
+        return torch.tensor(values, dtype=kind, device=device)
+    if len({(v.dtype, v.device) if isinstance(v, Tensor) else None for v in values}) > 1:
+        values = [torch.as_tensor(v, dtype=kind, device=device) for v in values]
+    return torch.stack([v if v.dim() == 0 else v.reshape(()) for v in values]).to(device, kind)
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one step came to, over all ranks; `end_sample` is the position a checkpoint may now continue from."""
@@ -313,10 +322,7 @@ class Sums:
     def totals(self, parallel: DataParallel, device: torch.device, plan: Step) -> Totals:
         """Sum over micro steps and ranks in one all-reduce; all ranks find the same faults, so all of them raise."""
         kind = exact(device)
-        losses, weights, auxiliaries = (
-            torch.stack([torch.as_tensor(v, dtype=kind, device=device).reshape(()) for v in values])
-            for values in (self.losses, self.weights, self.auxiliaries)
-        )
+        losses, weights, auxiliaries = (_row(v, kind, device) for v in (self.losses, self.weights, self.auxiliaries))
         bad = (~weights.isfinite() | (weights < 0)).sum()
         count, mark = self.micro_steps, plan.step % 997  # small, so that their squares add up exactly
         facts = torch.tensor([self.samples, count, count**2, mark, mark**2], dtype=kind, device=device)

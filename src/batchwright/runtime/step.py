@@ -204,7 +204,7 @@ class GradientStep:
             raise _misuse(self, f"begins with micro step {index}", f"begin at 0, or at the {sums.micro_steps} carried.")
         while not self._ended:
             micro = feed.take()
-            if micro.index != index or micro.step != self.plan:
+            if micro.index != index or (micro.step is not self.plan and micro.step != self.plan):
                 raise _misuse(self, f"has micro step {micro.index} where {index} is due", "yield them in order.")
             index += 1
             if index == micro.count:
@@ -297,7 +297,7 @@ class GradientStep:
         if owner.max_norm is not None and norm is not None:
             factor *= min(1.0, owner.max_norm / (norm + 1e-6))  # torch's own rule and constant
         scale_(gradients, factor)  # the one division, by the step's weight; clipping rides along
-        for p, gradient in pairs:
+        for p, gradient in pairs if flat else ():
             p.grad = gradient.to(p.dtype)
         return norm
 
