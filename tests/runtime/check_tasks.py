@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -244,6 +245,14 @@ def bf16() -> Task:
     return _images(loss, lambda: Cnn().bfloat16())
 
 
+def fp16() -> Task:
+    def loss(model: Any, batch: Any) -> Any:
+        logits = model(batch[0].half())
+        return F.cross_entropy(logits, torch.zeros_like(batch[1]), reduction="sum"), len(batch[0])
+
+    return _images(loss, lambda: Cnn().half())
+
+
 def scheduled() -> Task:
     """A scheduler that the optimizer steps itself."""
 
@@ -312,6 +321,48 @@ def masked_in_collate() -> Task:
         return tokens.masked_fill(chosen & (tokens != 0), 1), labels
 
     return Task(Transformer, Sentences(), token_loss, sgd, collate=collate)
+
+
+def masked_by_numpy() -> Task:
+    """Masking in collate, with draws that nobody can fix from outside."""
+
+    def collate(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, labels = pad(rows)
+        chosen = torch.from_numpy(np.random.rand(*tokens.shape) < 0.3)
+        return tokens.masked_fill(chosen & (tokens != 0), 1), labels
+
+    return Task(Transformer, Sentences(), token_loss, sgd, collate=collate)
+
+
+def noisy_by_python() -> Task:
+    """The loss is scaled by chance, with Python's generator."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        loss_sum, weight = image_loss(model, batch)
+        return loss_sum * (1 + 0.1 * random.random()), weight
+
+    return _images(loss)
+
+
+def wrong_at_odd_sizes() -> Task:
+    """As a kernel with a fault would be: micro batches of three count double, all others are right."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        loss_sum, weight = image_loss(model, batch)
+        return loss_sum * (2 if len(batch[0]) == 3 else 1), weight
+
+    return _images(loss)
+
+
+def refuses_twins() -> Task:
+    """A mean with a count, in a loss that cannot be given a sample twice: the experiments on it fail."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        if len(batch[0].flatten(1).unique(dim=0)) < len(batch[0]):
+            raise ValueError("a sample came twice")
+        return F.cross_entropy(model(batch[0]), batch[1]), len(batch[0])
+
+    return _images(loss)
 
 
 def functional_batch_norm() -> Task:

@@ -11,7 +11,7 @@ import torch
 from batchwright.core.errors import PlanError, RunError
 from batchwright.core.rules import Thresholds
 from batchwright.runtime.check import CheckReport, check, default_sizes
-from batchwright.runtime.check_gradients import Rig, Variant, relative_error
+from batchwright.runtime.check.gradients import Rig, Variant, relative_error
 from batchwright.runtime.task import load_task
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file, under any import mode
@@ -40,6 +40,10 @@ PLANTED = {
     "dropout_and_mean": {"mean-of-means"},
     "keeps_state": {"keeps-state"},
     "single_precision_only": {"scaled-by-accumulation"},
+    "masked_by_numpy": {"random-draws"},
+    "noisy_by_python": {"random-draws"},
+    "wrong_at_odd_sizes": {"unexplained"},
+    "refuses_twins": {"unexplained"},
 }
 CORRECT = {
     "cnn": set(),
@@ -121,14 +125,26 @@ def test_a_cause_can_be_allowed():
     assert causes(report, "note") == {"batch-norm"}
 
 
-def test_a_bf16_accumulator_is_a_note_at_few_steps_and_an_error_at_many():
-    few = run("bf16", global_batch_size=4)
-    many = run("bf16", global_batch_size=128, micro_batch_sizes=(1,))
-    wide = run("bf16", global_batch_size=128, micro_batch_sizes=(1,), accumulate_dtype=torch.float32)
-    assert causes(few, "note") == {"bf16-accumulator", "precision"}
-    assert "bf16-accumulator" in causes(many, "error")
+@pytest.mark.parametrize(("name", "steps", "notes"), [("bf16", 128, {"precision"}), ("fp16", 512, set())])
+def test_a_half_precision_accumulator_is_a_note_at_few_steps_and_an_error_at_many(name, steps, notes):
+    """fp16 has three bits more, and so four times the steps."""
+    few = run(name, global_batch_size=4)
+    many = run(name, global_batch_size=steps, micro_batch_sizes=(1,))
+    wide = run(name, global_batch_size=steps, micro_batch_sizes=(1,), accumulate_dtype=torch.float32)
+    assert causes(few, "note") == {f"{name}-accumulator"} | notes
+    assert f"{name}-accumulator" in causes(many, "error")
     assert causes(wide, "error") == set()
     assert worst(wide) < worst(many)
+
+
+def test_what_cannot_be_compared_or_explained_is_said_with_its_numbers():
+    (collate,), (seeds,) = run("masked_by_numpy").findings, run("noisy_by_python").findings
+    assert "collating the same samples twice gives different tensors" in collate.message
+    assert "differs by 0.065 between two seeds" in seeds.message
+    (odd,), twins = run("wrong_at_odd_sizes").findings, run("refuses_twins")
+    assert "off by 0.9 at 6 micro batches of 3" in odd.message and "most of it in head" in odd.message
+    assert "16× the full batch's along it" in twins.findings[0].message
+    assert "could not be run: the task failed" in twins.notes[0] and "a sample came twice" in twins.notes[0]
 
 
 def test_a_rate_that_counts_steps_is_a_note_and_under_a_ramp_an_error():
@@ -188,4 +204,4 @@ def test_a_rank_that_fails_is_shown_with_its_own_traceback():
     target = f"{FILE}:auxiliary"  # reads model.balance, which DDP's wrapper does not have
     with pytest.raises(RunError, match="no attribute 'balance'") as caught:
         check(load_task(target), ranks=2, source=(target, {}), micro_batch_sizes=(8,))
-    assert "check_ranks.py" not in str(caught.value)
+    assert "check/ranks.py" not in str(caught.value)

@@ -23,13 +23,13 @@ from torch.utils.data import default_collate
 
 from batchwright.core.errors import BatchwrightError, RunError
 from batchwright.core.rules import Constant
+from batchwright.runtime.loader import Loader, Micro
+from batchwright.runtime.order import GlobalOrder
+from batchwright.runtime.sampler import StepSampler
+from batchwright.runtime.step import accumulate
+from batchwright.runtime.task import Task
 
-from .check_modes import Exact, Still, frozen_statistics, without_dropout
-from .loader import Loader, Micro
-from .order import GlobalOrder
-from .sampler import StepSampler
-from .step import accumulate
-from .task import Task
+from .modes import Exact, Still, frozen_statistics, without_dropout
 
 Gradient = dict[str, Tensor]  # by parameter name, on the CPU in fp64; a parameter without a gradient is left out
 

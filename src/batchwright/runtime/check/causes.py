@@ -3,7 +3,7 @@
 1. random draws fixed, fp64       what vanishes is dropout, or precision
 2. batch statistics frozen        what vanishes is BatchNorm
 3. without the auxiliary mean     what vanishes is the auxiliary's
-4. the loss doubled and joined    says what kind of number it is, and so what is wrong with it (check_structure.py)
+4. the loss doubled and joined    says what kind of number it is, and so what is wrong with it (structure.py)
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 from batchwright.core.errors import RunError
 
-from .check_gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm, relative_error
-from .check_structure import Structure, structure
-from .check_words import (
+from .gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm, relative_error
+from .structure import Structure, structure
+from .words import (
     auxiliary_as_sum,
     auxiliary_in_sum,
     auxiliary_per_batch,

@@ -1,6 +1,6 @@
 """The same batch on several real processes: gloo and DDP, one subprocess per rank, talking files.
 
-    python -m batchwright.runtime.check_ranks SPEC.json RANK
+    python -m batchwright.runtime.check.ranks SPEC.json RANK
 
 A rank that dies takes the others down with it, instead of leaving them in a collective; what it printed is shown.
 """
@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.core.errors import RunError
+from batchwright.runtime.task import load_task
 
-from .check_gradients import Gradient, Rig, Variant, set_seeds
-from .task import load_task
+from .gradients import Gradient, Rig, Variant, set_seeds
 
 # A rank waits this long for another in a collective, and the parent that long in all: an assumption.
 PATIENCE = 600.0
@@ -52,7 +52,7 @@ def on_ranks(
 
 
 def _run(folder: str, ranks: int) -> None:
-    command = [sys.executable, "-m", "batchwright.runtime.check_ranks", str(Path(folder, "spec.json"))]
+    command = [sys.executable, "-m", "batchwright.runtime.check.ranks", str(Path(folder, "spec.json"))]
     logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
     processes: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + PATIENCE

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .check_structure import Structure
+from .structure import Structure
 
 if TYPE_CHECKING:
-    from .check_causes import Scale
+    from .causes import Scale
 
 _SUM = (
     "Return the sum and what it is a sum over: `return F.cross_entropy(logits, labels, "

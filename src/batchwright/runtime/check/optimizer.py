@@ -11,9 +11,9 @@ import torch
 from batchwright.core.scaling import check_horizon
 from batchwright.core.schedule import Schedule
 
-from .check_causes import Finding
-from .check_gradients import Rig, Variant, users_code
-from .check_words import number
+from .causes import Finding
+from .gradients import Rig, Variant, users_code
+from .words import number
 
 # Accumulation steps for which the error is worked out, beside those that were run.
 LONGER = (16, 64, 256, 1024)

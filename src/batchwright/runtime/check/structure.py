@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .check_gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm, users_code
+from .gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm, users_code
 
 Kind = Literal["sum", "mean", "mixed", "other", "zero"]
 # A piece has at most so many samples; two of them, three times, make the largest micro batch that is tried.

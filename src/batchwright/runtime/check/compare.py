@@ -19,12 +19,12 @@ import torch
 from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
 from batchwright.core.schedule import Schedule
+from batchwright.runtime.task import Task
 
-from .check_causes import Diagnosis, Finding, Measured, scale_of
-from .check_gradients import Gradient, Rig, Variant, group_errors, norm, relative_error
-from .check_optimizer import accumulator, step_counted
-from .check_words import number
-from .task import Task
+from .causes import Diagnosis, Finding, Measured, scale_of
+from .gradients import Gradient, Rig, Variant, group_errors, norm, relative_error
+from .optimizer import accumulator, step_counted
+from .words import number
 
 DEFAULT_BATCH = 16
 _SHOWN = 5  # modules listed per split
@@ -150,7 +150,7 @@ def _on_ranks(
     diagnosis: Diagnosis,
     known: Sequence[Finding],
 ) -> tuple[list[Split], list[Finding]]:
-    from .check_ranks import on_ranks
+    from .ranks import on_ranks
 
     failed = {m.micro_batch_size for m in diagnosis.splits if m.error is None}
     fitting = sorted({min(micro, -(-rig.size // ranks)) for micro in sizes} - failed)
