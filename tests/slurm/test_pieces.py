@@ -178,3 +178,14 @@ def test_manifests_are_their_owner_s_and_their_ranks_have_something_to_read(tmp_
     for launch in task.launches:
         spec = work(directory, task).job(launch, launch.index + 1, launch.start_sample).argv[-1]
         assert json.loads(Path(spec).read_text())["settings"]["launch"] == launch.index + 1
+
+
+def test_accounts_are_used_where_there_are_some_and_never_needed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert slurm.accounted("7") is None  # no sacct
+    sacct = tmp_path / "sacct"
+    sacct.write_text("#!/bin/sh\necho 'CANCELLED by 1000'\n")
+    sacct.chmod(0o755)
+    assert slurm.accounted("7") == "CANCELLED"
+    sacct.write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2; exit 1\n")
+    assert slurm.accounted("7") is None

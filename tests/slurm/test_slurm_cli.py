@@ -72,6 +72,15 @@ def test_settings_that_are_wrong_are_refused_before_anything_is_written(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_asks_the_cluster_when_each_launch_would_start(cluster, tmp_path):
+    words = (*RAMP, *QUICK, "--dir", str(tmp_path / "a run"), "--dry-run", "--json")
+    told = json.loads(batchwright(*words, "--nodes", "8", "--thresholds", "0:16 64:128", *COMMAND))
+    first, last = told["launches"]
+    assert first["starts_in"] is not None and "to start at" in first["test"]
+    assert last["nodes"] == 8 and last["starts_in"] is None and last["test"]  # there are four: it says why not
+    assert not cluster.call("squeue", "-h").strip()
+
+
 def test_a_run_is_supervised_and_another_chains_itself(cluster, tmp_path):
     told = json.loads(batchwright(*RAMP, *QUICK, "--dir", str(tmp_path / "one"), "--json", *COMMAND))
     assert told["state"] == "complete" and [job["nodes"] for job in told["chain"]["jobs"]] == [1, 2, 4]

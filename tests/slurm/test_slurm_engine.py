@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -84,6 +85,23 @@ def test_a_killed_supervisor_a_duplicate_and_a_killed_controller_cost_nothing(cl
         hold.unlink()
         assert second.wait(PATIENCE) == 0
     assert seen(audit(directory)) == list(LAUNCHES)  # no launch began anew
+
+
+def test_a_job_that_ended_while_nobody_watched_and_that_slurm_has_forgotten_is_not_repeated(cluster, make, tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    directory, _ = make(extra=("--hold", str(hold), "--hold-at", "128"))
+    with supervisor(directory) as first:
+        job = running(directory, 2, 128)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    refused = subprocess.run(["scontrol", "requeue", job], capture_output=True)  # an administrator, say
+    assert refused.returncode and directory.ending(2) is None
+    hold.unlink()
+    wait_for(lambda: slurm.job(job) is None)  # MinJobAge
+    with supervisor(directory) as second:
+        assert second.wait(PATIENCE) == 0
+    assert seen(audit(directory)) == list(LAUNCHES)
 
 
 def test_scancel_and_a_failed_node_are_survived(cluster, make, tmp_path):
@@ -225,11 +243,12 @@ def test_a_duplicate_that_is_first_is_the_one_that_is_watched(cluster, make):
 
 def test_what_the_run_says_goes_before_what_the_environment_says(cluster, make, monkeypatch):
     monkeypatch.setenv("SBATCH_PARTITION", "nowhere")
-    directory, plan = make(partition="main", time="10")
+    directory, plan = make(partition="main", time="10", name='it\'s "$(x)" #1 \\ %j\né')
     monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
     cluster.call("scontrol", "update", "PartitionName=main", "State=DOWN")
     try:
         handle = SlurmEngine().start(work(directory, plan).job(plan.launches[0], 1, 0))
-        assert cluster.call("squeue", "-h", "-j", handle["job"], "-o", "%P %l").split() == ["main", "10:00"]
+        shown = cluster.call("squeue", "-h", "-j", handle["job"], "-o", "%P|%l|%j").rstrip("\n")
+        assert shown == 'main|10:00|it\'s "$(x)" #1 \\ %j é'
     finally:
         cluster.call("scontrol", "update", "PartitionName=main", "State=UP")
