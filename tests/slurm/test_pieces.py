@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -17,10 +18,13 @@ from batchwright.launch import slurm as slurm_engine
 from batchwright.launch import slurm_commands as slurm
 from batchwright.launch.files import RunDirectory, write_json
 from batchwright.launch.records import Ending, Manifest
+from batchwright.launch.show import Lines
 from batchwright.launch.slurm_elastic import affordable
+from batchwright.launch.slurm_supervise import SlurmSupervisor
 from batchwright.launch.status import status
 from batchwright.launch.work import work
 
+from .conftest import wait_for
 from .test_rendering import nemo
 
 
@@ -189,3 +193,28 @@ def test_accounts_are_used_where_there_are_some_and_never_needed(tmp_path, monke
     assert slurm.accounted("7") == "CANCELLED"
     sacct.write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2; exit 1\n")
     assert slurm.accounted("7") is None
+
+
+def test_a_run_that_waits_for_a_controller_can_be_stopped(make, tmp_path, monkeypatch):
+    for name in ("sbatch", "squeue", "scancel"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text("#!/bin/sh\necho 'Unable to contact slurm controller (connect failure)' >&2; exit 1\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    directory, plan = make()
+    said = io.StringIO()
+
+    def stop() -> None:
+        wait_for(lambda: "does not answer" in said.getvalue())
+        write_json(directory.path / "stop.json", {"now": False})
+
+    person = threading.Thread(target=stop)
+    person.start()
+    try:
+        assert SlurmSupervisor(directory, plan, slurm_engine.SlurmEngine(), Lines(said)).run() == "stopped"
+    finally:
+        person.join()
+    assert said.getvalue().count("does not answer") == 1
+    ending = directory.ending(1)
+    assert ending is not None and ending.outcome == "stopped"

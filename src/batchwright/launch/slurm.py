@@ -35,6 +35,7 @@ class SlurmEngine:
     name = "slurm"
 
     def __init__(self) -> None:
+        self.pause: slurm.Pause = slurm.pause  # while the controller is away
         self._asked: dict[str, tuple[float, Poll]] = {}
         self._sent: dict[tuple[str, str], float] = {}
         self._gone: dict[str, float] = {}  # when all ranks of a job were first seen to have ended
@@ -57,7 +58,7 @@ class SlurmEngine:
         script = start_script(directory, run, job, number)
         write_script(job.directory / "job.sh", sbatch.render(script, run.site))
         submitted = time.time()
-        job_id = slurm.submit_patiently(job.directory / "job.sh", mark)
+        job_id = slurm.submit_patiently(job.directory / "job.sh", mark, pause=self.pause)
         return {
             "engine": self.name, "job": job_id, "directory": str(job.directory), "submitted": submitted,
             "mark": mark, "poll_seconds": run.site.poll_seconds,

@@ -11,12 +11,13 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from batchwright.core.errors import EnvironmentFault
 
+Pause = Callable[[float, str], bool]  # waits so long, for this reason; False where it is to be given up
 SECONDS = 60.0
 PATIENCE = 1800.0  # with a controller that is away: a failover or an upgrade of it takes minutes
 # States in which a job has ended or never will run; all others (PENDING, CONFIGURING, RUNNING, COMPLETING, …) are alive.
@@ -40,6 +41,10 @@ _FIELDS = "%i|%T|%D|%k|%r"
 
 class Unreachable(Exception):
     """The controller did not answer; nothing is known."""
+
+
+class Withdrawn(Exception):
+    """Whoever wanted to submit no longer does."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,13 @@ def submit(script: Path, *options: str) -> str:
     return job
 
 
-def submit_patiently(script: Path, mark: str, *options: str, seconds: float = PATIENCE) -> str:
+def pause(seconds: float, reason: str) -> bool:
+    """Wait, whatever happens."""
+    time.sleep(seconds)
+    return True
+
+
+def submit_patiently(script: Path, mark: str, *options: str, seconds: float = PATIENCE, pause: Pause = pause) -> str:
     """Submit through an absence of the controller. Where it took the job and its answer was lost, that job is found."""
     deadline = time.monotonic() + seconds
     while True:
@@ -136,7 +147,8 @@ def submit_patiently(script: Path, mark: str, *options: str, seconds: float = PA
                     field="engine",
                     given="slurm",
                 ) from None
-            time.sleep(1.0)
+            if not pause(1.0, str(reason)):
+                raise Withdrawn
             try:
                 taken = [one for one in _listed() if one.comment == mark and one.alive and one.job != me()]
             except Unreachable:

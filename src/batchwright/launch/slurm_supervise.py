@@ -6,7 +6,10 @@ from batchwright.core.nodes import Launch
 
 from .chain import write_link
 from .engine import Handle, Poll
+from .files import write_json
 from .records import Ending, Failure, Manifest, Progress
+from .slurm import SlurmEngine
+from .slurm_commands import Withdrawn
 from .slurm_elastic import affordable, on_nodes
 from .slurm_site import SlurmRun
 from .supervisor import Supervisor
@@ -16,7 +19,29 @@ from .work import work
 class SlurmSupervisor(Supervisor):
     """A supervisor whose launches are jobs."""
 
+    _away = ""  # what was last said of a controller that is away
+
     def _launch(self, launch: Launch, position: int) -> Ending:
+        """Submit it and see it end; somebody may wish to stop before there is a controller to submit it to."""
+        if isinstance(self._engine, SlurmEngine):
+            self._engine.pause = self._without_controller
+        try:
+            return self._sized(launch, position)
+        except Withdrawn:
+            # With an ending: a job of it that the controller took without an answer finds nothing to do.
+            number = max(self._directory.numbers())
+            ending = Ending(number, "stopped", position, self._clock())
+            write_json(self._directory.launch(number) / "ending.json", ending)
+            return ending
+
+    def _without_controller(self, seconds: float, reason: str) -> bool:
+        if reason != self._away:
+            self._away = reason
+            self._listener.note(f"Slurm's controller does not answer, and is asked again: {reason}")
+        self._interrupts.sleep(seconds)
+        return not self._wishes()
+
+    def _sized(self, launch: Launch, position: int) -> Ending:
         """On the nodes of the plan, or, where the site is elastic, on those that the cluster can give soon."""
         run = SlurmRun.load(self._directory)
         if not run.site.elastic:
