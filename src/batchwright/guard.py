@@ -39,6 +39,15 @@ def die_with(parent: int) -> None:
         os._exit(125)
 
 
+def start_time(pid: int) -> int | None:
+    """When a process was started, in the kernel's ticks: with the number, it names a process for good."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rsplit(b")", 1)[1].split()[19])
+    except OSError:
+        return None
+
+
 def no_core() -> None:
     """A core file is a file outside the run directory."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import batchwright.guard
 from batchwright.core.errors import EnvironmentFault, MissingExtraError
-from batchwright.guard import adopt_orphans, foreign_children, kill_below, kill_orphans
+from batchwright.guard import adopt_orphans, foreign_children, kill_below, kill_orphans, start_time
 
 from .engine import Handle, Job, Poll, RankLog, Wish, process_state, rank_logs
 
@@ -94,7 +94,7 @@ class LocalEngine:
         return {
             "engine": self.name,
             "pid": guard.pid,
-            "start_time": _start_time(guard.pid),
+            "start_time": start_time(guard.pid),
             "boot": _boot(),
             "directory": str(job.directory),
             "stop_signal": job.stop_signal if job.direct else "SIGUSR1",
@@ -157,14 +157,6 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
         pass
-
-
-def _start_time(pid: int) -> int | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rsplit(b")", 1)[1].split()[19])
-    except OSError:
-        return None
 
 
 def _boot() -> str:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-from batchwright.guard import die_as, die_with, no_core
+from batchwright.guard import die_as, die_with, no_core, start_time
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -32,15 +32,6 @@ def _write(path: str, document: dict[str, object]) -> None:
         os.replace(f"{path}.part", path)
     except OSError:
         pass
-
-
-def _start_time(pid: int) -> int | None:
-    """When a process was started, in the kernel's ticks: with the number, it names a process for good."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rsplit(b")", 1)[1].split()[19])
-    except OSError:
-        return None
 
 
 def main(words: list[str]) -> None:
@@ -72,7 +63,7 @@ def main(words: list[str]) -> None:
         _write(f"{record}.exit.json", {"code": code, "time": time.time()})
         sys.exit(code)
     _write(
-        f"{record}.json", {"pid": child.pid, "parent": me, "start_time": _start_time(child.pid), "time": time.time()}
+        f"{record}.json", {"pid": child.pid, "parent": me, "start_time": start_time(child.pid), "time": time.time()}
     )
     code = child.wait()
     _write(f"{record}.exit.json", {"code": code, "time": time.time()})
