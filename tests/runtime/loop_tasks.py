@@ -11,10 +11,10 @@ from batchwright.runtime.task import Task
 
 
 class Numbers:
-    """Sample i is eight numbers drawn from i, and a target."""
+    """Sample i is eight numbers drawn from i, and a target; that of the sample `spike` is more than a float holds."""
 
-    def __init__(self, size: int, pause: float = 0.0) -> None:
-        self.size, self.pause = size, pause
+    def __init__(self, size: int, pause: float = 0.0, spike: int | None = None) -> None:
+        self.size, self.pause, self.spike = size, pause, spike
 
     def __len__(self) -> int:
         return self.size
@@ -24,7 +24,8 @@ class Numbers:
             time.sleep(self.pause)
         generator = torch.Generator().manual_seed(i)
         x = torch.randn(8, generator=generator)
-        return x, x[:3].sum() + 0.1 * torch.randn((), generator=generator), torch.tensor(1 + i % 3)
+        y = x[:3].sum() + 0.1 * torch.randn((), generator=generator)
+        return x, y if i != self.spike else y + torch.inf, torch.tensor(1 + i % 3)
 
 
 class Net(nn.Module):
@@ -41,16 +42,25 @@ class Net(nn.Module):
         return self.out(self.drop(x)).squeeze(-1)
 
 
-def task(size: int = 256, dropout: float = 0.0, width: int = 16, pause: float = 0.0, lr: float = 1e-2) -> Task:
-    """A regression with weights of 1 to 3 per sample, as documents of different lengths have."""
+def task(
+    size: int = 256,
+    dropout: float = 0.0,
+    width: int = 16,
+    pause: float = 0.0,
+    lr: float = 1e-2,
+    spike: int | None = None,
+    half: bool = False,
+) -> Task:
+    """A regression with weights of 1 to 3 per sample, as documents of different lengths have; `half`: in bf16."""
+    kind = torch.bfloat16 if half else torch.float32
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         x, y, weight = batch
-        return ((model(x) - y) ** 2 * weight).sum(), weight.sum()
+        return ((model(x.to(kind)) - y) ** 2 * weight).sum(), weight.sum()
 
     return Task(
-        model=lambda: Net(dropout, width),
-        dataset=Numbers(size, pause),
+        model=lambda: Net(dropout, width).to(kind),
+        dataset=Numbers(size, pause, spike),
         loss=loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr),
     )

@@ -26,6 +26,7 @@ from batchwright.core.scaling import SampleSchedule
 from batchwright.runtime.events import read_events
 from batchwright.runtime.ledger import audit
 from batchwright.runtime.loop import main, train
+from batchwright.runtime.order import GlobalOrder
 from batchwright.runtime.settings import Fence, Settings
 
 TASK = Path(__file__).parent / "loop_tasks.py"
@@ -84,10 +85,10 @@ def test_three_launches_on_1_2_and_4_ranks_are_one_process(whole, tmp_path, stra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_bit_equal_after_kill_at_equal_world(tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (2, "ddp"), (4, "ddp"), (2, "fsdp2"), (4, "fsdp2")])
+def test_bit_equal_after_kill_at_equal_world(tmp_path, ranks, strategy):
     """With dropout: the generators of each rank go on where they were."""
-    options = {"micro_batch_size": 2, "checkpoint_every": 32, "num_workers": 0}
+    options = {"micro_batch_size": 2, "checkpoint_every": 32, "num_workers": 0, "strategy": strategy}
     kinds = {"dropout": 0.2, "width": 64}
     assert launch(ranks, ramp(), {"directory": str(tmp_path / "a"), **options}, **kinds) == [0] * ranks
     killed = Launch(ranks, ramp(), {"directory": str(tmp_path / "b"), **options}, {**kinds, "pause": 0.003})
@@ -352,3 +353,60 @@ def test_ranks_that_cannot_meet_or_would_not_sum_are_refused(tmp_path, monkeypat
         train(task(), ramp(), settings(tmp_path))
     with pytest.raises(PlanError, match="strategy='none' does not train on 2 ranks"):
         train(task(), ramp(), settings(tmp_path, strategy="none"))
+
+
+def test_a_step_that_overflows_is_skipped_counted_and_the_scale_survives_a_restart(tmp_path):
+    spike = int(GlobalOrder(256, 0).ids([40])[0])  # in step 4: samples 32 to 48
+    options = {"grad_scaler": 1024.0, "noise_every": 1}
+    one = train(task(spike=spike), ramp(), settings(tmp_path / "a", **options))
+    train(task(spike=spike), ramp(), settings(tmp_path / "b", end_sample=96, **options))
+    two = train(task(spike=spike), ramp(), settings(tmp_path / "b", **options))
+    assert (one.state, one.skipped_steps, two.skipped_steps) == ("complete", 1, 1)
+    for name in "ab":
+        steps = [e for e in read_events(tmp_path / name) if e["kind"] == "step"]
+        assert [e["step"] for e in steps if e["outcome"] == "skipped"] == [4]
+        assert [e["loss_scale"] for e in steps] == [1024.0] * 4 + [512.0] * 7
+        found = audit(tmp_path / name)
+        assert (found.ok, found.samples, found.skipped_samples) == (True, 192, 16)
+        state = json.loads(next((tmp_path / name / "checkpoints").glob("step-000000000011-*/state.json")).read_text())
+        assert state["scaler"]["scale"] == 512.0 and state["scaler"]["_growth_tracker"] == 6
+        assert len(state["noise"]) == 10  # an overflow measures nothing
+        assert status(tmp_path / name)["skipped_steps"] == 1
+    assert furthest(final(tmp_path / "a"), final(tmp_path / "b")) == 0
+    assert all(torch.isfinite(value).all() for value in final(tmp_path / "a").values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_ranks_skip_together(tmp_path, strategy):
+    spike = int(GlobalOrder(256, 0).ids([40])[0])
+    options = {"micro_batch_size": 2, "grad_scaler": 1024.0}
+    launch(1, ramp(), {"directory": str(tmp_path / "1"), **options}, spike=spike)
+    assert launch(2, ramp(), {"directory": str(tmp_path / "2"), "strategy": strategy, **options}, spike=spike) == [0, 0]
+    assert status(tmp_path / "2")["skipped_steps"] == 1 and audit(tmp_path / "2").skipped_samples == 16
+    assert furthest(final(tmp_path / "1"), final(tmp_path / "2")) < CLOSE
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")  # FSDP2's, about its own wrapping
+@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
+def test_half_precision_gradients_are_added_up_in_what_is_asked_for(tmp_path, strategy):
+    """256 micro batches of one sample: a bf16 sum rounds away what an fp32 sum keeps."""
+    gradients = {}
+    for name, half, kind in (("exact", False, None), ("bf16", True, None), ("fp32", True, "float32")):
+
+        def keep(result, model, optimizer, name=name):
+            whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+            gradients[name] = torch.cat([g.detach().float().reshape(-1) for g in whole])
+
+        options = {"micro_batch_size": 1, "strategy": strategy, "accumulate_dtype": kind}
+        schedule = Constant(256).compile().until(256)
+        train(task(half=half), schedule, settings(tmp_path / name, **options), on_step=keep)
+    errors = {name: float((g - gradients["exact"]).norm()) for name, g in gradients.items()}
+    assert errors["fp32"] < 0.5 * errors["bf16"], errors
+
+
+def test_wrong_precisions_are_refused_together(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        settings(tmp_path, accumulate_dtype="float8", grad_scaler=0.0)
+    assert [v.field for v in caught.value.violations] == ["accumulate_dtype", "grad_scaler"]
+    assert "float32, float64" in str(caught.value) and "Nearest: 65536" in str(caught.value)

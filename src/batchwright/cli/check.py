@@ -135,7 +135,7 @@ def _audit(directory: str, as_json: bool) -> int:
     if as_json:
         print_json({"schema": SCHEMA, **encode(made)})
     else:
-        shown = ("samples", "gaps", "repeats", "discarded_samples")
+        shown = ["samples", "gaps", "repeats", "discarded_samples", *["skipped_samples"] * (made.skipped_samples > 0)]
         lines = [
             "ok" if made.ok else "not ok",
             "",

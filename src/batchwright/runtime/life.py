@@ -65,7 +65,7 @@ class Life:
                 given=0,
             )
         self.order = GlobalOrder(size, settings.seed, settings.shuffle)
-        self.step = self.position = 0
+        self.step = self.position = self.skipped_steps = 0
         self.tokens, self.loss, self.evaluation_loss = 0.0, None, None
         self.saved: Saved | None = None
         self.saved_position: int | None = None
@@ -85,7 +85,11 @@ class Life:
     def set_up(self) -> None:
         """Build, wrap, load what was saved last, open the ledger and the events."""
         settings, world = self.settings, self.world
-        self.model = wrapped(self.task.build_model(settings.seed), settings.strategy, world)
+        self.accumulate_dtype: torch.dtype | None = getattr(torch, settings.accumulate_dtype or "", None)
+        self.model = wrapped(self.task.build_model(settings.seed), settings.strategy, world, self.accumulate_dtype)
+        self.scaler = None
+        if settings.grad_scaler is not None:
+            self.scaler = torch.amp.GradScaler(world.device.type, init_scale=settings.grad_scaler)
         self.optimizer = self.task.optimizer(self.model.parameters())
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))  # before loading: the checkpoint's is the base, too
@@ -168,6 +172,9 @@ class Life:
         self.times["load_seconds"] = time.time() - before
         self.step, self.position, self.tokens = saved.step, saved.position, float(state.get("tokens", 0.0))
         self.saved_position, self.evaluation_loss = saved.position, state.get("evaluation_loss")
+        self.skipped_steps = int(state.get("skipped_steps", 0))
+        if self.scaler is not None and state.get("scaler"):
+            self.scaler.load_state_dict(dict(state["scaler"]))
         if self.noise is not None:
             self.noise.terms.extend(NoiseTerms(*terms) for terms in state.get("noise", ()))
         past = decode(Schedule, state["fingerprint"]["schedule"])
@@ -211,6 +218,7 @@ class Life:
             self.world.ranks, self.saved.name if self.saved else None, self.tokens, self.loss, self.evaluation_loss,
             signal.Signals(number).name if reason == "signal" else None,
             {**self.times, "started_at": self.began, "written_at": time.time()}, error, self.world.bare,
+            skipped_steps=self.skipped_steps,
         )  # fmt: skip
 
     def write_status(self, status: Status) -> None:

@@ -106,7 +106,10 @@ class _Loop(Life):
         )
         options: dict[str, Any] = {"collate_fn": self.task.collate} if self.task.collate else {}
         loader = Loader(self.dataset, self.order, sampler, num_workers=settings.num_workers, **options)
-        accumulator = Accumulator(self.model, max_norm=settings.max_norm, noise=self.noise)
+        accumulator = Accumulator(
+            self.model, max_norm=settings.max_norm, noise=self.noise, scaler=self.scaler,
+            accumulate_dtype=None if settings.strategy == "fsdp2" else self.accumulate_dtype,  # there the wrapper's
+        )  # fmt: skip
         rate, stage, device = self._learning_rate(), None, world.device
         steps: Any = accumulator.steps(loader)
         reason, before = None, time.perf_counter()
@@ -124,6 +127,7 @@ class _Loop(Life):
             ledger.applied(plan.step, plan.start_sample, plan.global_batch_size, result.outcome)
             last, self.position, self.step = self.position, result.end_sample, plan.step + 1
             self.tokens, self.loss = self.tokens + result.weight, result.loss
+            self.skipped_steps += result.skipped
             now = time.perf_counter()
             if plan.step % settings.log_every == 0:
                 self._step_event(plan, result, now - before, micro_of(plan))
@@ -202,6 +206,7 @@ class _Loop(Life):
             learning_rate=float(self.optimizer.param_groups[0]["lr"]), grad_norm=result.grad_norm,
             mfu=6 * self.parameters * tokens / (world.ranks * peak) if peak else None, stage=plan.segment,
             ranks=world.ranks, noise_scale=noise, outcome=result.outcome,
+            loss_scale=self.scaler.get_scale() if self.scaler else None,
         )  # fmt: skip
 
     def _evaluate(self) -> None:
@@ -225,8 +230,8 @@ class _Loop(Life):
         self.ledger.close()
         state = {
             "tokens": self.tokens, "fingerprint": self.facts, "evaluation_loss": self.evaluation_loss,
-            "noise": [[t.trace, t.signal] for t in self.noise.terms if math.isfinite(t.trace + t.signal)]
-            if self.noise else [],
+            "noise": [[t.trace, t.signal] for t in self.noise.terms] if self.noise else [],
+            "skipped_steps": self.skipped_steps, "scaler": self.scaler.state_dict() if self.scaler else None,
         }  # fmt: skip
         saved = self.checkpoints.save(
             self.model, self.optimizer, step=self.step, position=self.position, launch=self.launch, state=state

@@ -108,7 +108,7 @@ class NoiseScale:
     def observe(self, weight: float, sum_square: float, square_sum: float, weight_square_sum: float) -> None:
         """Take in one step: N, |Σ s_k|², Σ |s_k|² and Σ n_k² over its micro batches, on all ranks."""
         terms = unequal_batches(weight, sum_square, square_sum, weight_square_sum)
-        if terms is not None:
+        if terms is not None and math.isfinite(terms.trace + terms.signal):  # an overflow measures nothing
             self.terms.append(terms)
 
     def estimate(self) -> NoiseEstimate:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.core.errors import PlanError
@@ -95,8 +95,8 @@ def joined(device: str, strategy: Strategy) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def wrapped(model: nn.Module, strategy: Strategy, world: World) -> nn.Module:
-    """The model on its device, with rank 0's weights, under DDP or FSDP2."""
+def wrapped(model: nn.Module, strategy: Strategy, world: World, reduce_dtype: torch.dtype | None = None) -> nn.Module:
+    """The model on its device, with rank 0's weights, under DDP or FSDP2, which adds gradients up in `reduce_dtype`."""
     model = model.to(world.device)
     if dist.is_initialized() and world.ranks > 1:
         with torch.no_grad():
@@ -104,9 +104,10 @@ def wrapped(model: nn.Module, strategy: Strategy, world: World) -> nn.Module:
                 dist.broadcast(tensor, src=0)
     if strategy == "fsdp2":
         mesh = init_device_mesh(world.device.type, (world.ranks,))
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         for part in _repeated(model):
-            fully_shard(part, mesh=mesh)
-        return cast(nn.Module, fully_shard(model, mesh=mesh))
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        return cast(nn.Module, fully_shard(model, mesh=mesh, mp_policy=policy))
     if strategy == "none" or world.ranks == 1:
         return model
     return _with_fixed_buckets(

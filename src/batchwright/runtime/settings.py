@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,6 +17,8 @@ from batchwright.core.schedule import Schedule
 from .durable import read_json, write_json
 
 Strategy = Literal["auto", "ddp", "fsdp2", "none"]
+AccumulateDtype = Literal["float32", "float64"]
+ACCUMULATE_DTYPES: tuple[AccumulateDtype, ...] = ("float32", "float64")
 STRATEGIES: tuple[Strategy, ...] = ("auto", "ddp", "fsdp2", "none")
 SCHEMA = 1
 
@@ -67,6 +70,11 @@ class Settings:
     lr_scaling: str = "none"
     """How a stage's batch multiplies the rate: none, sqrt or linear, against the first stage's batch."""
     max_norm: float | None = None
+    accumulate_dtype: AccumulateDtype | None = None
+    """Add gradients up, over micro batches and ranks, in (at least) this: float32 for parameters in half precision."""
+    grad_scaler: float | None = None
+    """For fp16 autocast in the loss: a GradScaler that begins at this scale. A sum over N tokens is N times the mean that
+    scalers are made for, so 65536 / N. A step that overflows is skipped: its samples are counted, as skipped."""
     noise_every: int | None = None
     """Measure the gradient noise scale on every so-manieth step."""
     num_workers: int = 0
@@ -87,6 +95,14 @@ class Settings:
         if self.lr_scaling not in RULES:
             message = f"lr_scaling={self.lr_scaling!r} is not known. One of: {', '.join(RULES)}."
             found.append(Violation(message, "lr_scaling", self.lr_scaling, RULES))
+        if self.accumulate_dtype not in (None, *ACCUMULATE_DTYPES):
+            message = (
+                f"accumulate_dtype={self.accumulate_dtype!r} is not known. One of: {', '.join(ACCUMULATE_DTYPES)}."
+            )
+            found.append(Violation(message, "accumulate_dtype", self.accumulate_dtype, ACCUMULATE_DTYPES))
+        if self.grad_scaler is not None and not 0 < self.grad_scaler < math.inf:
+            message = f"grad_scaler={self.grad_scaler} is no scale: it must be above zero. Nearest: 65536."
+            found.append(Violation(message, "grad_scaler", self.grad_scaler, (65536.0,)))
         for name in ("checkpoint_every", "evaluate_every", "noise_every", "log_every", "keep", "threads",
                      "evaluation_batch_size"):  # fmt: skip
             value = getattr(self, name)

@@ -44,6 +44,8 @@ class Status:
     error: dict[str, Any] | None = None
     bare: bool = False
     schema: int = 1
+    skipped_steps: int = 0
+    """Steps of the lineage that overflowed in fp16: their samples are used up, the weights did not move."""
 
     @property
     def exit_code(self) -> int:
