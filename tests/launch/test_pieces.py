@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,9 +89,9 @@ def test_the_first_to_go_is_the_reason_not_those_who_noticed():
         rank_log(1, code=-9, ended=5.2, tail="step 7\n"),
         rank_log(2, code=-15, ended=5.3),
     )
-    failure = explain(Poll("ended", 1), ranks, "", lambda code, text: None)
+    failure = explain(Poll("ended", 1), ranks, "")
     assert failure.reason == "rank 1 was killed by SIGKILL" and failure.lines == ("step 7",)
-    failure = explain(Poll("ended", -9), (), "the launcher's last words", lambda code, text: None)
+    failure = explain(Poll("ended", -9), (), "the launcher's last words")
     assert failure.reason == "torchrun was killed by SIGKILL, and its ranks with it"
     assert failure.lines == ("the launcher's last words",)
 
@@ -97,7 +101,7 @@ def test_the_rank_that_ran_out_of_memory_is_the_reason_wherever_it_comes():
         rank_log(0, code=-6, ended=5.0, tail="RuntimeError: Connection closed by peer"),
         rank_log(1, code=1, ended=5.2, tail="torch.OutOfMemoryError: CUDA out of memory."),
     )
-    failure = explain(Poll("ended", 1), ranks, "", lambda code, text: "oom" if "out of memory" in text else None)
+    failure = explain(Poll("ended", 1), ranks, "")
     assert (failure.kind, failure.rank) == ("oom", 1)
     assert failure.reason == "rank 1 exited with 1: OutOfMemoryError: CUDA out of memory."
 
@@ -157,6 +161,44 @@ def test_the_lock_has_one_holder_and_looking_does_not_disturb(tmp_path):
         fcntl.flock(looking, fcntl.LOCK_UN)
         second.lock()
     second.unlock()
+
+
+def test_a_file_system_without_locks_is_run_on(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    directory = RunDirectory(tmp_path)
+    directory.lock()
+    assert RunDirectory(tmp_path).supervisor() is None
+    directory.unlock()
+
+
+RANK = """
+import signal, sys, time
+heard = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda n, frame: (heard.append(n), print(signal.Signals(n).name, flush=True)))
+print("ready", flush=True)
+while len(set(heard)) < 2:
+    time.sleep(0.01)
+"""
+
+
+def test_a_signal_to_a_ranks_parent_alone_reaches_the_rank(tmp_path):
+    """As Slurm sends it where it tracks processes by cgroup."""
+    log = tmp_path / "logs" / "rank-0.log"
+    parent = subprocess.Popen(
+        [sys.executable, "-P", "-m", "batchwright.launch.rank", tmp_path, "SLURM_PROCID", sys.executable, "-c", RANK]
+    )
+    until = time.monotonic() + 60
+    for word, number in (("ready", signal.SIGUSR1), ("SIGUSR1", signal.SIGTERM)):
+        while not log.exists() or word not in log.read_text():
+            assert time.monotonic() < until, "waited in vain"
+            time.sleep(0.02)
+        parent.send_signal(number)
+    assert parent.wait(60) == 0
+    assert log.read_text().split() == ["ready", "SIGUSR1", "SIGTERM"]
 
 
 def test_a_plan_is_written_by_the_one_who_holds_the_lock(plan, tmp_path, monkeypatch):

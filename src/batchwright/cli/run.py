@@ -255,7 +255,7 @@ def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, A
         )
     free = directory.supervisor() is None  # else the one who supervises it is named when we try to
     if free:
-        directory.reserve()
+        directory.lock()
         plan = directory.plan()
     values = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
     section: dict[str, Any] = {"engine": plan.options.engine, "slurm": dict(plan.options.slurm)}
@@ -302,20 +302,13 @@ def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
         if plan.options.engine == "slurm":
             from batchwright.launch.slurm_run import supervise
 
-            state = supervise(directory, plan, shown, _classify)
+            state = supervise(directory, plan, shown)
         else:
-            state = Supervisor(directory, plan, engine(plan.options.engine), shown, _classify).run()
+            state = Supervisor(directory, plan, engine(plan.options.engine), shown).run()
     finally:
         shown.close()
     _show_status(directory, as_json, plot=True, plan=plan)
     return {"complete": 0, "stopped": 130}.get(state, RunError.exit_code)
-
-
-def _classify(code: int | None, output: str) -> str | None:
-    """Whether a rank's end was for lack of memory, by the probe's taxonomy. SIGKILL alone is no evidence."""
-    from batchwright.probe.deaths import from_exit
-
-    return "oom" if from_exit(1 if code is None or code < 0 else code, output).status == "oom" else None
 
 
 def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, plan: RunPlan | None = None) -> None:

@@ -131,7 +131,7 @@ def begin(directory: RunDirectory, plan: RunPlan) -> None:
     if directory.exists:
         raise taken
     try:
-        directory.reserve()
+        directory.lock()
         if directory.exists:
             directory.unlock()
             raise taken

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from batchwright.core.deaths import from_exit
 from batchwright.core.nearest import divisors
 from batchwright.core.nodes import Stage
 
@@ -14,8 +15,6 @@ from .records import Failure
 
 LINES = 12
 REFUSED = 2  # our loop: the request does not work out, so a retry will not either
-# From a rank's exit code and last output to "oom" or None; the command line hands in the probe's taxonomy.
-Classify = Callable[[int | None, str], str | None]
 # Where a healthy rank stands while another keeps it waiting.
 _WAITING = re.compile(r"/torch/(distributed|autograd)/|/torch/_tensor\.py|/multiprocessing/|/threading\.py")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -41,15 +40,20 @@ def last_lines(text: str, most: int = LINES) -> tuple[str, ...]:
     return tuple(line[:400] for line in text.splitlines() if line.strip())[-most:]
 
 
-def explain(poll: Poll, ranks: Sequence[RankLog], launcher: str, classify: Classify, who: str = "torchrun") -> Failure:
+def _out_of_memory(rank: RankLog) -> bool:
+    """By the taxonomy of trials, but for signals: here anybody may have sent SIGKILL, so alone it is no evidence."""
+    return from_exit(1, rank.tail).status == "oom"
+
+
+def explain(poll: Poll, ranks: Sequence[RankLog], launcher: str, who: str = "torchrun") -> Failure:
     """The failure behind an ended launch: the rank that went first, else the launcher itself."""
     gone = sorted((r for r in ranks if r.code not in (None, 0)), key=lambda r: r.ended or 0.0)
     if gone:
         # A rank that reports its peer's death is not the cause: a signal, where there was one, came first.
         first = next((r for r in gone if r.code is not None and r.code < 0 and -r.code != signal.SIGTERM), gone[0])
         lines = last_lines(first.tail)
-        kind = next((k for r in gone if (k := classify(r.code, r.tail))), "crash")
-        told = next((r for r in gone if classify(r.code, r.tail)), first)
+        out = next((r for r in gone if _out_of_memory(r)), None)
+        told, kind = out or first, "oom" if out else "crash"
         lines = last_lines(told.tail) if told is not first else lines
         raised = _raised(told.tail)
         reason = f"rank {told.rank} {died(told.code)}" + (f": {raised}" if raised else "")

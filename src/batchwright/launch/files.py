@@ -175,14 +175,6 @@ class RunDirectory:
             pass
         self._lock = descriptor
 
-    def reserve(self) -> None:
-        """The lock before the plan is written, where the file system has locks."""
-        try:
-            self.lock()
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-
     def unlock(self) -> None:
         """Stop being its supervisor."""
         if self._lock is not None:
@@ -207,6 +199,9 @@ class RunDirectory:
 def _try_lock(descriptor: int, how: int) -> bool:
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-        return True
     except BlockingIOError:
         return False
+    except OSError as error:  # a file system without locks, such as Lustre without -o flock: there is none to wait for
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    return True

@@ -21,7 +21,7 @@ import time
 
 from batchwright.guard import die_as, die_with, no_core, start_time
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def _write(path: str, document: dict[str, object]) -> None:
@@ -42,9 +42,16 @@ def main(words: list[str]) -> None:
     die_with(parent)
     for folder in ("ranks", "logs"):
         os.makedirs(os.path.join(directory, folder), exist_ok=True)
-    # Whoever asks a rank to stop asks its whole group: this process stays until the rank has gone.
-    for number in _PASSED_ON:
-        signal.signal(number, lambda *_: None)
+    child: subprocess.Popen[bytes] | None = None
+
+    def heard(number: int, frame: object) -> None:
+        # This process stays until the rank has gone. torchrun asks the rank's whole group; Slurm, where it tracks processes
+        # by cgroup, the first one of a task alone. Our loop may hear a wish twice; a command may not, and is asked itself.
+        if number in _PASSED_ON and not place.isdigit() and child is not None and child.returncode is None:
+            os.kill(child.pid, number)
+
+    for number in (*_PASSED_ON, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
+        signal.signal(number, heard)
 
     def prepare() -> None:
         die_with(me)
@@ -62,9 +69,7 @@ def main(words: list[str]) -> None:
         _write(f"{record}.json", {"pid": None})
         _write(f"{record}.exit.json", {"code": code, "time": time.time()})
         sys.exit(code)
-    _write(
-        f"{record}.json", {"pid": child.pid, "parent": me, "start_time": start_time(child.pid), "time": time.time()}
-    )
+    _write(f"{record}.json", {"pid": child.pid, "parent": me, "start_time": start_time(child.pid), "time": time.time()})
     code = child.wait()
     _write(f"{record}.exit.json", {"code": code, "time": time.time()})
     die_as(code)

@@ -9,7 +9,6 @@ from batchwright.core.errors import EnvironmentFault
 
 from . import chain
 from . import slurm_commands as slurm
-from .failure import Classify
 from .files import RunDirectory
 from .records import RunPlan
 from .slurm import SlurmEngine, cancel_all
@@ -29,13 +28,13 @@ def detach(directory: RunDirectory, plan: RunPlan) -> list[str]:
     return chain.begin(directory, plan, run)
 
 
-def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener, classify: Classify) -> str:
+def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener) -> str:
     """Bring a run to its end from here; a chain of it that waits is taken back, one that runs is refused."""
     _refuse_running(directory)
     if is_chain(directory):
         cancel_all(SlurmRun.load(directory).token)
     remember(directory, read_site(plan.options.slurm), detached=False)
-    return SlurmSupervisor(directory, plan, SlurmEngine(), listener, classify).run()
+    return SlurmSupervisor(directory, plan, SlurmEngine(), listener).run()
 
 
 def _refuse_running(directory: RunDirectory) -> None:

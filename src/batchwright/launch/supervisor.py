@@ -20,7 +20,7 @@ from batchwright.core.nodes import Launch
 
 from .engine import Engine, Handle, Poll, tail
 from .eta import Speeds, remaining_seconds
-from .failure import Classify, explain, memory_advice, stuck
+from .failure import explain, memory_advice, stuck
 from .files import RunDirectory, read_json, write_json
 from .interrupts import Interrupts
 from .records import COMMAND, Ending, Failure, Manifest, Progress, RunPlan
@@ -50,11 +50,10 @@ class Supervisor:
         plan: RunPlan,
         engine: Engine,
         listener: Listener,
-        classify: Classify = lambda code, text: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._directory, self._plan, self._engine, self._listener = directory, plan, engine, listener
-        self._classify, self._clock = classify, clock
+        self._clock = clock
         self._work: Work = work(directory, plan, self._pause)
         self._speeds, self._boundary = Speeds(), None
         self._interrupts = Interrupts()
@@ -230,7 +229,7 @@ class Supervisor:
         if outcome == "failed" and failure is None:
             who = "the command" if self._plan.kind == COMMAND else "torchrun"
             launcher = tail(self._directory.launch(manifest.number) / "logs" / "launcher.log")
-            failure = explain(polled, ranks, launcher, self._classify, who)
+            failure = explain(polled, ranks, launcher, who)
             if (free := self._directory.free_bytes()) < FULL_BYTES:
                 failure = replace(failure, reason=f"{failure.reason}; the disk is full ({free:,} bytes left)")
             if failure.kind == "oom":

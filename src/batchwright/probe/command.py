@@ -17,10 +17,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from batchwright.core.deaths import Death, from_exit
 from batchwright.core.errors import EnvironmentFault
 
 from . import process
-from .deaths import Death, from_exit
 from .kernel import file_digest, sources_digest
 from .records import Trial
 from .request import PLACEHOLDER, STEPS, Request

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
+from batchwright.core.deaths import Death, from_exit
 from batchwright.core.errors import ConfigError, MissingExtraError
 
 from . import process
-from .deaths import Death, from_exit
 from .records import Trial
 from .request import Request
 from .timing import Timing

@@ -26,9 +26,9 @@ import torch._dynamo  # any optimizer loads it: the libraries' own size is nobod
 from torch import nn
 
 from batchwright.core import codec
+from batchwright.core.deaths import death_of
 from batchwright.core.errors import PlanError
 from batchwright.guard import die_with
-from batchwright.probe.deaths import death_of
 from batchwright.probe.kernel import code_below, digest, others_seconds, status_bytes
 from batchwright.probe.timing import Timing
 from batchwright.runtime.ranks import discover

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from batchwright.probe.deaths import death_of, from_exception, from_exit, from_text
+from batchwright.core.deaths import death_of, from_exception, from_exit, from_text
 
 CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "

@@ -1,4 +1,4 @@
-"""One taxonomy of how a trial dies: by the exception's class, then by text, then by signal.
+"""One taxonomy of how a trial, or a rank of a run, dies: by the exception's class, then by text, then by signal.
 
 | kind            | status  | what it means                                                         |
 |---|---|---|
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchwright.core.errors import BatchwrightError, RunError
+from .errors import BatchwrightError, RunError
 
 STATUS = {
     "device-oom": "oom", "host-oom": "oom", "loader-worker": "oom", "hang": "timeout", "compile": "crash",
