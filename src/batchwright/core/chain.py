@@ -1,21 +1,24 @@
 """The best chain of node counts: one choice per stage, a price for every change, optionally within a limit.
 
-Without a limit it is a shortest path by dynamic programming. With one it is a constrained shortest path, solved
-exactly: labels of (weight, cost) without the dominated ones, cut by a Lagrangian bound.
+Without a limit it is a shortest path by dynamic programming. With one it is a constrained shortest path: a Lagrangian
+bound, and a search by labels within it (`labels.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from operator import itemgetter
-from typing import TypeAlias
+from typing import NamedTuple
 
+from .labels import Pair, Search
 from .record import record
 
-Pair: TypeAlias = tuple[int, int]  # (cost, weight)
-_Link: TypeAlias = "tuple[int, _Link] | None"  # the nodes chosen so far, last first
-_Label: TypeAlias = tuple[int, int, _Link]  # (weight, cost, nodes)
+
+class Found(NamedTuple):
+    """The nodes of each stage, and by how much a cheaper choice could be cheaper at most: 0 where this is the cheapest."""
+
+    counts: list[int]
+    gap: int = 0
 
 
 def cheapest_chain(
@@ -24,15 +27,15 @@ def cheapest_chain(
     *,
     always: bool = False,
     limit: int | None = None,
-) -> list[int] | None:
+) -> Found | None:
     """The nodes for each stage at the least total cost, of total weight up to `limit`; None where there are none.
 
     A stage's `options` are {nodes: (cost, weight)}; a `start` on other nodes than before (`always`: at every boundary)
     costs extra. Integers only, so ties are ties: among equal costs fewer changes win, then fewer nodes.
 
     >>> stages = [{1: (10, 10), 2: (12, 6)}, {2: (20, 10)}]
-    >>> cheapest_chain(stages, lambda nodes: (1, 1)), cheapest_chain(stages, lambda nodes: (3, 1))
-    ([1, 2], [2, 2])
+    >>> [cheapest_chain(stages, lambda nodes: (wait, 1)).counts for wait in (1, 3)]
+    [[1, 2], [2, 2]]
     """
     # The order of preference becomes one number, cost | changes | nodes: wide enough that no sum runs over.
     counts = sorted({n for option in options for n in option})
@@ -44,7 +47,10 @@ def cheapest_chain(
         {n: ((cost << shift) + (1 << change), weight) for n, (cost, weight) in starts.items()},
         {n: (cost << shift, weight) if always else (0, 0) for n, (cost, weight) in starts.items()},
     )
-    return chain.path(chain.to_go(1, 0)) if limit is None else chain.within(limit)
+    if limit is None:
+        return Found(chain.path(chain.to_go(1, 0)))
+    found = chain.within(limit)
+    return None if found is None else Found(found[0], found[1] >> shift)
 
 
 @record
@@ -89,80 +95,60 @@ class _Chain:
         pairs += [self.stay[b] if a == b else self.move[b] for a, b in pairwise(counts)]
         return sum(cost for cost, _ in pairs), sum(weight for _, weight in pairs)
 
-    def suffixes(self, table: Sequence[Mapping[int, tuple[int, int]]]) -> list[dict[int, Pair]]:
-        """(cost, weight) of the way that `to_go` found best from every stage and count on."""
-        found: list[dict[int, Pair]] = [{}]
-        for option, row in zip(reversed(self.options), reversed(table), strict=True):
-            now: dict[int, Pair] = {}
-            for n, (cost, weight) in option.items():
-                then = row[n][1]
-                if then:
-                    (c, w), (d, v) = (self.stay if then == n else self.move)[then], found[-1][then]
-                    cost, weight = cost + c + d, weight + w + v
-                now[n] = (cost, weight)
-            found.append(now)
-        return found[:0:-1]
+    def so_far(self, q: int, p: int) -> list[dict[int, int]]:
+        """For every stage and count of nodes: the least q × cost + p × weight up to there."""
+        move = {n: q * cost + p * weight for n, (cost, weight) in self.move.items()}
+        stay = {n: q * cost + p * weight for n, (cost, weight) in self.stay.items()}
+        table: list[dict[int, int]] = []
+        for option in self.options:
+            now = {n: q * cost + p * weight for n, (cost, weight) in option.items()}
+            if table:
+                before, least = table[-1], min(table[-1].values())
+                now = {
+                    n: value + min(least + move[n], before[n] + stay[n] if n in before else least + move[n])
+                    for n, value in now.items()
+                }
+            table.append(now)
+        return table
 
-    def within(self, limit: int) -> list[int] | None:
-        """The cheapest choice of weight up to `limit`, exactly: a shortest path with a resource.
-
-        Labels (weight, cost, nodes so far) go from stage to stage. One is dropped when another on the same nodes is no
-        worse in both, when its lightest completion breaks the limit, or when a Lagrangian bound shows that it cannot
-        beat the best choice known (a label completed along that bound's own way is such a choice). The problem is
-        NP-hard, and the answer exact: a hundred stages take 20 to 200 ms, but where restarts are free a knapsack of
-        nearly equal slopes remains, which can take seconds.
-        """
+    def within(self, limit: int) -> tuple[list[int], int] | None:
+        """The cheapest choice of weight up to `limit`, and what a cheaper one could save at most: usually nothing."""
         free = self.path(self.to_go(1, 0))
         low = self.total(free)
         if low[1] <= limit:
-            return free
+            return free, 0
         lightest = self.to_go(0, 1)
-        high = self.total(self.path(lightest))
+        counts = self.path(lightest)
+        high = self.total(counts)
         if high[1] > limit:
             return None
+        if len(self.options) == 1:
+            return [min((cost, n) for n, (cost, weight) in self.options[0].items() if weight <= limit)[1]], 0
         while True:  # p / q closes in on the slope of the convex hull where it crosses the limit
             q, p = low[1] - high[1], high[0] - low[0]
             bound = self.to_go(q, p)
-            cost, weight = found = self.total(self.path(bound))
+            path = self.path(bound)
+            cost, weight = found = self.total(path)
             if q * cost + p * weight >= q * low[0] + p * low[1]:
                 break
-            low, high = (found, high) if weight > limit else (low, found)
-        rest = self.suffixes(bound)
-        best = high[0]
-        labels: dict[int, list[_Label]] = {}
-        front: list[_Label] = [(0, 0, None)]
-        for i, option in enumerate(self.options):
-            now: dict[int, list[_Label]] = {}
-            for n, (cost, weight) in option.items():
-                arriving: list[_Label] = []
-                room, floor, (rest_cost, rest_weight) = limit - lightest[i][n][0], bound[i][n][0], rest[i][n]
-                for row, (c, w) in ((front, self.move[n] if i else (0, 0)), (labels.get(n, ()), self.stay[n])):
-                    for before_weight, before_cost, link in row:
-                        at_weight, at_cost = before_weight + w, before_cost + c
-                        if q * (at_cost - best) + p * (at_weight - limit) + floor > 0:
-                            if row is front:  # ascending in just this
-                                break
-                        elif at_weight <= room:
-                            arriving.append((at_weight, at_cost, link))
-                            if at_weight + rest_weight <= limit:
-                                best = min(best, at_cost + rest_cost)
-                if arriving:
-                    now[n] = [(w + weight, c + cost, (n, link)) for w, c, link in _undominated(arriving)]
-            labels = now
-            front = _undominated([label for row in labels.values() for label in row])
-            front.sort(key=lambda label: q * label[1] + p * label[0])
-        *_, link = min((label for row in labels.values() for label in row), key=itemgetter(1))
-        counts: list[int] = []
-        while link is not None:
-            counts.append(link[0])
-            link = link[1]
-        return counts[::-1]
+            if weight > limit:
+                low = found
+            else:
+                high, counts = found, path
+        search = Search(
+            self.options,
+            self.move,
+            self.stay,
+            limit,
+            q,
+            p,
+            ahead=_values(bound),
+            behind=self.so_far(q, p),
+            ahead_weight=_values(lightest),
+            behind_weight=self.so_far(0, 1),
+        )
+        return search.cheapest(high[0], counts)
 
 
-def _undominated(labels: list[_Label]) -> list[_Label]:
-    """The labels that no other one matches in both weight and cost."""
-    kept: list[_Label] = []
-    for label in sorted(labels, key=itemgetter(0, 1)):
-        if not kept or label[1] < kept[-1][1]:
-            kept.append(label)
-    return kept
+def _values(table: Sequence[Mapping[int, tuple[int, int]]]) -> list[dict[int, int]]:
+    return [{n: value for n, (value, _) in row.items()} for row in table]

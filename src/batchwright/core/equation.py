@@ -144,18 +144,25 @@ def ragged_split(given: Unknowns) -> Split:
     """
     ranks = given.data_parallel_size or 1
     share = -(-(given.global_batch_size or 0) // ranks)
-    micro, rule = given.micro_batch_size, given.pipeline
-    if micro is not None:
-        return Split(micro, -(-share // micro), ranks)
-    fewest = given.accumulation_steps or -(-share // min(share, given.max_micro_batch_size or share))
-    if (
-        rule is not None and given.accumulation_steps is None
-    ):  # the first number that fills the pipeline, if there is one
+    if given.micro_batch_size is not None:
+        return Split(given.micro_batch_size, -(-share // given.micro_batch_size), ranks)
+    most = given.max_micro_batch_size
+    return Split(*ragged_share(share, given.accumulation_steps, most, given.pipeline), ranks)
+
+
+def ragged_share(share: int, steps: int | None, most: int | None, rule: PipelineRule | None) -> tuple[int, int]:
+    """The micro batch and the accumulation steps of so many samples per rank, in `steps`, or as few as `most` allows.
+
+    >>> ragged_share(9, None, 8, None)
+    (5, 2)
+    """
+    fewest = steps or -(-share // min(share, most or share))
+    if rule is not None and steps is None:  # the first number that fills the pipeline, if there is one
         tried = (-(-share // -(-share // n)) for n in range(max(fewest, rule.stages), share + 1))
         reach = 4 * rule.stages + (rule.group or 0)  # the legal numbers lie far closer
         fewest = next((n for n in islice(tried, reach) if n >= rule.stages and rule.refusal(n) is None), fewest)
     micro = -(-share // fewest)
-    return Split(micro, -(-share // micro), ranks)
+    return micro, -(-share // micro)
 
 
 def _splits(given: Unknowns, batch: int) -> Iterator[Split]:

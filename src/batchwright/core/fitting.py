@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from .equation import Unknowns, ragged_split, splits
+from .equation import Unknowns, ragged_share, splits
 from .errors import Violation, either
 from .nearest import divisors
 from .pipeline import PipelineRule
@@ -70,29 +70,33 @@ class StageRules:
         dp = self.replicas(nodes)
         if not dp:
             return None
-        given = Unknowns(
-            batch,
-            self.micro_batch_size,
-            self.accumulation_steps,
-            dp,
-            self.max_micro_batch_size,
-            pipeline=None if self.inner_microbatches else self.pipeline,
-            sequence_length=self.sequence_length,
+        if self.micro_batch_size is None:
+            return self._free(batch, nodes, dp)
+        # The equation with one unknown: asked for thousands of times by the optima.
+        steps, over = divmod(batch, self.micro_batch_size * dp)
+        steps += over > 0
+        if (over and not self.allow_ragged) or not self._accepts(self.micro_batch_size, steps):
+            return None
+        return Fit(nodes, dp, self.micro_batch_size, steps, over > 0)
+
+    def _accepts(self, micro: int, steps: int) -> bool:
+        return (
+            steps == (self.accumulation_steps or steps)
+            and micro <= (self.max_micro_batch_size or micro)
+            and self.refusal(steps) is None
         )
-        for split in splits(given):
-            if self.refusal(split.accumulation_steps) is None:
-                return Fit(nodes, dp, split.micro_batch_size, split.accumulation_steps, False)
+
+    def _free(self, batch: int, nodes: int, dp: int) -> Fit | None:
+        rule = None if self.inner_microbatches else self.pipeline
+        if batch % dp == 0:
+            known = (batch, None, self.accumulation_steps, dp, self.max_micro_batch_size, 1, rule, self.sequence_length)
+            for split in splits(Unknowns(*known)):
+                if self.refusal(split.accumulation_steps) is None:
+                    return Fit(nodes, dp, split.micro_batch_size, split.accumulation_steps, False)
         if not self.allow_ragged:
             return None
-        split = ragged_split(given)
-        micro, steps = split.micro_batch_size, split.accumulation_steps
-        if (
-            self.refusal(steps)
-            or steps != (self.accumulation_steps or steps)
-            or micro > (self.max_micro_batch_size or micro)
-        ):
-            return None
-        return Fit(nodes, dp, micro, steps, True)
+        micro, steps = ragged_share(-(-batch // dp), self.accumulation_steps, self.max_micro_batch_size, rule)
+        return Fit(nodes, dp, micro, steps, True) if self._accepts(micro, steps) else None
 
     def fits(self, batch: int) -> Iterator[Fit]:
         """Every legal count of nodes, ascending. Without raggedness only divisors of the batch are looked at."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import groupby, pairwise
 from math import ceil
 
@@ -207,7 +208,7 @@ def place(
     elif policy == "constant-work":
         counts = _constant_work(rules, batches, notes)
     elif isinstance(throughput, Throughput) and policy != "constant":
-        counts = _optimum(rules, segments, policy, throughput, restart, limits[policy][1], stop_every_stage)
+        counts = _optimum(rules, segments, policy, throughput, restart, limits[policy][1], stop_every_stage, notes)
     else:
         counts = [nodes] * len(batches)
     stages = _stages(rules, segments, counts, throughput)
@@ -367,29 +368,44 @@ def _optimum(
     restart: float,
     limit: float | None,
     stop_every_stage: bool,
+    notes: list[str],
 ) -> list[int]:
     """Both optima are one problem: (cost, weight) is (node time, time), or the other way round."""
 
     def pair(nodes: int, time: int) -> Pair:
         return (nodes * time, time) if policy == "min-node-hours" else (time, nodes * time)
 
+    sync = cache(throughput.sync_step_seconds)
     options: list[dict[int, Pair]] = []
-    for i, segment in enumerate(segments):
-        fits = rules.fits(segment.global_batch_size)
-        times = ((fit.nodes, _step_seconds(rules, throughput, i, segment, fit)) for fit in fits)
-        options.append({n: pair(n, round(t * (segment.steps or 0) * _MICROSECONDS)) for n, t in times})
+    for segment in segments:
+        scale, length = (segment.steps or 0) * _MICROSECONDS, segment.sequence_length
+
+        @cache  # few splits, many nodes
+        def computing(micro: int, steps: int, length: int | None = length) -> float:
+            return throughput.compute_seconds(micro, steps + rules.idle(steps), length)
+
+        times = (
+            (n, computing(micro, steps) + sync(n)) for n, _, micro, steps, _ in rules.fits(segment.global_batch_size)
+        )
+        options.append({n: pair(n, round(time * scale)) for n, time in times})
     bad = [i for i, option in enumerate(options) if not option]
     raise_violations(ScheduleError, _stage_violations(rules, segments, [rules.nodes] * len(segments), bad))
     wait = round(restart * _MICROSECONDS)
     most = None if limit is None else int(limit * 3600 * _MICROSECONDS)
-    counts = cheapest_chain(options, lambda nodes: pair(nodes, wait), always=stop_every_stage, limit=most)
-    if counts is None:
+    found = cheapest_chain(options, lambda nodes: pair(nodes, wait), always=stop_every_stage, limit=most)
+    if found is None:
         name, unit, other = "node_hours_budget", "node-hours", "min-node-hours"
         if policy == "min-node-hours":
             name, unit, other = "deadline_hours", "hours", "min-time"
-        lightest = _optimum(rules, segments, other, throughput, restart, None, stop_every_stage)
+        lightest = _optimum(rules, segments, other, throughput, restart, None, stop_every_stage, notes)
         totals = _totals(_stages(rules, segments, lightest, throughput), restart, stop_every_stage)
         nearest = ceil(100 * ((totals[0] if other == "min-time" else totals[1]) or 0)) / 100
         message = f"{name}={limit:g} cannot be met on up to {rules.nodes} nodes: the least is {nearest:g} {unit}."
         raise ScheduleError(message, field=name, given=limit, nearest=(nearest,))
-    return counts
+    if found.gap:
+        hours = found.gap / 3600 / _MICROSECONDS
+        unit = "node-hours" if policy == "min-node-hours" else "hours"
+        notes.append(
+            f"{policy} within this limit is not proven: a better choice could save {hours:.3g} {unit} at most."
+        )
+    return found.counts

@@ -10,12 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal
 
 from .errors import ScheduleError, Violation, raise_violations
-from .record import record
 from .units import human
 
 Unit = Literal["samples", "tokens", "steps"]
@@ -27,7 +26,7 @@ _first_step = attrgetter("first_step")
 _start_sample = attrgetter("start_sample")
 
 
-@record
+@dataclass(frozen=True)
 class Segment:
     """Steps with one global batch and one sequence length; an open end has `steps=None`.
 
@@ -66,7 +65,7 @@ class Segment:
         return self.start_token + self.samples * self.sequence_length
 
 
-@record
+@dataclass(frozen=True)
 class Step:
     """The span of samples that one optimizer step owns: `[start_sample, end_sample)`.
 
@@ -85,7 +84,7 @@ class Step:
         return self.start_sample + self.global_batch_size
 
 
-@record
+@dataclass(frozen=True)
 class Switch:
     """From position `at` on, steps take `global_batch_size` samples.
 
@@ -127,7 +126,7 @@ class Rule(ABC):
         return Schedule(tuple(segments), self.notes() + jumped)
 
 
-@record
+@dataclass(frozen=True)
 class Schedule:
     """What a run trains on, step by step: the history of its past and the plan of its future.
 

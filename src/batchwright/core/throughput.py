@@ -137,10 +137,19 @@ class Throughput:
         >>> model.step_seconds(nodes=1, micro_batch_size=1, accumulation_steps=8, idle=2)
         5.0
         """
+        computing = self.compute_seconds(micro_batch_size, accumulation_steps + idle, sequence_length)
+        return computing + self.sync_step_seconds(nodes)
+
+    def compute_seconds(self, micro_batch_size: int, micro_steps: float, sequence_length: int | None = None) -> float:
+        """The part of a step that does not depend on the nodes.
+
+        >>> Throughput(per_sample_seconds=0.5).compute_seconds(4, 3)
+        6.0
+        """
         size: float = micro_batch_size
         if sequence_length and self.sequence_length and sequence_length != self.sequence_length:
             size = micro_batch_size * sequence_length / self.sequence_length
-        return (accumulation_steps + idle) * self.micro_step_seconds(size) + self.sync_step_seconds(nodes)
+        return micro_steps * self.micro_step_seconds(size)
 
     def remarks(self, micro_batch_sizes: Iterable[int], sequence_lengths: Iterable[int | None] = ()) -> tuple[str, ...]:
         """What a reader of the predicted times must know.
