@@ -308,3 +308,11 @@ def test_where_nobody_reads_the_run_goes_on(plan):
     stream.close()
     Lines(stream).note("into the void")
     assert codec.encode(plan)["kind"] == "command"
+
+
+def test_what_of_a_site_does_not_concern_a_command_is_said():
+    request = Request(nodes=2, devices_per_node=1, max_micro_batch_size=8)
+    wanted = read_ramp({"thresholds": "0:8 64:16", "samples": "512"})
+    options = Options(engine="slurm", slurm={"container": "image.sif", "partition": "gpu"})
+    plan, _ = build(request, wanted, options, command=["train", "{end_sample}"])
+    assert "A command is started as it stands, without launch.slurm's container." in plan.notes

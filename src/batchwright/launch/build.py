@@ -59,6 +59,9 @@ def build(
     if template.places(command) & set(template.BATCH_PLACES) and not wanted.stop_every_stage:
         wanted = replace(wanted, stop_every_stage=True)
         notes.append("The command is given its batch, so every stage is a launch of its own.")
+    ours = [name for name in ("container", "container_mounts", "python", "srun", "launcher") if options.slurm.get(name)]
+    if command and ours:
+        notes.append(f"A command is started as it stands, without launch.slurm's {', '.join(ours)}.")
     if target and wanted.lr_scaling:
         options = replace(options, settings={"lr_scaling": wanted.lr_scaling, **options.settings})
     made = ramp(request, wanted)
