@@ -208,5 +208,6 @@ def _nearby(rows: tuple[Nearby, ...]) -> list[str]:
         ],
         head=("global", "nodes", "data-parallel", "accumulation", "batch", "ranks"),
         right=range(6),
+        drop=("ranks", "accumulation", "batch"),
     )
     return lines + ([f"  … and {len(rows) - _ROWS} more: --json lists them"] if len(rows) > _ROWS else [])

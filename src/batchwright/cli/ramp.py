@@ -183,10 +183,10 @@ def render(made: Ramp) -> list[str]:
         row += [made.rates[i].before, made.rates[i].after] if made.rates else []
         rows.append([_cell(value) for value in row])
     shown, left = _middle_left_out(rows)
-    lines = [*_title(made), "", *text.table(shown, head=head, right=range(len(head)))]
+    lines = [*text.fitted(_title(made)), "", *text.table(shown, head=head, right=range(len(head)), drop=_DROP)]
     if left:
         lines.append(f"  ({left} stages in between left out: --json or --csv lists them)")
-    lines += ["", *_totals(made)]
+    lines += ["", *text.fitted(_totals(made))]
     if made.notes:
         lines += ["", "notes:", *text.notes(made.notes)]
     return lines
@@ -243,6 +243,11 @@ def _cell(value: object) -> str:
 
 
 _FEW = 16
+# On a narrow terminal: first what follows from other columns, last what is decided here.
+_DROP = (
+    "from token", "to sample", "lr before", "first step", "ranks", "to token", "from sample", "s/step", "ragged", "accum",
+    "hours", "micro",
+)  # fmt: skip
 
 
 def _middle_left_out(rows: list[list[str]]) -> tuple[list[list[str]], int]:

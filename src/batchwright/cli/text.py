@@ -3,51 +3,99 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 
 
-def table(rows: Sequence[Sequence[object]], *, head: Sequence[str] = (), right: Sequence[int] = ()) -> list[str]:
+def table(
+    rows: Sequence[Sequence[object]],
+    *,
+    head: Sequence[str] = (),
+    right: Sequence[int] = (),
+    drop: Sequence[str] = (),
+    width: int | None = None,
+) -> list[str]:
     """Rows as aligned lines, indented by two; columns whose index is in `right` align right.
+
+    On a terminal too narrow for them, columns named in `drop` are left out, the first one first, and the last column,
+    where it is text, is wrapped. A pipe or a file gets them whole.
 
     >>> table([("a", 1), ("bc", 22)], right=[1])
     ['  a    1', '  bc  22']
+    >>> table([("a", 1, 2)], head=("name", "x", "y"), right=[1, 2], drop=["x"], width=10)
+    ['  name  y', '  a     2', '  left out', '  here: x']
     """
     cells = [[str(cell) for cell in row] for row in ([head] if head else []) + list(rows)]
     if not cells:
         return []
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = (
-        "  ".join(
-            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    )
-    return [f"  {line}".rstrip() for line in lines]
+    columns, left = list(range(len(widths))), list[str]()
+    width = width or _terminal()
+
+    def excess() -> int:
+        return 0 if width is None else sum(widths[i] + 2 for i in columns) - width
+
+    for name in drop:
+        if excess() > 0 and name in head:
+            columns.remove(head.index(name))
+            left.append(name)
+    last = columns[-1]
+    if excess() > 0 and last not in right:
+        widths[last] = max(_NARROWEST, widths[last] - excess())
+    lines: list[str] = []
+    for row in cells:
+        text = wrapped(row[last], widths[last]) if last not in right else [row[last]]
+        for k, piece in enumerate(text):
+            shown = [piece if i == last else "" if k else row[i] for i in columns]
+            aligned = (
+                cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
+                for i, cell in zip(columns, shown, strict=True)
+            )
+            lines.append(f"  {'  '.join(aligned)}".rstrip())
+    if left:
+        lines += [f"  {line}" for line in wrapped(f"left out here: {', '.join(left)}", (width or 0) - 2)]
+    return lines
+
+
+_NARROWEST = 12  # a column of text does not get narrower: the terminal breaks what is left
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """A text broken at its spaces; a word longer than the width stands alone. (textwrap would cost more than a plan.)
+
+    >>> wrapped("one two three", 7)
+    ['one two', 'three']
+    """
+    if len(text) <= width:
+        return [text]
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return lines
+
+
+def fitted(items: Sequence[str]) -> list[str]:
+    """Lines as they are, or on a terminal that is too narrow broken at spaces and indented."""
+    width = _terminal()
+    if width is None:
+        return list(items)
+    return [("    " if k else "") + line for item in items for k, line in enumerate(wrapped(item, max(20, width - 4)))]
 
 
 def notes(items: Sequence[str], width: int | None = None) -> list[str]:
-    """Notes as bullets, wrapped at the terminal's width. (textwrap and shutil would cost more than all of a plan.)
+    """Notes as bullets, wrapped at the terminal's width.
 
     >>> notes(["one two three four five six seven eight nine"], width=40)
     ['  - one two three four five six seven', '    eight nine']
     """
-    width = max(40, min(100, width or _columns()))
-    lines: list[str] = []
-    for item in items:
-        line = "  -"
-        for word in item.split():
-            if len(line) + 1 + len(word) > width and line.strip(" -"):
-                lines.append(line)
-                line = "   "
-            line += f" {word}"
-        lines.append(line)
-    return lines
+    width = max(40, min(100, width or _terminal() or 100))
+    return [("    " if k else "  - ") + line for item in items for k, line in enumerate(wrapped(item, width - 4))]
 
 
 def color() -> bool:
     """Whether standard output is a terminal that wants colours: NO_COLOR and dumb terminals do not."""
-    import sys
-
     if not sys.stdout.isatty():
         return False
     from rich.console import Console  # it knows the conventions
@@ -55,8 +103,9 @@ def color() -> bool:
     return Console().color_system is not None
 
 
-def _columns() -> int:
+def _terminal() -> int | None:
+    """The width of the terminal that is written to; None where it is a pipe or a file."""
     try:
-        return os.get_terminal_size(1).columns
-    except OSError:  # a pipe or a file
-        return 100
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,77 @@
+"""Tables on terminals of every width; pipes and files get them whole."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchwright.cli import text
+
+RAMP = (
+    "ramp --linear 256,256,10M --global-batch-size 2048 --micro-batch-size 4 --nodes 16 --devices-per-node 8 --samples 20M "
+    "--micro-step-seconds 0.05,0.1 --sequence-length 4096 --lr 1e-4 --no-plot"
+).split()
+NEAR = "plan --global-batch-size 960 --max-micro-batch-size 4 --nodes 6 --devices-per-node 8 --tolerance 20%".split()
+
+
+def on_terminal(words: list[str], columns: int) -> list[str]:
+    """What a command writes to a terminal so wide."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    done = subprocess.Popen([sys.executable, "-m", "batchwright", *words], stdout=its)
+    os.close(its)
+    out = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        out += piece
+    os.close(ours)
+    assert done.wait(timeout=60) == 0
+    return out.decode().splitlines()
+
+
+@pytest.mark.parametrize("words", [RAMP, NEAR], ids=["ramp", "plan"])
+@pytest.mark.parametrize("columns", [60, 80])
+def test_no_line_is_wider_than_the_terminal(words, columns):
+    lines = on_terminal(words, columns)
+    assert max(map(len, lines)) <= columns
+    if words is RAMP:
+        head = next(line for line in lines if line.startswith("  stage")).split()
+        assert {"stage", "global", "steps", "nodes", "node-hours"} <= set(head)
+        assert any(line.startswith("  left out here: from token, to sample") for line in lines)
+
+
+def test_a_wide_terminal_and_a_pipe_get_the_same_whole_table(cli):
+    piped = cli(*RAMP).out.splitlines()
+    assert "from token" in next(line for line in piped if line.startswith("  stage"))
+    wide = on_terminal(RAMP, 200)
+    stop = piped.index("notes:")
+    assert wide[:stop] == piped[:stop]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.text("ab ", max_size=40), st.integers(0, 99)), min_size=1, max_size=5),
+    st.integers(20, 80),
+)
+def test_wrapping_loses_no_word(rows, width):
+    shown = text.table(
+        [(a, b, c, b) for a, b, c in rows], head=("x", "y", "z", "why"), right=[0], drop=["y"], width=width
+    )
+    for a, b, c in rows:
+        assert {str(a), str(c), *b.split()} <= set(" ".join(shown).split())
+    whole = text.table([(a, b, c, b) for a, b, c in rows], head=("x", "y", "z", "why"), right=[0])
+    assert len(whole) == 1 + len(rows)
+    assert text.table([(1, "a")], head=("n", "t"), width=5) == ["  n  t", "  1  a"], "left as it is where it must be"
