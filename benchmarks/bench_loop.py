@@ -1,9 +1,11 @@
 """The loop against one written by hand, checkpoints against torch.save, the audit of a million steps, and torture.
 
-    python benchmarks/bench_loop.py [--rounds 7] [--torture 20]
+    python benchmarks/bench_loop.py [--pairs 200] [--rounds 7] [--torture 20]
+    python benchmarks/bench_loop.py --only loop --pairs 400
 
-Times are CPU time of this process (user + system), interleaved round by round; the ratio is the median of the rounds'
-ratios, with the smallest and largest in brackets. Threads: 1.
+The loop is compared step by step with the same steps by hand, in one process. Of the rest, times are CPU or wall time as
+said, interleaved round by round; the ratio is the median of the rounds' ratios, with the smallest and largest in
+brackets. Threads: 1.
 """
 
 from __future__ import annotations
@@ -35,60 +37,93 @@ from batchwright.runtime.checkpoint import Checkpoints  # noqa: E402
 from batchwright.runtime.ledger import WIDTH, Ledger, _line  # noqa: E402
 from batchwright.runtime.loop import Settings, train  # noqa: E402
 from batchwright.runtime.order import GlobalOrder  # noqa: E402
+from batchwright.runtime.parallel import StepResult  # noqa: E402
+from batchwright.runtime.task import Task  # noqa: E402
 
-STEPS, BATCH, MICRO = 6, 16, 8
+BATCH, MICRO = 16, 8
+WARM = 5  # steps that do not count
 
 
 def clock() -> float:
     return time.process_time()
 
 
-def by_hand(mine, order: GlobalOrder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What one would write: the same samples, the same split, the same division; no ledger, events or signals."""
-    position = 0
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        ids, total = order.ids(range(position, position + BATCH)).tolist(), 0
+class Hand:
+    """What one would write: the same samples, split, loss, division and optimizer; no ledger, events or signals."""
+
+    def __init__(self, mine: Task, ids: list[int]) -> None:
+        self.mine, self.ids, self.model = mine, ids, mine.build_model(0)
+        self.optimizer = mine.optimizer(self.model.parameters())
+
+    def step(self, index: int) -> None:
+        self.optimizer.zero_grad()
+        ids, total = self.ids[index * BATCH : (index + 1) * BATCH], 0
         for at in range(0, BATCH, MICRO):
-            batch = mine.collate([mine.dataset[i] for i in ids[at : at + MICRO]])
-            loss, weight = mine.loss(model, batch)
+            batch = self.mine.collate([self.mine.dataset[i] for i in ids[at : at + MICRO]])
+            loss, weight = self.mine.loss(self.model, batch)
             loss.backward()
             total += weight
-        for parameter in model.parameters():
+        for parameter in self.model.parameters():
             parameter.grad /= total
-        optimizer.step()
-        position += BATCH
+        self.optimizer.step()
 
 
-def loop_ratio(rounds: int) -> None:
-    mine = task("small", 128, files=60)
-    order, schedule = GlobalOrder(len(mine.dataset), 0), Constant(BATCH).compile().until(STEPS * BATCH)
-    ratios, ours, hands = [], [], []
+def loop_ratio(pairs: int) -> None:
+    """Step for step in one process: the loop's, then the same step by hand, twice, so that one is the other's control.
 
-    def hand() -> float:
-        model = mine.build_model(0)
-        optimizer = mine.optimizer(model.parameters())
-        before = clock()
-        by_hand(mine, order, model, optimizer)
-        return clock() - before
+    A step of the loop is all from the end of the hand's to `on_step`: loading, both passes, the optimizer, ledger, event
+    and what it looks at between steps. Setting up and saving are left out. (The events' thread writes twice a second,
+    in whosever step it is.)
+    """
+    mine, steps = task("small", 128, files=60), pairs + WARM
+    order, schedule = GlobalOrder(len(mine.dataset), 0), Constant(BATCH).compile().until(steps * BATCH)
+    ids = order.ids(range(steps * BATCH)).tolist()
+    hands = [Hand(mine, ids), Hand(mine, ids)]
+    taken: list[tuple[Clocks, Clocks, Clocks]] = []  # the loop's, the hand's, its control's
+    last: list[Clocks] = []
 
-    def loop() -> float:
-        """From the first step to the last, as the events thread and the ledger see it: setup and save left out."""
-        marks: list[float] = []
-        with tempfile.TemporaryDirectory() as folder:
-            settings = Settings(directory=folder, micro_batch_size=MICRO, progress=False)
-            train(mine, schedule, settings, on_step=lambda *_: marks.append(clock()))
-        return (marks[-1] - marks[0]) / (len(marks) - 1) * STEPS
+    def on_step(result: StepResult, model: nn.Module, _: object) -> None:
+        loop, found = clocks(), [(0.0, 0.0), (0.0, 0.0)]
+        for which in (0, 1) if result.step % 2 else (1, 0):
+            before = clocks()
+            hands[which].step(result.step)
+            found[which] = between(before, clocks())
+        if result.step >= WARM:
+            taken.append((between(last[0], loop), found[0], found[1]))
+        if result.step == steps - 1:  # it was the same work
+            both = zip(model.parameters(), hands[0].model.parameters(), strict=True)
+            assert all(torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in both)
+        last[:] = [clocks()]
 
-    hand(), loop()
-    for index in range(rounds):
-        one, two = (hand(), loop()) if index % 2 else (loop(), hand())[::-1]
-        hands.append(one), ours.append(two), ratios.append(two / one)
-    print(f"| loop, CPU time of {STEPS} steps of {BATCH} samples | by hand | batchwright | ratio | of the fastest |")
-    print("|---|---|---|---|---|")
-    one, two = statistics.median(hands), statistics.median(ours)
-    fastest = min(ours) / min(hands)
-    print(f"| byte GPT, 0.9 M parameters | {one:.2f} s | {two:.2f} s | {shown(ratios)} | {fastest:.3f} |")
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(directory=folder, micro_batch_size=MICRO, progress=False)
+        train(mine, schedule, settings, on_step=on_step)
+    print(f"| one step of {BATCH} samples, {pairs} pairs | by hand | batchwright / by hand | by hand / by hand |")
+    print("|---|---|---|---|")
+    for at, name in enumerate(("CPU time", "wall time")):
+        hand = statistics.median(h[at] for _, h, _ in taken)
+        ratios, control = [t[at] / h[at] for t, h, _ in taken], [c[at] / h[at] for _, h, c in taken]
+        print(f"| {name} | {hand * 1e3:.0f} ms | {bootstrap(ratios)} | {bootstrap(control)} |")
+    print(f"\nMedian of the pairs' ratios with a 95% bootstrap interval; {time.perf_counter() - began:.0f} s.")
+
+
+Clocks = tuple[float, float]  # CPU time of this process, wall time
+
+
+def clocks() -> Clocks:
+    return time.process_time(), time.perf_counter()
+
+
+def between(before: Clocks, after: Clocks) -> Clocks:
+    return after[0] - before[0], after[1] - before[1]
+
+
+def bootstrap(values: list[float], draws: int = 4000) -> str:
+    """The median, and the 2.5% and 97.5% points of the medians of resampled values."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(draws))
+    return f"{statistics.median(values):.4f} [{medians[draws // 40]:.4f}, {medians[-draws // 40]:.4f}]"
 
 
 def save_ratio(rounds: int) -> None:
@@ -220,11 +255,17 @@ def torture(rounds: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--torture", type=int, default=6)
+    parser.add_argument("--only", choices=["loop", "save", "audit", "torture"])
     given = parser.parse_args()
     torch.set_num_threads(1)
-    loop_ratio(given.rounds)
-    save_ratio(given.rounds)
-    audit_speed()
-    torture(given.torture)
+    parts: dict[str, Callable[[], None]] = {
+        "loop": lambda: loop_ratio(given.pairs),
+        "save": lambda: save_ratio(given.rounds),
+        "audit": audit_speed,
+        "torture": lambda: torture(given.torture),
+    }
+    for name in [given.only] if given.only else parts:
+        parts[name]()
