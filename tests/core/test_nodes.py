@@ -349,6 +349,33 @@ def test_saving_against_the_full_cluster():
     assert full.saved_node_hours == 0
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    batches=st.lists(st.integers(1, 40).map(lambda k: 32 * k), min_size=1, max_size=5),
+    most=st.sampled_from((1, 2, 4, 6)),
+    wait=st.sampled_from((0, 60, 900)),
+    measured=st.booleans(),
+)
+def test_with_the_same_micro_batches_the_fastest_is_never_slower_than_the_full_cluster(batches, most, wait, measured):
+    model = Throughput(measured=((1, 0.3), (2, 0.8), (4, 0.9))) if measured else MODEL  # 2 is slower than 1 twice
+    plan = place(
+        ramp(*batches), World(1, 4), nodes=8, max_micro_batch_size=most, policy="min-time", throughput=model,
+        restart_seconds=wait,
+    )  # fmt: skip
+    assert plan.full_cluster_hours is None or plan.hours <= plan.full_cluster_hours + 1e-9 * len(batches)
+
+
+def test_a_given_micro_batch_keeps_the_policy_from_what_the_full_cluster_may_do():
+    common = {"nodes": 16, "throughput": MODEL, "policy": "min-time", "restart_seconds": 60}
+    given_ = place(ramp(64, 2048), EIGHT, micro_batch_size=4, **common)
+    assert given_.full_cluster_hours is None and "not every stage is legal on all 16 nodes" in given_.notes[0]
+    given_ = place(ramp(256, 2048), EIGHT, micro_batch_size=4, **common)
+    assert given_.hours > given_.full_cluster_hours
+    assert "down to 2, where a batch needs it: micro_batch_size=4 keeps the policy from them" in given_.notes[0]
+    free = place(ramp(256, 2048), EIGHT, max_micro_batch_size=4, **common)
+    assert free.hours <= free.full_cluster_hours == given_.full_cluster_hours
+
+
 def test_open_end_has_no_hours():
     plan = place(ramp(256, 512, open_end=True), EIGHT, nodes=8, micro_batch_size=4, throughput=MODEL)
     assert plan.stages[0].hours and plan.stages[1].hours is None and plan.hours is None

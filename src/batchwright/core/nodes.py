@@ -223,7 +223,10 @@ def place(
             full = _totals(everywhere, restart, stop_every_stage)
             least = min(stage.micro_batch_size for stage in everywhere)
             if micro_batch_size and least < micro_batch_size:
-                notes.append(f"the full cluster is counted with micro batches down to {least}, where a batch needs it.")
+                notes.append(
+                    f"the full cluster is counted with micro batches down to {least}, where a batch needs it: "
+                    f"micro_batch_size={micro_batch_size} keeps the policy from them, max_micro_batch_size would not."
+                )
         else:
             notes.append(f"no saving is stated: not every stage is legal on all {nodes} nodes.")
     if throughput is not None:
