@@ -616,14 +616,14 @@ def test_limits_that_cannot_be_met_name_the_least():
         {"policy": "min-node-hours"},
         {"policy": "min-node-hours", "deadline_hours": 700},
         {"policy": "min-time"},
-        {"policy": "min-time", "node_hours_budget": 2400, "restart_seconds": 0},
+        {"policy": "min-time", "node_hours_budget": 2400, "restart_seconds": 60},
     ],
 )
 def test_hundred_stages_on_four_thousand_nodes_are_instant(options):
     segments = ramp(*range(1024, 102_401, 1024), samples=2_000_000)
-    began = time.perf_counter()
+    began = time.process_time()
     plan = place(segments, EIGHT, nodes=4096, micro_batch_size=1, throughput=MODEL, **options)
-    assert time.perf_counter() - began < 1.0  # 20 to 90 ms on a laptop core; loose for a busy machine
+    assert time.process_time() - began < 1.0  # 20 to 90 ms on a laptop core; loose for a busy machine
     assert len(plan.stages) == 100
 
 
