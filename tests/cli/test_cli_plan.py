@@ -70,6 +70,12 @@ def test_nemos_line_says_that_nemo_derives_accumulation(cli):
     assert shown(ran.out, "micro_batch_size") == ["4", "given", "data.micro_batch_size=4"]
 
 
+def test_what_a_launcher_takes_for_granted_was_not_given(cli):
+    ran = cli("plan", "torchrun", "--nproc_per_node", "2", "t.py", "--per_device_train_batch_size", "4")
+    assert shown(ran.out, "nodes") == ["1", "default", "the launcher's default"]
+    assert shown(ran.out, "devices_per_node") == ["2", "given", "nproc_per_node=2"]
+
+
 def test_what_is_left_out_of_a_pasted_line_is_named(cli):
     ran = cli("plan", "nemo", "llm", "pretrain", "--factory", "llama3_8b", "data.micro_batch_size=4", "optim.lr=1")
     assert "Left out, as it does not concern the batch: nemo llm pretrain --factory llama3_8b, optim.lr" in " ".join(

@@ -142,7 +142,7 @@ def render(made: Plan, near: tuple[Nearby, ...] | None = None) -> list[str]:
 
 
 _ALWAYS = {
-    "global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices", "hosts",
+    "global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices", "nodes", "hosts",
     "loading_hosts",
 }  # fmt: skip
 _PIPELINE = ("virtual_stages", "pipeline_microbatches", "bubble_fraction", "recommended_microbatches")

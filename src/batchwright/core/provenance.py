@@ -32,7 +32,8 @@ def provenance(
             continue
         origin = request.origins.get(name, "")
         if getattr(request, name, None) is not None and (name in request.origins or not _defaulted(request, name)):
-            sources[name] = "probed" if origin.startswith("probe") else "given"
+            unsaid = origin.endswith(" default")  # a launcher's: nobody gave it
+            sources[name] = "probed" if origin.startswith("probe") else "default" if unsaid else "given"
             if origin:
                 reasons[name] = origin
         else:
