@@ -123,14 +123,13 @@ class _Search:
             return self._middle() if self.failed_above else low * 2
         predicted = self._predicted_limit()
         safe = low * limit // self.points[low] if self.points[low] else low * 2
-        if predicted is None and self.failed_above:
-            return safe if safe > low else self._middle()
-        if predicted is None:  # a flat segment is left by larger steps; one point alone by a size that surely runs
+        if predicted is None and not self.failed_above:
+            # A flat segment is left by larger steps, one point alone by a size that surely runs.
             return max(safe, 4 * low) if len(self.points) > 1 else max(safe, low + max(1, low // 4))
-        if predicted >= high:
+        if predicted is None or predicted >= high:
             if not self.failed_above:
                 return high - 1  # the cap is predicted to run
-            if self._misses == 1 and high < 4 * low:  # from so near it is most likely the allocator's granularity
+            if predicted and self._misses == 1 and high < 4 * low:  # from so near most likely the allocator's granularity
                 return high - max(self._window(low), high // 50)
             # A size that is certain to run also gives a point on the last segment; where it is hardly larger, bisect.
             return safe if (safe - low) * 4 >= high - low else self._middle()
