@@ -14,7 +14,7 @@ from batchwright.core.rules import parse_thresholds
 from batchwright.core.units import count
 
 from . import text
-from .options import json_option, number, print_json, task_arguments
+from .options import json_option, number, print_json, read_task
 
 if TYPE_CHECKING:
     from batchwright.runtime.check import CheckReport
@@ -27,7 +27,7 @@ _DTYPES = ("float32", "float64")
     '  batchwright check train.py:task --ramp "0:256 10M:512 50M:1024"\n'
     "  batchwright check --ledger runs/7b",
 )
-@click.argument("target", required=False, metavar="[FILE.py:FUNCTION]")
+@click.argument("target", required=False, metavar="[FILE.py:FUNCTION | FILE.yaml]")
 @click.option("--arg", "arguments", multiple=True, metavar="KEY=VALUE", help="An argument of the task's function.")
 @number("--global-batch-size", "Samples to compare with.  [default: 16]")
 @number("--micro-batch-size", "Sizes to split it into.  [default: 1, one with a ragged tail, half, all]", "N,N,...")
@@ -78,7 +78,7 @@ def _check(target: str, arguments: tuple[str, ...], allow: tuple[str, ...], flag
     seed = 0 if flags["seed"] is None else count(flags["seed"], "seed", least=0, most=2**32 - 1)
     sizes = [count(part, "micro_batch_size") for part in (flags["micro_batch_size"] or "").replace(",", " ").split()]
     ramp = None if flags["ramp"] is None else parse_thresholds(flags["ramp"]).compile()
-    args, kind = task_arguments(arguments), flags["accumulate_dtype"]
+    (target, args), kind = read_task(target, arguments), flags["accumulate_dtype"]
     if kind not in (None, *_DTYPES):
         raise ConfigError(
             f"accumulate_dtype={kind!r} is none of {', '.join(_DTYPES)}.", field="accumulate_dtype", given=kind

@@ -28,6 +28,15 @@ def number(name: str, text: str, metavar: str = "N") -> Decorator:
     return click.option(name, metavar=metavar, help=text)
 
 
+class CommandLine(click.Command):
+    """A verb that keeps everything after `--` as it is: the user's command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta["command"] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+
 batch_options = stack(
     number("--global-batch-size", "Samples per optimizer step."),
     number("--global-batch-size-tokens", "The same in tokens; needs --sequence-length."),

@@ -11,7 +11,7 @@ import click
 from batchwright.core.errors import ConfigError, RunError
 
 from . import text
-from .options import json_option, number, print_json, read_task, stack, task_arguments
+from .options import CommandLine, json_option, number, print_json, read_task, stack, task_arguments
 
 _limit_options = stack(
     number(
@@ -37,15 +37,6 @@ _speed_options = stack(
     number("--step-regex", "What a step looks like in a command's output; its first group counts steps.", "REGEX"),
     number("--peak-tflops", "The device's peak, for MFU where it is not in the table.", "X"),
 )
-
-
-class CommandLine(click.Command):
-    """A verb that keeps everything after `--` as it is: the user's command."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        at = args.index("--") if "--" in args else len(args)
-        ctx.meta["command"] = tuple(args[at + 1 :])
-        return super().parse_args(ctx, args[:at])
 
 
 @click.command(

@@ -10,7 +10,6 @@ import click
 
 from batchwright.core import codec
 from batchwright.core.errors import ConfigError
-from batchwright.core.nodes import POLICIES
 from batchwright.core.ramp import Ramp, ramp
 from batchwright.core.ramp_request import RAMP_READERS, RampRequest, read_ramp
 from batchwright.core.request import READERS, Request
@@ -20,49 +19,7 @@ from batchwright.core.units import count, human
 from . import text
 from .config import PasteCommand, gather, read_file
 from .options import batch_options, json_option, number, print_json, stack, world_options
-
-_rule_options = stack(
-    number(
-        "--linear", "Grow by INCREMENT in equal parts of SAMPLES, from START to the global batch.", "START,INC,SAMPLES"
-    ),
-    number(
-        "--per-device", "MaxText's rule: sizes per device, each stage counts its own share.", "START,INC,END,SAMPLES"
-    ),
-    number("--thresholds", 'From each position in samples on, a size: "0:768 60M:1536".', '"AT:SIZE ..."'),
-    number("--thresholds-tokens", 'The same in tokens: "0:768 250B:1536".', '"AT:SIZE ..."'),
-    number("--thresholds-steps", "The same in steps.", '"AT:SIZE ..."'),
-    number(
-        "--doubling",
-        "Twice the batch every so many samples (tokens, steps), up to the global batch.",
-        "START,EVERY[,UNIT]",
-    ),
-    number("--sequence-lengths", "Thresholds: the sequence length of each stage.", "L,L,..."),
-    number("--recipe", "A published schedule; see --list-recipes.", "NAME"),
-    click.option("--list-recipes", is_flag=True, help="The published schedules there are."),
-    click.option("--allow-falling", is_flag=True, help="Accept a batch that falls."),
-    number("--samples", "The budget in samples."),
-    number("--tokens", "The budget in tokens."),
-    number(
-        "--last-step", "shorten | drop | overshoot: the step in which the budget ends.  [default: shorten]", "POLICY"
-    ),
-)
-
-_node_options = stack(
-    number("--node-policy", f"{' | '.join(POLICIES)}.", "NAME"),
-    number("--micro-step-seconds", "Time of a micro step: A + B × micro batch.", "A,B"),
-    number(
-        "--sync-seconds",
-        "Gradient synchronisation between nodes: per tree level, and of all gradients once.",
-        "LATENCY,ALL",
-    ),
-    number("--stage-seconds", "Measured step time of each stage.", "S,S,..."),
-    number("--from-probe", "A probe's result: its measured times.", "FILE.json"),
-    number("--restart-seconds", "From stopping to training again.  [default: 300]", "S"),
-    number("--deadline-hours", "min-node-hours: not longer than this.", "H"),
-    number("--node-hours-budget", "min-time: not more than this.", "NH"),
-    click.option("--stop-every-stage", is_flag=True, help="A launch of its own for every stage, as NeMo does."),
-    click.option("--allow-ragged", is_flag=True, help="Accept stages that do not divide: shares differ by one sample."),
-)
+from .ramp_options import node_options, rule_options
 
 _rate_options = stack(
     number("--lr", "Peak learning rate at the first stage's batch.", "X"),
@@ -80,12 +37,14 @@ _rate_options = stack(
     "  batchwright ramp model.global_batch_size=1024 'model.rampup_batch_size=[256, 128, 50000000]'",
 )
 @click.argument("words", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
-@_rule_options
+@rule_options
+@number("--sequence-lengths", "Thresholds: the sequence length of each stage.", "L,L,...")
+@click.option("--list-recipes", is_flag=True, help="The published schedules there are.")
 @batch_options
 @world_options
 @number("--pipeline-schedule", "The pipeline's schedule, for its rules.", "NAME")
 @number("--virtual-stages", "Interleaved and circular: visits of each device.")
-@_node_options
+@node_options
 @_rate_options
 @number("--at", "Where is the run at this sample?", "SAMPLE")
 @number("--at-step", "Where is the run at this step?", "STEP")

@@ -13,14 +13,14 @@ import click
 
 from batchwright.core import codec
 from batchwright.core.errors import ConfigError, RunError, Violation, raise_violations
-from batchwright.core.nodes import POLICIES
 from batchwright.core.ramp_request import RAMP_READERS, read_ramp
 from batchwright.core.request import READERS, unknown_key
 from batchwright.core.units import count
 
 from . import GROUPS, text
 from .config import gather, read_file
-from .options import batch_options, json_option, number, print_json, stack, task_arguments
+from .options import CommandLine, batch_options, json_option, number, print_json, stack, task_arguments
+from .ramp_options import node_options, rule_options
 
 if TYPE_CHECKING:
     from batchwright.core.ramp import Ramp
@@ -28,27 +28,10 @@ if TYPE_CHECKING:
     from batchwright.launch.records import RunPlan
     from batchwright.launch.status import RunStatus
 
-_ramp_options = stack(
-    number("--linear", "Grow by INC in equal parts of SAMPLES, from START to the global batch.", "START,INC,SAMPLES"),
-    number("--per-device", "MaxText's rule, in sizes per device.", "START,INC,END,SAMPLES"),
-    number("--thresholds", 'From each position in samples on, a size: "0:768 60M:1536".', '"AT:SIZE ..."'),
-    number("--thresholds-tokens", "The same in tokens.", '"AT:SIZE ..."'),
-    number("--thresholds-steps", "The same in steps.", '"AT:SIZE ..."'),
-    number("--doubling", "Twice the batch every so many samples, up to the global batch.", "START,EVERY[,UNIT]"),
-    number("--recipe", "A published schedule.", "NAME"),
-    click.option("--allow-falling", is_flag=True, help="Accept a batch that falls."),
-    number("--samples", "The budget in samples."),
-    number("--tokens", "The budget in tokens."),
-    number("--last-step", "shorten | drop | overshoot: the step in which the budget ends.", "POLICY"),
-)
 _world_options = stack(
     number("--nodes", "Nodes of the largest stage. Locally a node is a group of processes."),
     number("--devices-per-node", "Processes in each."),
     number("--devices", "All processes, where nodes do not matter."),
-    number("--node-policy", f"{' | '.join(POLICIES)}.", "NAME"),
-    number("--from-probe", "A probe's result: its measured times, for the policies that need them.", "FILE.json"),
-    click.option("--stop-every-stage", is_flag=True, help="A launch of its own for every stage, as NeMo does."),
-    click.option("--allow-ragged", is_flag=True, help="Accept stages that do not divide: shares differ by one sample."),
 )
 _launch_options = stack(
     number("--engine", "local | slurm | kubernetes (manifests of a --dry-run).  [default: local]", "NAME"),
@@ -81,15 +64,6 @@ _LAUNCH_FLAGS = (
 )  # fmt: skip
 
 
-class CommandLine(click.Command):
-    """A verb that keeps everything after `--` as it is: the user's command."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        at = args.index("--") if "--" in args else len(args)
-        ctx.meta["command"] = tuple(args[at + 1 :])
-        return super().parse_args(ctx, args[:at])
-
-
 @click.command(
     cls=CommandLine,
     epilog="\b\nExample:\n"
@@ -101,9 +75,10 @@ class CommandLine(click.Command):
     "  batchwright run --resume runs/train",
 )
 @click.argument("words", nargs=-1, metavar="[FILE.py:FUNCTION] [FILE.yaml] [KEY=VALUE]... [-- COMMAND...]")
-@_ramp_options
+@rule_options
 @batch_options
 @_world_options
+@node_options
 @_launch_options
 @click.option("--dry-run", is_flag=True, help="Print every launch's command, environment and stages; start nothing.")
 @click.option("--resume", metavar="RUN_DIR", help="Go on with a run, after whatever ended it.")
