@@ -90,9 +90,9 @@ def loop_ratio(pairs: int) -> None:
             found[which] = between(before, clocks())
         if result.step >= WARM:
             taken.append((between(last[0], loop), found[0], found[1]))
-        if result.step == steps - 1:  # it was the same work
+        if result.step == WARM:  # it is the same work; later on rounding drifts apart, as training does
             both = zip(model.parameters(), hands[0].model.parameters(), strict=True)
-            assert all(torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in both)
+            assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in both)
         last[:] = [clocks()]
 
     began = time.perf_counter()

@@ -1,7 +1,7 @@
 """The step and the loader against a hand-written loop, Accelerate, Lightning and Hugging Face Trainer, in one process.
 
     pip install --target /tmp/peers --no-deps accelerate transformers lightning ...     # never into the project's .venv
-    PYTHONPATH=/tmp/peers python benchmarks/bench_step.py [--rounds 9] [--steps 8]
+    PYTHONPATH=/tmp/peers python benchmarks/bench_step.py [--rounds 9] [--steps 8] [--pairs 150]
 
 Same model, same samples in the same order, same micro batch and accumulation, plain SGD. Every contender is given the
 same optimizer, which notes the CPU time of this thread's process at each `step()`, so building trainers does not count. All
@@ -110,6 +110,22 @@ class Marks(torch.optim.SGD):
         return found
 
 
+class Paired(Marks):
+    """SGD that has every step followed by the same one of another loop, and notes what each took."""
+
+    def __init__(self, params: Any, other: Iterator[None]) -> None:
+        super().__init__(params)
+        self.other, self.pairs, self.last = other, list[tuple[float, float]](), time.process_time()
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        now = time.process_time()
+        next(self.other)
+        self.pairs.append((now - self.last, time.process_time() - now))
+        self.last = time.process_time()
+        return found
+
+
 def ours(model: Model, data: Sentences, optimizer: Marks) -> None:
     batch = MICRO * ACCUMULATION
     sampler = StepSampler(Constant(batch).compile().until(len(data)), micro_batch_size=MICRO)
@@ -124,12 +140,18 @@ def ours(model: Model, data: Sentences, optimizer: Marks) -> None:
         step.apply(optimizer)
 
 
-def by_hand(model: Model, data: Sentences, optimizer: Marks) -> None:
+def by_hand(model: Model, data: Sentences, optimizer: torch.optim.Optimizer) -> None:
+    for _ in steps_by_hand(model, data, optimizer):
+        pass
+
+
+def steps_by_hand(model: Model, data: Sentences, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     for i, batch in enumerate(DataLoader(data, MICRO, collate_fn=collate)):
         (model(**batch)["loss"] / ACCUMULATION).backward()
         if (i + 1) % ACCUMULATION == 0:
             optimizer.step()
             optimizer.zero_grad()
+            yield
 
 
 def accelerate(model: Model, data: Sentences, optimizer: Marks) -> None:
@@ -238,12 +260,28 @@ def installed() -> dict[str, str]:
     return found
 
 
+def step_by_step(pairs: int) -> None:
+    """Ours against the loop by hand again, alternating after every step: much less noise than whole rounds have."""
+    rows = []
+    for title, size in SIZES.items():
+        data, theirs, mine = Sentences((pairs + 5) * MICRO * ACCUMULATION), built(Model, size), built(Model, size)
+        other = steps_by_hand(theirs, data, torch.optim.SGD(theirs.parameters(), lr=1e-3))
+        optimizer = Paired(mine.parameters(), other)
+        ours(mine, data, optimizer)
+        one, two = ([pair[i] for pair in optimizer.pairs[5:]] for i in (0, 1))  # the first do not count
+        rows.append([title, seconds(one), seconds(two), ratio(two, one)])
+    head = ["model", "batchwright", "by hand", "times the loop by hand"]
+    table(f"Step by step in one process, {pairs} pairs: CPU time", head, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps measured per round")
+    parser.add_argument("--pairs", type=int, default=150, help="steps compared one by one with the loop by hand")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    step_by_step(given.pairs)
     for logger in ("lightning", "lightning.pytorch", "lightning.fabric", "transformers", "accelerate"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     data = Sentences((given.steps + 1) * MICRO * ACCUMULATION)
