@@ -24,7 +24,7 @@ _limit_options = stack(
     click.option("--longest", is_flag=True, help="Fill batches with the longest sample, so that none fails later."),
     click.option("--estimate", is_flag=True, help="Take memory per sample from the estimate: one trial fewer."),
     click.option("--evaluation", is_flag=True, help="Also the largest evaluation batch, amid training."),
-    number("--accumulation-steps", "1: the job never accumulates, so gradients need no room. Default: 2, or any more."),
+    number("--accumulation-steps", "1: never accumulates, so gradients need no room. Default: 2, right for any more."),
     number("--ranks", "Processes, started by torchrun; the smallest verdict wins."),
     number("--timeout", "Seconds after which a trial hangs. Default: 600.", "X"),
     number("--device", "cpu | cuda. Default: cuda where there is one.", "NAME"),
