@@ -59,7 +59,7 @@ def die_as(code: int) -> None:
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    sys.exit(code)
+    os._exit(code)  # nothing to tear down, and a fork of a process with torch in it would take a second over it
 
 
 def adopt_orphans(wanted: bool) -> None:
@@ -159,9 +159,12 @@ def _report(path: str, peak: int) -> None:
     import json
 
     resident = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    with open(path + ".part", "w", encoding="utf-8") as file:
-        json.dump({"peak_address_space_bytes": peak, "peak_resident_bytes": resident}, file)
-    os.replace(path + ".part", path)
+    try:
+        with open(path + ".part", "w", encoding="utf-8") as file:
+            json.dump({"peak_address_space_bytes": peak, "peak_resident_bytes": resident}, file)
+        os.replace(path + ".part", path)
+    except OSError:  # a full disk costs the report, not the command's end
+        pass
 
 
 def _ended(child: int) -> int | None:
@@ -207,6 +210,10 @@ def main(words: list[str]) -> None:
     options, command = json.loads(words[0]), words[1:]
     become_guard()
     me, space = os.getpid(), options.pop("address_space", 0)
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if space and most not in (resource.RLIM_INFINITY, -1) and space > most:
+        sys.stderr.write(f"{command[0]}: ulimit -v allows {most:,} bytes, and the budget is {space:,}\n")
+        sys.exit(126)
 
     def prepare() -> None:
         die_with(me)
@@ -218,8 +225,6 @@ def main(words: list[str]) -> None:
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
-    except subprocess.SubprocessError:  # the parent was gone before the child asked
-        sys.exit(125)
     die_as(see_out(child.pid, **options))
 
 

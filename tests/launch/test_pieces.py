@@ -170,8 +170,9 @@ def test_a_file_system_without_locks_is_run_on(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
     directory = RunDirectory(tmp_path)
     directory.lock()
-    assert RunDirectory(tmp_path).supervisor() is None
+    assert RunDirectory(tmp_path).supervisor() == os.getpid()  # what the file says, as long as that process is there
     directory.unlock()
+    assert RunDirectory(tmp_path).supervisor() is None
 
 
 RANK = """

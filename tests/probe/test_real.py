@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -17,6 +16,7 @@ pytest.importorskip("torch")
 
 from batchwright.cli import main
 from batchwright.probe import probe
+from batchwright.probe.process import environment
 from batchwright.probe.request import read_bytes, read_request
 from batchwright.probe.runner import TaskRunner
 
@@ -55,9 +55,10 @@ except (RuntimeError, MemoryError):
 
 
 def runs(folder: Path, size: int, micro_steps: int) -> bool:
-    allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     words = [sys.executable, "-c", PLAIN, folder, size, micro_steps, read_bytes(BUDGET, "memory")]
-    done = subprocess.run([*map(str, words)], env=os.environ | allocator, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*map(str, words)], env=environment(limited=True), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode in (0, 3), done.stderr
     return done.returncode == 0
 
@@ -142,3 +143,18 @@ def test_the_longest_sample_fills_the_batch(tmp_path):
         trial = trials.limit(2)
     assert trials.longest_index == 7
     assert trial.peak_memory_bytes > 2 * 20000 * 512 * 4, "the activations of two of them"
+
+
+def test_evaluation_where_one_sample_is_all_that_trains(tmp_path):
+    path = tmp_path / "wide.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\nfrom batchwright.runtime.task import Task\n"
+        "class Data:\n    def __len__(self): return 64\n    def __getitem__(self, i): return torch.ones(2**21)\n"
+        "def loss(model, x):\n    for _ in range(10): x = model(x.unsqueeze(-1)).squeeze(-1).tanh()\n"
+        "    return x.sum(), len(x)\n"
+        "def task():\n    return Task(model=lambda: nn.Linear(1, 1), dataset=Data(), loss=loss,\n"
+        "        optimizer=lambda p: torch.optim.SGD(p, lr=0.1))\n"
+    )
+    with runner(path, tmp_path / "scratch", memory="160MiB") as trials:
+        assert [trials.limit(size).fits for size in (1, 2)] == [True, False]
+        assert trials.evaluation(2).fits

@@ -49,7 +49,9 @@ def task():
 def runner(tmp_path):
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "scratch").mkdir()
-    with closing(TaskRunner(read_request(f"{tmp_path / 'task.py'}:task", memory="1GiB"), tmp_path / "scratch")) as made:
+    with closing(
+        TaskRunner(read_request(f"{tmp_path / 'task.py'}:task", memory="1GiB", timeout=60), tmp_path / "scratch")
+    ) as made:
         yield made
 
 
@@ -108,7 +110,7 @@ def test_a_zygote_that_is_killed_takes_its_trial_along_and_is_replaced(runner, t
     assert runner.limit(2).fits
 
 
-def test_a_killed_prober_leaves_nothing(runner, tmp_path):
+def test_a_killed_prober_leaves_nothing(runner, tmp_path, request):
     code = f"""
     from pathlib import Path
     from batchwright.probe.request import read_request
@@ -116,9 +118,10 @@ def test_a_killed_prober_leaves_nothing(runner, tmp_path):
     TaskRunner(read_request({runner.request.target!r}, memory="1GiB"), Path({str(tmp_path / "scratch")!r})).limit(5)
     """
     prober = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    request.addfinalizer(prober.kill)
     trial, guard, _ = wait_for(lambda: lines(tmp_path))[0]
     zygote = parent(guard)
-    assert parent(zygote) == prober.pid
+    assert parent(parent(zygote)) == prober.pid
     prober.kill()
     prober.wait()
     wait_for(lambda: all(gone(pid) for pid in (trial, guard, zygote)) and not (tmp_path / "scratch").exists())
@@ -142,3 +145,27 @@ def test_where_an_import_has_touched_the_device_trials_are_started_anew(runner, 
     looker.join()
     assert b"batchwright.probe.worker" in seen[0]
     assert runner.limit(2).fits
+
+
+def test_imports_that_hang_end_with_the_prober(runner, tmp_path):
+    (tmp_path / "site" / "numpy").mkdir(parents=True)
+    hangs = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    (tmp_path / "site" / "numpy" / "__init__.py").write_text(hangs)
+    code = f"""
+    from pathlib import Path
+    from batchwright.probe.request import read_request
+    from batchwright.probe.runner import TaskRunner
+    TaskRunner(read_request({runner.request.target!r}, memory="1GiB"), Path({str(tmp_path / "scratch")!r})).limit(1)
+    """
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=env) as prober:
+        zygote = int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+        prober.kill()
+    wait_for(lambda: gone(zygote) and not (tmp_path / "scratch").exists())
+
+
+def test_what_goes_wrong_before_the_task_is_built_is_said(runner):
+    object.__setattr__(runner.request, "device", "nonsense")
+    trial = runner.limit(1)
+    assert trial.status == "crash"
+    assert "Expected one of cpu" in trial.reason + (trial.traceback or "")

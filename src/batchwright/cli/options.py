@@ -68,6 +68,13 @@ def print_json(document: dict[str, Any]) -> None:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
+def mapping(value: Any, field: str) -> dict[str, Any]:
+    """A part of a project file that has keys, or nothing."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{field} has to be KEY: VALUE, not {str(value)[:60]!r}.", field=field, given=str(value)[:60])
+    return dict(value or {})
+
+
 def read_task(target: str, words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     """`FILE.py:function`, or the `task` section of a project file, and the function's arguments (`--arg` wins)."""
     if not target.endswith((".yaml", ".yml", ".toml", ".json")):
@@ -82,7 +89,7 @@ def read_task(target: str, words: tuple[str, ...]) -> tuple[str, dict[str, Any]]
             field="task.target",
             given=None if named is None else str(named)[:80],
         )
-    return named, {**(section.get("args") or {}), **task_arguments(words)}
+    return named, {**mapping(section.get("args"), "task.args"), **task_arguments(words)}
 
 
 def task_arguments(words: tuple[str, ...]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from batchwright.core.units import count
 
 from . import GROUPS, text
 from .config import gather, read_file
-from .options import CommandLine, batch_options, json_option, number, print_json, stack, task_arguments
+from .options import CommandLine, batch_options, json_option, mapping, number, print_json, stack, task_arguments
 from .ramp_options import node_options, rule_options
 
 if TYPE_CHECKING:
@@ -152,15 +152,20 @@ def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) 
         unknown.append(Violation(f"{' and '.join(targets)} are two tasks: give one.", "task", targets[1]))
     raise_violations(ConfigError, unknown)
     there = {name: launch.pop(name, None) for name in ("dir", "position_command", "command", "environment")}
-    variables = [f"{k}={v}" for k, v in (there["environment"] or {}).items()]
+    variables = [f"{k}={v}" for k, v in mapping(there["environment"], "launch.environment").items()]
     flagged = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
     if after or there["command"]:  # silent for hours is how some scripts train
         launch.setdefault("stall_seconds", "never")
-    values = {**launch, "settings": task.get("settings") or {}, **flagged, "environment": [*variables, *flags["env"]]}
+    values = {
+        **launch,
+        "settings": mapping(task.get("settings"), "task.settings"),
+        **flagged,
+        "environment": [*variables, *flags["env"]],
+    }
     plan, made = build(
         gathered.request(), wanted, read_options(values),
         target=targets[0] if targets else None if after else task.get("target"),
-        arguments={**(task.get("args") or {}), **task_arguments(flags["args"])},
+        arguments={**mapping(task.get("args"), "task.args"), **task_arguments(flags["args"])},
         command=after or (() if targets else split_command(there["command"] or ())),
         position_command=split_command(flags["position_command"] or there["position_command"] or ()),
     )  # fmt: skip

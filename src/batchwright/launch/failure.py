@@ -51,10 +51,9 @@ def explain(poll: Poll, ranks: Sequence[RankLog], launcher: str, who: str = "tor
     if gone:
         # A rank that reports its peer's death is not the cause: a signal, where there was one, came first.
         first = next((r for r in gone if r.code is not None and r.code < 0 and -r.code != signal.SIGTERM), gone[0])
-        lines = last_lines(first.tail)
         out = next((r for r in gone if _out_of_memory(r)), None)
         told, kind = out or first, "oom" if out else "crash"
-        lines = last_lines(told.tail) if told is not first else lines
+        lines = last_lines(told.tail)
         raised = _raised(told.tail)
         reason = f"rank {told.rank} {died(told.code)}" + (f": {raised}" if raised else "")
         kind = "refused" if kind == "crash" and who == "torchrun" and told.code == REFUSED else kind

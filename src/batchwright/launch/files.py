@@ -157,7 +157,7 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + LOCK_PATIENCE
-        while not _try_lock(descriptor, fcntl.LOCK_EX):
+        while _try_lock(descriptor, fcntl.LOCK_EX) is False:
             if time.monotonic() > deadline:
                 owner = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
                 os.close(descriptor)
@@ -178,6 +178,7 @@ class RunDirectory:
     def unlock(self) -> None:
         """Stop being its supervisor."""
         if self._lock is not None:
+            os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
 
@@ -188,20 +189,23 @@ class RunDirectory:
         except OSError:
             return None
         try:
-            if _try_lock(descriptor, fcntl.LOCK_SH):
-                return None
+            locked = _try_lock(descriptor, fcntl.LOCK_SH)
             owner = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
+            if locked or (locked is None and not (owner and os.path.exists(f"/proc/{owner}"))):
+                return None
             return int(owner) if owner.isdigit() else 0
         finally:
             os.close(descriptor)
 
 
-def _try_lock(descriptor: int, how: int) -> bool:
+def _try_lock(descriptor: int, how: int) -> bool | None:
+    """Whether the lock is ours now; None on a file system without locks, such as Lustre without -o flock."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        return True
     except BlockingIOError:
         return False
-    except OSError as error:  # a file system without locks, such as Lustre without -o flock: there is none to wait for
+    except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
-    return True
+        return None

@@ -42,20 +42,25 @@ def main(words: list[str]) -> None:
     die_with(parent)
     for folder in ("ranks", "logs"):
         os.makedirs(os.path.join(directory, folder), exist_ok=True)
+    no_core()
     child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
 
     def heard(number: int, frame: object) -> None:
         # This process stays until the rank has gone. torchrun asks the rank's whole group; Slurm, where it tracks processes
         # by cgroup, the first one of a task alone. Our loop may hear a wish twice; a command may not, and is asked itself.
-        if number in _PASSED_ON and not place.isdigit() and child is not None and child.returncode is None:
-            os.kill(child.pid, number)
+        if number not in _PASSED_ON or place.isdigit():
+            return
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(number)
 
     for number in (*_PASSED_ON, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
         signal.signal(number, heard)
 
     def prepare() -> None:
         die_with(me)
-        no_core()
         if not place.isdigit():
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -69,6 +74,8 @@ def main(words: list[str]) -> None:
         _write(f"{record}.json", {"pid": None})
         _write(f"{record}.exit.json", {"code": code, "time": time.time()})
         sys.exit(code)
+    for number in early:
+        child.send_signal(number)
     _write(f"{record}.json", {"pid": child.pid, "parent": me, "start_time": start_time(child.pid), "time": time.time()})
     code = child.wait()
     _write(f"{record}.exit.json", {"code": code, "time": time.time()})

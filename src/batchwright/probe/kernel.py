@@ -67,7 +67,7 @@ def sources_digest(folder: Path) -> str:
 
 def code_below(folder: Path) -> dict[str, str]:
     """Fingerprints of the imported files of a folder: the task's file and the neighbours it uses, not what is installed."""
-    ours, inside = Path(__file__).resolve().parents[1], str(folder) + os.sep
+    ours, inside = Path(__file__).resolve().parents[1], os.path.join(folder, "")
     # Thousands of modules are loaded, and this runs within the budget: no object for each.
     names = {f for m in list(sys.modules.values()) if (f := getattr(m, "__file__", None)) and f.startswith(inside)}
     own = (f for f in map(Path, names) if f.suffix == ".py" and not f.is_relative_to(ours))

@@ -32,7 +32,7 @@ class TaskRunner:
     scratch: Path
     identity: Mapping[str, Any] = field(default_factory=dict)
     longest_index: int | None = None
-    _zygote: Zygote | None = None
+    _zygote: Zygote | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def _micro_steps(self) -> int:
@@ -91,7 +91,7 @@ class TaskRunner:
         if r.ranks == 1 and not r.worker and not timed and sys.platform == "linux":
             if self._zygote is None or not self._zygote.alive:
                 self.close()
-                self._zygote = Zygote(env)
+                self._zygote = Zygote(env, self.scratch)
             return process.run_forked(self._zygote, spec, timeout=r.timeout)
         command = [*r.worker, str(spec)]
         if not r.worker:

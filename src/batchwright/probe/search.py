@@ -84,7 +84,7 @@ class _Search:
         self.failed_above = False
         self._exact, self._unit, self._given = exact, unit, slope
         self._first_failure: int | None = None
-        self._misses = self._hits = 0  # in a row: predicted to fit and did not; predicted not to fit, and did
+        self._misses = self._hits = 0  # predicted to fit and did not, in all; predicted not to fit and did, in a row
 
     def learn(self, size: int, trial: Trial) -> None:
         self.trials.append(trial)
@@ -129,7 +129,9 @@ class _Search:
         if predicted is None or predicted >= high:
             if not self.failed_above:
                 return high - 1  # the cap is predicted to run
-            if predicted and self._misses == 1 and high < 4 * low:  # from so near most likely the allocator's granularity
+            if (
+                predicted and self._misses == 1 and high < 4 * low
+            ):  # from so near most likely the allocator's granularity
                 return high - max(self._window(low), high // 50)
             # A size that is certain to run also gives a point on the last segment; where it is hardly larger, bisect.
             return safe if (safe - low) * 4 >= high - low else self._middle()

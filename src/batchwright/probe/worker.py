@@ -173,7 +173,10 @@ class Worker:
         self._synchronise()
 
     def _evaluation(self) -> None:
-        self.step(self.batch(0, 2))  # amid training the optimizer's state is there; batch norm cannot train on one
+        try:  # amid training the optimizer's state is there
+            self.step(self.batch(0, 1))
+        except ValueError:  # batch norm cannot train on one sample
+            self.step(self.batch(0, 2))
         self.model.eval()
         batch = None
         with torch.no_grad():

@@ -1,21 +1,25 @@
 """A process that imports torch once and forks a trial at a time: fresh memory, without seconds of imports for each.
 
-    prober -> zygote -> guard -> trial
+    prober -> guard -> zygote -> guard -> trial
 
 The zygote runs nothing of the user's and has one thread, so that a trial begins as one that was started by itself would
-(with more threads, or a device that an import has touched, it is started by itself). Its guard is forked likewise. Each
-request is the path of a specification, with two descriptors: the pipe the guard listens to, and where the trial's output
-goes. The reply is the exit code. When the prober goes away the channel ends, and with it the zygote.
+(with more threads, or a device that an import has touched, it is started by itself). Each request on the channel, its
+standard input, is the path of a specification, with two descriptors: the pipe that the trial's own guard listens to, and
+where the trial's output goes. The reply is the exit code. When the prober goes away, the first guard ends everything.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 
+import batchwright.guard
 from batchwright.guard import become_guard, die_as, die_with, see_out
 
 _PATIENCE = 10.0  # seconds to end what was asked to end
@@ -24,14 +28,19 @@ _PATIENCE = 10.0  # seconds to end what was asked to end
 class Zygote:
     """The prober's side."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], scratch: Path) -> None:
         self._channel, theirs = socket.socketpair()
-        with theirs:
+        reading, self._pipe = os.pipe()
+        options = json.dumps({"pipe": reading, "scratch": str(scratch)})
+        guard = [sys.executable, "-I", "-S", batchwright.guard.__file__, options]
+        try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "batchwright.probe.zygote", str(theirs.fileno())],
-                env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], start_new_session=True,
+                [*guard, sys.executable, "-P", "-m", "batchwright.probe.zygote"], env=dict(env), stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[reading], start_new_session=True,
             )  # fmt: skip
+        finally:
+            theirs.close()
+            os.close(reading)
 
     @property
     def alive(self) -> bool:
@@ -40,7 +49,10 @@ class Zygote:
 
     def start(self, spec: str, pipe: int, output: int) -> None:
         """Begin a trial."""
-        socket.send_fds(self._channel, [spec.encode()], [pipe, output])
+        try:
+            socket.send_fds(self._channel, [spec.encode()], [pipe, output])
+        except BrokenPipeError:  # it has just died: `wait` says how
+            pass
 
     def wait(self, *, asked: bool) -> int:
         """The exit code of the trial; a zygote that died (an import failed, or somebody killed it) gives its own.
@@ -52,30 +64,30 @@ class Zygote:
             reply = self._channel.recv(64)
         except OSError:
             reply = b""
-        if reply:
-            return int(reply)
-        self._process.kill()
-        return self._process.wait()
+        return int(reply) if reply else self._end()
 
     def close(self) -> None:
         """End it."""
         self._channel.close()
+        self._end()
+        os.close(self._pipe)
+
+    def _end(self) -> int:
+        """Its exit code; where it does not end by itself, its guard ends everything."""
         try:
-            self._process.wait(_PATIENCE)
+            return self._process.wait(1.0)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            os.write(self._pipe, b"x")
+            return self._process.wait()
 
 
 def _serve(channel: socket.socket) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
     while True:
         spec, descriptors, *_ = socket.recv_fds(channel, 4096, 2)
         if not spec:
             return
         pipe, output = descriptors
-        for descriptor in (1, 2):
-            os.dup2(output, descriptor)  # an import that fails says so in the trial's output
+        _say_to(output)  # an import that fails says so in the trial's output
         import batchwright.probe.worker  # noqa: F401
 
         threads = len(os.listdir("/proc/self/task"))
@@ -84,11 +96,15 @@ def _serve(channel: socket.socket) -> None:
             channel.close()
             die_with(me)
             _guard(spec.decode(), pipe, threads)
-        for descriptor in (1, 2):
-            os.dup2(nowhere, descriptor)
+        _say_to(os.open(os.devnull, os.O_WRONLY))
         os.close(pipe)
-        os.close(output)
         channel.sendall(str(os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])).encode())
+
+
+def _say_to(descriptor: int) -> None:
+    for mine in (1, 2):
+        os.dup2(descriptor, mine)
+    os.close(descriptor)
 
 
 def _guard(spec: str, pipe: int, threads: int) -> None:
@@ -100,6 +116,8 @@ def _guard(spec: str, pipe: int, threads: int) -> None:
             die_with(me)
             os.close(pipe)
             _trial(spec, threads)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)  # whatever happens, this is not the zygote
     os.setsid()
@@ -109,6 +127,7 @@ def _guard(spec: str, pipe: int, threads: int) -> None:
 def _trial(spec: str, threads: int) -> None:
     from . import worker
 
+    sys.argv = [str(worker.__file__), spec]
     # Stacks of threads that a fork leaves behind are memory the trial would have for free.
     if threads > 1 or not worker.forkable():
         os.execv(sys.executable, [sys.executable, "-P", "-m", "batchwright.probe.worker", spec])
@@ -116,5 +135,9 @@ def _trial(spec: str, threads: int) -> None:
 
 
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as _channel:
-        _serve(_channel)
+    _channel = socket.socket(fileno=os.dup(0))
+    _nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(_nothing, 0)
+    os.close(_nothing)
+    _serve(_channel)
+    os._exit(0)  # as in the guard: nothing to tear down
