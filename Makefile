@@ -10,7 +10,7 @@ demo: $(STAMP)  ## the main job, on this machine
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
 
 test: $(STAMP)  ## all tests
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 3 --dist loadfile  # three for two cores: many of them wait
 
 check: $(STAMP)  ## lint, types, and the tests that need no torch: under a minute
 	$(BIN)/ruff check .
