@@ -173,6 +173,23 @@ def running() -> Iterator[Cluster]:
         subprocess.run([ROOT / ".ci" / "slurm_down", base, "--purge"], check=True)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """What failed on a cluster is explained by its queue and its logs, which are gone with it."""
+    report = yield
+    if report.when == "call" and report.failed and "tmp_path" in getattr(item, "funcargs", {}):
+        report.sections.append(("the cluster and the logs", _seen(item.funcargs["tmp_path"])))  # type: ignore[attr-defined]
+    return report
+
+
+def _seen(path: Path) -> str:
+    asked = (["squeue", "-a", "-o", "%i %T %D %r %k"], ["sinfo", "-N", "-p", "main", "-o", "%N %T %E"])
+    found = [subprocess.run(words, capture_output=True, text=True).stdout for words in asked]
+    for log in sorted(path.rglob("*.log")) + sorted(path.rglob("supervisor.jsonl")):
+        found.append(f"== {log.relative_to(path)}\n{log.read_text(errors='replace')[-1500:]}")
+    return "\n".join(found)
+
+
 @pytest.fixture
 def cluster(running: Cluster) -> Cluster:
     running.ready()

@@ -150,7 +150,7 @@ class Link(Supervisor):
         """The job's exit code: 0 where the chain goes on by itself or is over, 75 for the heir."""
         with self._interrupts:
             try:
-                reason = self._not_ours() or self._locked()
+                reason = self._locked()
                 if reason is None:
                     return self._checked_turn()
                 say(f"nothing to do: {reason}")
@@ -178,34 +178,26 @@ class Link(Supervisor):
         return None
 
     def _locked(self) -> str | None:
-        """The lock is a second guard, where the file system has one."""
+        """The lock is a second guard, where the file system has one; a link before this one may be on its way out."""
         deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
+        while (reason := self._not_ours()) is None:
             try:
                 return self._directory.lock()
-            except EnvironmentFault as error:  # a job that is being cleaned up, or a supervisor
-                reason = self._not_ours()
-                if reason is not None:
-                    return reason
-                if time.monotonic() > deadline:
-                    return self._stale(str(error))
+            except EnvironmentFault:
+                if time.monotonic() > deadline and self._lock_is_stale():
+                    say("the lock is that of a process that is gone: going on without it")
+                    return None
             except OSError:
                 return None
+        return reason
 
-    def _stale(self, held: str) -> str | None:
-        """A lock that stays: a job of ours has it, or a file server keeps it for a node that is gone."""
+    def _lock_is_stale(self) -> bool:
+        """Whether no job of ours can have it: a file server may keep it for a node that is gone."""
         try:
-            others = [
-                one.job
-                for one in slurm.jobs(self._run.token)
-                if one.alive and one.state != "PENDING" and one.job != slurm.me()
-            ]
+            known = slurm.jobs(self._run.token)
         except slurm.Unreachable:
-            return held
-        if others:
-            return f"job {others[0]} of this run has its lock"
-        say("the lock is that of a process that is gone: going on without it")
-        return None
+            return False
+        return not any(one.alive and one.state != "PENDING" and one.job != slurm.me() for one in known)
 
     def _checked_turn(self) -> int:
         """A turn; where it cannot be taken and nobody comes after it, that is the end of the chain, with its reason."""

@@ -21,10 +21,9 @@ from . import slurm_commands as slurm
 from .engine import Handle, Job, Poll, RankLog, Wish, rank_logs
 from .files import RunDirectory, read_json, write_json
 from .slurm_site import Site, SlurmRun, job_name
-from .slurm_step import StepEngine
+from .slurm_step import Leaving, StepEngine
 
 SIGNAL_SECONDS = 5.0  # between two equal signals: each is a call to the controller
-_LEAVING_SECONDS = 15.0  # from the end of the last rank to that of its job
 _WAITING = ("PENDING", "SUSPENDED", "STOPPED")  # states in which nothing can be expected of a job
 _HELD = ("launch failed requeued held", "JobHeldAdmin", "PrologError", "BadConstraints", "DependencyNeverSatisfied")
 
@@ -38,7 +37,7 @@ class SlurmEngine:
         self.pause: slurm.Pause = slurm.pause  # while the controller is away
         self._asked: dict[str, tuple[float, Poll]] = {}
         self._sent: dict[tuple[str, str], float] = {}
-        self._gone: dict[str, float] = {}  # when all ranks of a job were first seen to have ended
+        self._leaving = Leaving()
 
     def command(self, job: Job) -> tuple[str, ...]:
         """What is run here; the ranks' own command is in the script."""
@@ -106,7 +105,7 @@ class SlurmEngine:
         key = (handle["job"], wish)
         if time.monotonic() - self._sent.get(key, -SIGNAL_SECONDS) < SIGNAL_SECONDS:
             return
-        if wish == "kill" and self._leaves(handle):
+        if wish == "kill" and self._leaving.soon(handle["job"], self.logs(handle)):
             return  # by itself, and not as CANCELLED
         self._sent[key] = time.monotonic()
         record = _record(handle)
@@ -127,14 +126,6 @@ class SlurmEngine:
     def logs(self, handle: Handle) -> tuple[RankLog, ...]:
         """Every rank's files; the processes are elsewhere."""
         return rank_logs(Path(handle["directory"]), alive=False)
-
-    def _leaves(self, handle: Handle) -> bool:
-        """Whether all ranks have ended just now, so that their job is about to."""
-        ranks = self.logs(handle)
-        if not ranks or any(rank.code is None for rank in ranks):
-            return False
-        first = self._gone.setdefault(handle["job"], time.monotonic())
-        return time.monotonic() - first < _LEAVING_SECONDS
 
 
 def _record(handle: Handle) -> dict[str, Any]:

@@ -8,6 +8,7 @@ process).
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,9 +25,28 @@ from .engine import Handle, Job, Poll, RankLog, Wish, rank_logs
 from .slurm_site import Site
 from .slurm_trace import signal_ranks
 
-_AGAIN_SECONDS = 10.0  # until ranks are asked again: one may not have been listening
+LEAVING_SECONDS = 30.0  # for a launcher, or a job, to follow the last of its ranks
+_AGAIN_SECONDS = 10.0  # until a wish is repeated: a rank may not have been listening, or a controller was away
+_FIRST_PORT = 20_000  # of those to meet at
 # A constant text: what it starts comes as words of their own.
 _RANK_SHELL = ("sh", "-c", 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; export RANK LOCAL_RANK; exec "$@"', "rank")
+
+
+class Leaving:
+    """Whether a launch is about to end by itself: all of its ranks have, and not long ago.
+
+    It must not be killed then. A step daemon that is to kill what ends at that moment misses its own wake-up (Slurm 22.05,
+    step_terminate_monitor_stop), hangs for UnkillableStepTimeout, and has its node drained: "Kill task failed".
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}  # when all ranks of a launch were first seen to have ended
+
+    def soon(self, launch: str, ranks: tuple[RankLog, ...]) -> bool:
+        """Whether it is."""
+        if not ranks or any(rank.code is None for rank in ranks):
+            return False
+        return time.monotonic() - self._since.setdefault(launch, time.monotonic()) < LEAVING_SECONDS
 
 
 class StepEngine:
@@ -39,7 +59,8 @@ class StepEngine:
         self._process: subprocess.Popen[bytes] | None = None
         self._job: Job | None = None
         self._asked: set[int] = set()  # commands that heard that they are to stop
-        self._again = 0.0  # when ranks are to be asked again
+        self._again: dict[Wish, float] = {}  # when a wish is to be repeated
+        self._leaving = Leaving()
         self._passed_on = False  # whether torchrun was signalled: a second time would be its end
 
     def command(self, job: Job) -> tuple[str, ...]:
@@ -111,16 +132,19 @@ class StepEngine:
                     pass  # it has just ended by itself
             if wish == "kill":
                 process.kill()  # its ranks asked the kernel to go with it
-        elif wish == "kill":
+            return
+        if time.monotonic() < self._again.get(wish, 0.0):
+            return
+        if wish == "kill":
+            if self._leaving.soon(str(job.directory), self.logs(handle)):
+                return
             self._kill()
         elif wish == "trace":
             self._ask(job, signal.SIGABRT)
-        elif time.monotonic() >= self._again:
-            asked = self._ask(job, signal.SIGUSR1)
-            self._again = time.monotonic() + _AGAIN_SECONDS
-            if not asked and not self._passed_on:
-                self._passed_on = self._site.launcher == "torchrun"
-                process.send_signal(signal.SIGUSR1)
+        elif not self._ask(job, signal.SIGUSR1) and not self._passed_on:
+            self._passed_on = self._site.launcher == "torchrun"
+            process.send_signal(signal.SIGUSR1)
+        self._again[wish] = time.monotonic() + _AGAIN_SECONDS
 
     def _ask(self, job: Job, number: signal.Signals) -> bool:
         """Signal every rank, wherever it is; whether that was possible, or Slurm has done so itself."""
@@ -169,6 +193,18 @@ def _address() -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """A port that is free here, and stays so until rank 0 has it: below those that the kernel gives to connections."""
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+            first_given = int(file.read().split()[0])
+    except (OSError, ValueError):
+        first_given = 32768
+    # Last any: where connections are given all ports, or a hundred were taken.
+    for port in (*random.sample(range(_FIRST_PORT, max(first_given, _FIRST_PORT + 100)), 100), 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+                return probe.getsockname()[1]
+            except OSError:
+                continue
+    raise EnvironmentFault("no port is free for the ranks to meet at.", field="engine", given="slurm")
