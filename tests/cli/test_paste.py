@@ -39,6 +39,10 @@ def rewritten(line: str) -> tuple[str, str]:
         ("--json nemo x data.micro_batch_size=4 --nodes 3", "--json data.micro_batch_size=4 --nodes 3", "nemo x"),
         ("--nodes 3 nemo x --json y", "--nodes 3 --json", "nemo x y"),
         ("python t.py --global_batch_size 64 --nodes=2", "global_batch_size=64 --nodes=2", "python t.py"),
+        # variables before the command, as a shell reads them; nowhere else
+        ("OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node=2 t.py", "nproc_per_node=2",
+         "OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=0,1 torchrun t.py"),
+        ("OMP_NUM_THREADS=1 micro_batch_size=2", "OMP_NUM_THREADS=1 micro_batch_size=2", ""),
         # srun: short flags, glued or not, as long as they are its own
         ("srun -N 4 -n 32 python t.py -n 5 -N6", "nodes=4 ntasks=32", "srun python t.py -n 5 -N6"),
         ("srun -N4 -n32 t --x 1 -n 5", "nodes=4 ntasks=32", "srun t --x 1 -n 5"),

@@ -234,10 +234,11 @@ def test_a_changed_plan_is_explained(tmp_path):
         train(task(width=24), ramp(), settings(tmp_path))
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
     # The past stays: another schedule applies from here on.
-    result = train(task(), Constant(8).compile().until(128), settings(tmp_path))
+    result = train(task(), Constant(8).compile().until(128), settings(tmp_path, accumulate_dtype="float64"))
     assert (result.step, result.position) == (8 + 4, 128)
     notes = [e for e in read_events(tmp_path) if e["kind"] == "launch"][-1]["notes"]
     assert any("schedule changed" in note and "the past stays" in note for note in notes)
+    assert any("accumulate_dtype was that of the parameters and is float64" in note for note in notes)
     found = audit(tmp_path)
     assert found.ok and found.samples == 128
 

@@ -138,6 +138,20 @@ def left(directory, number: int) -> dict:
     return wait_for(lambda: (said := read_json(directory.launch(number) / "job.json"))["state"] == "ended" and said)
 
 
+def test_a_launch_that_ends_early_is_gone_on_with_by_a_chain_and_by_a_supervised_run(cluster, make):
+    """Exit 0, before its end: done is what the position says, not the exit code."""
+    early = {"extra": ("--enough", "96")}  # in the middle of launch 2
+    chained, plan = make(detached=True, title="a chain", **early)
+    watched, _ = make(title="a supervised run", **early)
+    begin(chained, plan)
+    with supervisor(watched) as process:
+        assert process.wait(PATIENCE) == 0
+    complete(chained)
+    for directory in (chained, watched):
+        assert seen(audit(directory)) == [(1, 0, 64), (2, 64, 96), (2, 96, 192), (4, 192, 448)]
+        assert directory.ending(2).outcome == "failed" and directory.ending(2).position == 96
+
+
 def test_a_failed_node_is_survived(cluster, make, tmp_path):
     hold = tmp_path / "hold"
     hold.touch()

@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.05)
     parser.add_argument("--hold", type=Path, help="wait at sample --hold-at as long as this file is there")
     parser.add_argument("--hold-at", type=int, default=10**9)
+    parser.add_argument("--enough", type=int, help="end as if all were done, once, at this sample")
     parser.add_argument(
         "--kill-job", action="store_true", help="SIGKILL for the job's own process, the parent's parent"
     )
@@ -50,7 +51,8 @@ def main() -> int:
 
     with open(trained / f"launch-{launch:04d}.jsonl", "a", encoding="utf-8") as ledger:
         position, saved = given.start, given.start
-        while position < given.end and not stop:
+        enough = given.end if given.enough is None or given.start >= given.enough else min(given.end, given.enough)
+        while position < enough and not stop:
             if position >= given.hold_at and given.hold is not None:
                 while given.hold.exists() and not stop:
                     time.sleep(0.05)

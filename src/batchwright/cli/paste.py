@@ -45,6 +45,9 @@ def unpaste(
                 kept.append(words[at])
                 at += 1
             continue
+        if pasted is None and _is_setting(word) and any(_program(w) in _PROGRAMS for w in words[at:]):
+            left.append(word)  # a variable for the program that follows
+            continue
         if pasted is None:
             pasted = _program(word) in _PROGRAMS
             if pasted:
@@ -92,6 +95,12 @@ def unpaste(
 
 def _program(word: str) -> str:
     return word.rsplit("/", 1)[-1]
+
+
+def _is_setting(word: str) -> bool:
+    """Whether a shell would read this word, before a command, as a variable."""
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name.isupper() and name.isidentifier()
 
 
 def _is_command(word: str) -> bool:

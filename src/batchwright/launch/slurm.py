@@ -88,7 +88,8 @@ class SlurmEngine:
                 return Poll(
                     "ended", None, f"Slurm could not start it and holds it ({seen.reason}): a node's prolog may fail"
                 )
-            return Poll("pending", detail=seen.reason if seen.state == "PENDING" else seen.state)
+            reason = seen.reason if seen.state == "PENDING" else seen.state
+            return Poll("pending", detail="" if reason == "None" else reason)  # None: the scheduler has not looked yet
         record = _record(handle)  # it may have been written since
         state = seen.state if seen is not None else slurm.accounted(handle["job"])
         if record.get("state") == "ended":

@@ -40,6 +40,8 @@ _MEANING: dict[str, tuple[Severity, str]] = {
     "schedule": ("changes", "the past stays as it was trained; the new schedule applies from this position on"),
     "optimizer": ("changes", "its options in the checkpoint win; change them after loading to change them"),
     "learning_rate": ("changes", "the rate is a function of the position, so it changes from here on"),
+    "accumulate_dtype": ("changes", "gradients are added up in another precision from here on"),
+    "grad_scaler": ("changes", "losses are scaled, and steps that overflow skipped, from here on or no longer"),
     "model": ("changes", "weights are loaded by name and shape"),
     "micro_batch_size": ("free", "it only partitions a step"),
     "ranks": ("free", "they only partition a step"),

@@ -140,6 +140,8 @@ class Life:
             micro_batch_size=encode(settings.micro_batch_size), threads=torch.get_num_threads(),
             optimizer={"name": type(self.optimizer).__name__, **options},
             learning_rate={"shape": encode(settings.learning_rate), "lr_scaling": settings.lr_scaling},
+            accumulate_dtype=settings.accumulate_dtype or "that of the parameters",
+            grad_scaler="off" if settings.grad_scaler is None else "on",
         )  # fmt: skip
 
     def _changes(self, saved: Saved | None) -> tuple[Change, ...]:

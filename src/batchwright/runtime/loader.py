@@ -6,13 +6,12 @@ nothing restarts. What is prefetched is not yet trained: the loader has no posit
 
 from __future__ import annotations
 
-import atexit
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import ref
+from weakref import finalize, ref
 
 import numpy as np
 import torch
@@ -100,7 +99,7 @@ class Loader:
         read = iter(self._loader)
         if self._loader.num_workers:
             # Python ends what workers are left by SIGTERM, to which they are deaf, and would wait for them forever.
-            atexit.register(_end, ref(read))
+            finalize(read, _end, ref(read))
         for part, ids, data in read:
             yield Micro(part.step, part.index, part.count, part.positions, part.filler, ids=ids, data=data)
 
