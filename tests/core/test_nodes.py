@@ -349,6 +349,35 @@ def test_saving_against_the_full_cluster():
     assert full.saved_node_hours == 0
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    batches=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    world=st.builds(World, st.just(1), st.sampled_from((1, 2, 4)), st.integers(1, 2), st.integers(1, 2)),
+    nodes=st.integers(1, 4),
+    micro=st.none() | st.integers(1, 5),
+    ragged=st.booleans(),
+    fixed=st.sampled_from((0.01, 1.0)),
+)
+def test_all_nodes_in_every_stage_save_nothing(batches, world, nodes, micro, ragged, fixed):
+    """A ragged batch may be slower in a given micro batch than in its best one: the baseline is the given one, too."""
+    model = Throughput(fixed, 0.01, sync_seconds=0.1)
+    options = {"policy": "constant", "micro_batch_size": micro, "allow_ragged": ragged, "throughput": model}
+    try:
+        plan = place(ramp(*batches), world, nodes=nodes, **options)
+    except ScheduleError:
+        return
+    assert plan.saved_node_hours == 0 and (plan.full_cluster_hours, plan.full_cluster_node_hours) == (
+        plan.hours,
+        plan.node_hours,
+    )
+
+
+def test_a_ragged_ramp_on_all_nodes_saves_nothing():
+    options = {"micro_batch_size": 4, "policy": "constant", "allow_ragged": True}
+    plan = place(ramp(1088), EIGHT, nodes=8, throughput=Throughput(1.0, 0.01), **options)
+    assert plan.stages[0].accumulation_steps == 5 and plan.saved_node_hours == 0
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     batches=st.lists(st.integers(1, 40).map(lambda k: 32 * k), min_size=1, max_size=5),

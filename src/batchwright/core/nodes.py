@@ -216,10 +216,11 @@ def place(
     hours, node_hours = _totals(stages, restart, stop_every_stage)
     full: tuple[float | None, float | None] = (None, None)
     if isinstance(throughput, Throughput) and hours is not None:
-        # An early batch is often too small for all nodes at this micro batch: the baseline may take a smaller one.
+        # An early batch is often too small for all nodes at this micro batch: there the baseline takes a smaller one.
         relaxed = replace(rules, micro_batch_size=None, max_micro_batch_size=micro_batch_size or max_micro_batch_size)
-        if all(relaxed.fit(batch, nodes) for batch in batches):
-            everywhere = _stages(relaxed, segments, [nodes] * len(batches), throughput)
+        fits = [rules.fit(batch, nodes) or relaxed.fit(batch, nodes) for batch in batches]
+        if all(fits):
+            everywhere = _timed(rules, segments, list(filter(None, fits)), throughput)
             full = _totals(everywhere, restart, stop_every_stage)
             least = min(stage.micro_batch_size for stage in everywhere)
             if micro_batch_size and least < micro_batch_size:
@@ -306,8 +307,14 @@ def _stages(
     fits = [rules.fit(segment.global_batch_size, n) for segment, n in zip(segments, counts, strict=True)]
     bad = [i for i, fit in enumerate(fits) if fit is None]
     raise_violations(ScheduleError, _stage_violations(rules, segments, counts, bad))
+    return _timed(rules, segments, list(filter(None, fits)), throughput)
+
+
+def _timed(
+    rules: StageRules, segments: Sequence[Segment], fits: Sequence[Fit], throughput: Throughput | StageSeconds | None
+) -> tuple[Stage, ...]:
     stages: list[Stage] = []
-    for i, (segment, fit) in enumerate(zip(segments, filter(None, fits), strict=True)):
+    for i, (segment, fit) in enumerate(zip(segments, fits, strict=True)):
         seconds = None if throughput is None else _step_seconds(rules, throughput, i, segment, fit)
         hours = None if seconds is None or segment.steps is None else seconds * segment.steps / 3600
         node_hours = None if hours is None else hours * fit.nodes
