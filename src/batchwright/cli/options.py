@@ -78,6 +78,7 @@ def mapping(value: Any, field: str) -> dict[str, Any]:
 def read_task(target: str, words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     """`FILE.py:function`, or the `task` section of a project file, and the function's arguments (`--arg` wins)."""
     if not target.endswith((".yaml", ".yml", ".toml", ".json")):
+        _look_for(target)
         return target, task_arguments(words)
     from .config import read_file
 
@@ -89,7 +90,16 @@ def read_task(target: str, words: tuple[str, ...]) -> tuple[str, dict[str, Any]]
             field="task.target",
             given=None if named is None else str(named)[:80],
         )
+    _look_for(named)
     return named, {**mapping(section.get("args"), "task.args"), **task_arguments(words)}
+
+
+def _look_for(target: str) -> None:
+    """Say that a task's file is not there before torch is imported, which takes seconds."""
+    if ".py" in target:
+        from batchwright.core.target import task_file
+
+        task_file(target)
 
 
 def task_arguments(words: tuple[str, ...]) -> dict[str, Any]:

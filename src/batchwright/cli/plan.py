@@ -97,21 +97,14 @@ def command(
 
 
 def _probed(request: Request, path: str) -> tuple[Request, Throughput]:
-    """What a probe measured: the most that fits, unless something else was given, and the times."""
-    from dataclasses import replace
-
+    """What a probe measured: the most that fits, and the times."""
+    from batchwright.core.request import within_probe
     from batchwright.core.throughput import Throughput
-    from batchwright.core.units import count
 
     from .config import read_file
 
     record = read_file(path)
-    times = Throughput.from_probe(record)
-    if request.max_micro_batch_size is None and record.get("max_micro_batch_size") is not None:
-        most = count(record["max_micro_batch_size"], "max_micro_batch_size")
-        origins = {**request.origins, "max_micro_batch_size": f"probe {path}"}
-        request = replace(request, max_micro_batch_size=most, origins=origins)
-    return request, times
+    return within_probe(request, record, path), Throughput.from_probe(record)
 
 
 def render(made: Plan, near: tuple[Nearby, ...] | None = None) -> list[str]:

@@ -77,10 +77,8 @@ def command(
     _refuse_together({"at": at, "at-step": at_step, "compare": compare, "csv": as_csv})
     _refuse_together({"csv": as_csv, "json": as_json})
     gathered = gather(words, flags, ctx.meta["left_out"], own=[*READERS, *RAMP_READERS])
-    wanted = read_ramp(
-        {name: value for name, value in gathered.values.items() if name in RAMP_READERS}
-        | ({"probe": read_file(from_probe)} if from_probe else {})
-    )
+    probe = {"probe": read_file(from_probe)} if from_probe else {}
+    wanted = read_ramp({name: value for name, value in gathered.values.items() if name in RAMP_READERS} | probe)
     request = gathered.request()
     if compare is not None:
         _compare(request, wanted, compare, as_json)

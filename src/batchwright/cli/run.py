@@ -105,6 +105,13 @@ def command(
     chosen = [name for name, value in {"--resume": resume, "--status": status_of, "--stop": stop_of}.items() if value]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} are two wishes: give one.", field=chosen[1][2:])
+    if dry_run and chosen:
+        raise ConfigError(
+            f"--dry-run shows a run that is to begin, and {chosen[0]} is about one that has: --status RUN_DIR shows it.",
+            field="dry-run",
+        )
+    if now and stop_of is None:
+        raise ConfigError("--now says how to --stop: give --stop RUN_DIR.", field="now")
     if status_of is not None:
         _show_status(RunDirectory(status_of), as_json)
     elif stop_of is not None:
@@ -169,6 +176,10 @@ def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) 
         command=after or (() if targets else split_command(there["command"] or ())),
         position_command=split_command(flags["position_command"] or there["position_command"] or ()),
     )  # fmt: skip
+    if plan.options.settings and plan.kind == "task":
+        from batchwright.runtime.settings import read_settings
+
+        read_settings({"directory": "", "micro_batch_size": 1, **plan.options.settings}, "task.settings")
     name = os.path.splitext(os.path.basename(plan.target.rpartition(":")[0] or plan.target))[0]
     return RunDirectory(flags["dir"] or there["dir"] or os.path.join("runs", name)), plan, made
 
@@ -322,7 +333,7 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
 
         edges = [*(s.start_sample for s in plan.stages), plan.total_samples]
         series = {"global batch": [s.global_batch_size for s in plan.stages], "nodes": [s.nodes for s in plan.stages]}
-        lines += ["", staircase(edges, series, xlabel="samples", height=9, color=sys.stdout.isatty())]
+        lines += ["", staircase(edges, series, xlabel="samples", height=9, color=text.color())]
     verbs = [verb for group in GROUPS.values() for verb in group]
     if steps := summary.next_steps(plan, now, ledger, verbs):
         lines += ["", "next:", *text.notes(steps)]

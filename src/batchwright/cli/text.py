@@ -100,7 +100,8 @@ def color() -> bool:
         return False
     from rich.console import Console  # it knows the conventions
 
-    return Console().color_system is not None
+    console = Console()
+    return console.color_system is not None and not console.no_color
 
 
 def _terminal() -> int | None:

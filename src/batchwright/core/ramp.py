@@ -14,7 +14,7 @@ from .ramp_request import RampRequest
 from .ramp_rule import compile_schedule
 from .recipes import Recipe, recipe
 from .record import record
-from .request import Request, resolve_ranks, unused_pipeline, world_of
+from .request import Request, resolve_ranks, unused_pipeline, within_probe, world_of
 from .rules import PerDevice
 from .scaling import HorizonCheck, StageRate, Suggestion, check_horizon, stage_rates, suggested_rule
 from .schedule import Rule, Schedule, Step
@@ -108,6 +108,8 @@ def ramp(request: Request, wanted: RampRequest) -> Ramp:
     >>> [s.global_batch_size for s in r.schedule.segments], r.schedule.ramp_steps
     ([256, 384, 512, 640, 768, 896, 1024], 103703)
     """
+    if wanted.probe is not None:
+        request = within_probe(request, wanted.probe, "file")
     notes: list[str] = list(request.notes)
     published = None if wanted.recipe is None else recipe(wanted.recipe)
     schedule, rule = compile_schedule(request, wanted, published)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from fractions import Fraction
 from functools import partial
 from math import gcd
@@ -156,6 +156,27 @@ def read_request(
             wrong.extend(error.violations)
     raise_violations(ConfigError, wrong)
     return Request(**read, given=frozenset(read), origins=dict(origins or {}), notes=tuple(notes))
+
+
+def within_probe(request: Request, record: Mapping[str, Any], where: str) -> Request:
+    """The request within what a probe measured: the most that fits is the most there is, unless another most is given.
+
+    >>> within_probe(Request(), {"max_micro_batch_size": 37, "ranks": 2}, "p.json").max_micro_batch_size
+    37
+    """
+    notes, origins, most = list(request.notes), request.origins, request.max_micro_batch_size
+    if most is None and record.get("max_micro_batch_size") is not None:
+        most = count(record["max_micro_batch_size"], "max_micro_batch_size")
+        origins = {**origins, "max_micro_batch_size": f"probe {where}"}
+    if record.get("bottleneck") == "too-noisy":
+        notes.append("The probe's times are too noisy for a verdict, so what follows from them is, too: probe again.")
+    ranks = record.get("ranks")
+    if isinstance(ranks, int):
+        notes.append(
+            f"Times are those of a probe on {ranks} rank{'s' * (ranks > 1)}: what more of them cost in synchronisation is "
+            "not in them."
+        )
+    return replace(request, max_micro_batch_size=most, origins=origins, notes=tuple(notes))
 
 
 def unused_pipeline(request: Request) -> list[Violation]:

@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from batchwright.core.errors import ConfigError, EnvironmentFault, ScheduleError
@@ -15,6 +14,7 @@ from batchwright.core.nodes import Stage
 from batchwright.core.ramp import Ramp, ramp
 from batchwright.core.ramp_request import RampRequest
 from batchwright.core.request import Request
+from batchwright.core.target import task_file
 
 from . import template
 from .files import RunDirectory, write_json
@@ -70,12 +70,18 @@ def build(
             "a run needs an end: the last stage is open. Give the budget, --samples N or --tokens N.", field="samples"
         )
     assert made.placement is not None  # _placed saw to that
+    sizes = {stage.global_batch_size for stage in made.placement.stages}
+    if command and len(sizes) > 1 and not template.places(command) & set(template.BATCH_PLACES):
+        notes.append(
+            "The command has no place for its batch, so it trains every stage with whatever it does by itself: write "
+            f"{', '.join(f'{{{name}}}' for name in template.BATCH_PLACES)} where they belong."
+        )
     stage = made.placement.stages[0]
     replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
     per_node = request.devices_per_node or stage.data_parallel_size * replica // stage.nodes
     plan = RunPlan(
         TASK if target else COMMAND,
-        _absolute(target) if target else command[0],
+        "{}:{}".format(*task_file(target)) if target else command[0],  # by its full path: resumed from anywhere
         dict(arguments or {}),
         tuple(command),
         tuple(position_command),
@@ -97,17 +103,6 @@ def _placed(request: Request, notes: list[str]) -> Request:
         return request
     notes.append("No world is given: one process on this machine (--nodes N --devices-per-node M for more).")
     return replace(request, nodes=1, devices_per_node=request.devices_per_node or 1)
-
-
-def _absolute(target: str) -> str:
-    """The task's file by its full path: a run is resumed from anywhere."""
-    file, separator, name = target.rpartition(":")
-    if not separator or not file.endswith(".py"):
-        file, name = target, "task"
-    path = Path(file).expanduser().absolute()
-    if not path.is_file():
-        raise ConfigError(f"task file {file} does not exist (looked for it at {path}).", field="task", given=target)
-    return f"{path}:{name}"
 
 
 def refit(plan: RunPlan, max_micro_batch_size: int) -> RunPlan:

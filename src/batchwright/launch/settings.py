@@ -40,10 +40,13 @@ def _signal(value: Any, name: str) -> str:
 
 def _environment(value: Any, name: str) -> dict[str, str]:
     """From a mapping, or from KEY=VALUE words."""
-    pairs = value.items() if isinstance(value, Mapping) else [str(word).partition("=")[::2] for word in value]
+    words = [] if isinstance(value, Mapping) else [str(word) for word in value]
+    pairs = value.items() if isinstance(value, Mapping) else [word.partition("=")[::2] for word in words]
+    if bare := next((word for word in words if "=" not in word), None):
+        raise ConfigError(f"{name}: {bare[:60]!r} has no value. Write KEY=VALUE.", field=name, given=bare[:60])
     made: dict[str, str] = {}
     for key, text in pairs:
-        if not str(key) or "=" in str(key) or "\0" in f"{key}{text}":
+        if not str(key).strip() or {"=", "\0", " ", "\n"} & set(str(key)) or "\0" in str(text):
             raise ConfigError(f"{name}: {str(key)[:60]!r} is not the name of a variable. Write KEY=VALUE.", field=name)
         made[str(key)] = str(text)
     return made

@@ -30,6 +30,10 @@ POLL_SECONDS = 0.5
 SOON_SECONDS = 0.1  # where the end is a matter of moments
 FULL_BYTES = 1 << 20  # less than this is what a failed save leaves
 TRACE_SECONDS = 3.0  # for ranks to write their stacks before they are ended
+SILENT = (
+    "It has not said how far it got: a command writes the samples it has trained and saved to the file that "
+    'BATCHWRIGHT_STATUS_FILE names, as a number or as {"consumed_samples": N}, or --position-command prints them.'
+)
 
 
 class Listener(Protocol):
@@ -236,6 +240,8 @@ class Supervisor:
             failure = explain(polled, ranks, launcher, who)
             if (free := self._directory.free_bytes()) < FULL_BYTES:
                 failure = replace(failure, reason=f"{failure.reason}; the disk is full ({free:,} bytes left)")
+            if self._plan.kind == COMMAND and not self._plan.position_command and progress.saved is None:
+                failure = replace(failure, advice=SILENT)
             if failure.kind == "oom":
                 stage = self._plan.stage_at(max(position, progress.position))
                 failure = replace(failure, advice=memory_advice(stage, shlex.quote(str(self._directory.path))))

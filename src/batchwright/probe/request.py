@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.target import task_file
 from batchwright.core.units import count, positive
 
 PLACEHOLDER, STEPS = "{micro_batch_size}", "{steps}"
@@ -120,9 +121,10 @@ def _check_target(target: str) -> list[Violation]:
             f"`batchwright probe -- python train.py --batch-size {PLACEHOLDER}`."
         )
         return [Violation(message, "task", target)]
-    if not Path(file).expanduser().is_file():
-        at = Path(file).expanduser().resolve()
-        return [Violation(f"task file {file} does not exist (looked for it at {at}).", "task", target)]
+    try:
+        task_file(target)
+    except ConfigError as error:
+        return list(error.violations)
     return []
 
 

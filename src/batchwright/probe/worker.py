@@ -47,13 +47,20 @@ class Worker:
         self.path = Path(spec["result"] + f".{self.ranks.rank}")
         self.result: dict[str, Any] = {"status": "running", "stage": 0, "doing": "starting"}
         self.base = status_bytes("VmSize")
-        self.device = self._device()
-        self._free = self._set_limit()
+        self.device = torch.device("cpu")
+        self._free: Callable[[], None] = lambda: None
 
     def _device(self) -> torch.device:
         name = self.spec["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         if name == "cuda" and self.ranks.size > 1:
             name = f"cuda:{self.ranks.local_rank}"
+        there = torch.accelerator.current_accelerator(check_available=True)
+        known = ("cpu", *([there.type] if there else []))
+        if name.partition(":")[0] not in known:
+            raise PlanError(
+                f"device={name[:40]!r} is not here: torch {torch.__version__} finds {' and '.join(known)}.",
+                field="device", given=name[:40], nearest=known,
+            )  # fmt: skip
         return torch.device(name)
 
     def _set_limit(self) -> Callable[[], None]:
@@ -90,6 +97,8 @@ class Worker:
     def run(self) -> int:
         """The whole trial; the exit status tells torchrun whether to end the other ranks."""
         try:
+            self.device = self._device()
+            self._free = self._set_limit()
             self.stage("building the task")
             self._build()
             if self.spec["mode"] != "describe":

@@ -148,16 +148,21 @@ def read_spec(path: Path | str) -> Spec:
         raise ConfigError(
             f"{path} has schema {document['schema']}; known is {SCHEMA}.", field="schema", given=document["schema"]
         )
-    names = [field.name for field in fields(Settings)]
-    unknown = [name for name in document["settings"] if name not in names]
-    found: list[Violation] = []
-    for name in unknown:
-        near = tuple(difflib.get_close_matches(name, names))
-        hint = f" Nearest: {', '.join(near)}." if near else ""
-        found.append(Violation(f"{path}: settings has no field {name!r}.{hint}", name, name, near))
-    raise_violations(ConfigError, found)
-    settings = decode(Settings, document["settings"])
+    settings = read_settings(document["settings"], f"{path}: settings")
     return Spec(document["task"], document.get("args") or {}, decode(Schedule, document["schedule"]), settings)
+
+
+def read_settings(given: Mapping[str, Any], where: str) -> Settings:
+    """`Settings` from raw values; names that it does not have are refused with the nearest."""
+    names = [field.name for field in fields(Settings)]
+    found: list[Violation] = []
+    for name in given:
+        if name not in names:
+            near = tuple(difflib.get_close_matches(name, names))
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            found.append(Violation(f"{where} has no field {name!r}.{hint}", name, name, near))
+    raise_violations(ConfigError, found)
+    return decode(Settings, given)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from batchwright.core.errors import ConfigError, PlanError, RunError, Violation, raise_violations
 from batchwright.core.schedule import Step
+from batchwright.core.target import task_file
 
 Loss = tuple[Tensor, Tensor | float] | tuple[Tensor, Tensor | float, Tensor | None]
 
@@ -114,12 +115,8 @@ def load_task(target: str, args: Mapping[str, Any] | None = None) -> Task:
     Traceback (most recent call last):
     batchwright.core.errors.ConfigError: task file missing.py does not exist (looked for it at ...).
     """
-    file, separator, name = target.rpartition(":")
-    if not separator or not file.endswith(".py"):
-        file, name = target, "task"
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"task file {file} does not exist (looked for it at {path}).", field="task", given=target)
+    path, name = task_file(target)
+    file, path = target.removesuffix(f":{name}"), path.resolve()
     module = _import(path)
     function = getattr(module, name, None)
     if not callable(function):
