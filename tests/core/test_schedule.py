@@ -409,13 +409,43 @@ def test_continued_keeps_the_past_and_reads_the_new_rule_by_absolute_position(sc
 
 
 @given(schedules(), st.data())
-def test_continuing_a_schedule_with_itself_changes_nothing(schedule: Schedule, data: st.DataObject):
-    assume(all(not s.shortfall for s in schedule.segments[:-1]))
+def test_a_schedule_continued_with_itself_is_itself(schedule: Schedule, data: st.DataObject):
     boundary = schedule.at_step(data.draw(st.integers(0, (schedule.total_steps or 60) - 1)))
-    after = schedule.continued(boundary.start_sample, schedule)
-    limit = schedule.total_steps or 80
-    assert (after.total_steps, after.total_samples) == (schedule.total_steps, schedule.total_samples)
-    assert sizes_of(after, limit) == sizes_of(schedule, limit)
+    assert schedule.continued(boundary.start_sample, schedule) == schedule
+
+
+@given(schedules(), linears() | thresholds(), st.none() | st.integers(300, 900), st.data())
+def test_going_on_again_and_again_adds_no_segments(past: Schedule, rule: Rule, budget: int | None, data: st.DataObject):
+    new = rule.compile() if budget is None else rule.compile().until(budget)
+    at = past.at_step(data.draw(st.integers(0, (past.total_steps or 60) - 1)))
+    assume(new.total_samples is None or at.start_sample < new.total_samples)
+    joined = past.continued(at.start_sample, new)
+    later = joined.at_step(data.draw(st.integers(at.step, (joined.total_steps or at.step + 60) - 1)))
+    assert joined.continued(later.start_sample, new).segments == joined.segments
+
+
+def test_a_run_that_is_extended_keeps_its_segments():
+    rule = Thresholds(((0, 8), (80, 16)))
+    short, long = rule.compile().until(200), rule.compile().until(300)
+    assert short.continued(96, long) == long and short.continued(40, rule).segments == short.segments
+    # A step that the old end has cut stays, and so does what came before it.
+    assert [s.steps for s in short.continued(200, long).segments] == [10, 8, 7]
+
+
+def test_the_ramp_ends_with_the_first_step_of_the_final_batch():
+    assert Thresholds(((0, 32), (100, 32))).compile().ramp_steps == 0
+    assert Thresholds(((0, 16), (96, 32), (160, 32))).compile().ramp_steps == 6
+    assert Thresholds(((0, 32), (96, 16), (160, 32)), allow_falling=True).compile().ramp_steps == 7
+    assert Constant(32).compile().until(250).continued(250, Constant(32)).ramp_steps == 0
+
+
+def test_what_was_dropped_is_still_the_budget_of_a_smaller_batch():
+    run = Constant(32).compile().until(250, last_step="drop")
+    assert run.total_samples == 224 and run.until(250, last_step="drop") == run
+    assert run.until(230, last_step="drop").total_samples == 224
+    smaller = run.continued(224, Constant(16))
+    assert (smaller.samples, smaller.total_samples) == (250, 240)
+    assert run.continued(224, Constant(32)) == run  # a step of 32 would not fit
 
 
 @given(schedules(), st.integers(0, 200))

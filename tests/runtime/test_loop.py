@@ -21,7 +21,7 @@ from loop_tasks import task
 
 from batchwright.core.codec import encode
 from batchwright.core.errors import ConfigError, EnvironmentFault, PlanError, RunError
-from batchwright.core.rules import Constant
+from batchwright.core.rules import Constant, Thresholds
 from batchwright.core.scaling import SampleSchedule
 from batchwright.runtime.events import read_events
 from batchwright.runtime.ledger import audit
@@ -91,7 +91,7 @@ def test_bit_equal_after_kill_at_equal_world(tmp_path, ranks, strategy):
     options = {"micro_batch_size": 2, "checkpoint_every": 32, "num_workers": 0, "strategy": strategy}
     kinds = {"dropout": 0.2, "width": 64}
     assert launch(ranks, ramp(), {"directory": str(tmp_path / "a"), **options}, **kinds) == [0] * ranks
-    killed = Launch(ranks, ramp(), {"directory": str(tmp_path / "b"), **options}, {**kinds, "pause": 0.003})
+    killed = Launch(ranks, ramp(), {"directory": str(tmp_path / "b"), **options}, {**kinds, "pause": 0.02})
     _until(lambda: progress(tmp_path / "b") >= 64)
     killed.kill()
     assert set(killed.wait()) == {-signal.SIGKILL}
@@ -112,7 +112,7 @@ def test_killed_at_random_moments_it_reaches_the_end_on_any_ranks(whole, tmp_pat
             "strategy": draw.choice(["ddp", "fsdp2"]), "asynchronous": bool(round_ % 2),
         }  # fmt: skip
         before = launches(tmp_path)
-        running = Launch(ranks, ramp(), options, {"pause": 0.01})
+        running = Launch(ranks, ramp(), options, {"pause": 0.03})
         if round_ != 2:  # that one at any moment, also while it loads
             _until(lambda before=before: launches(tmp_path) > before and progress(tmp_path) > 0)
         time.sleep(draw.random() * 0.3)
@@ -130,7 +130,7 @@ def test_killed_at_random_moments_it_reaches_the_end_on_any_ranks(whole, tmp_pat
 
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_after_the_step_with_a_checkpoint(tmp_path):
-    running = Launch(2, ramp(), {"directory": str(tmp_path), "micro_batch_size": 2}, {"pause": 0.01})
+    running = Launch(2, ramp(), {"directory": str(tmp_path), "micro_batch_size": 2}, {"pause": 0.03})
     _until(lambda: progress(tmp_path) >= 8)
     running.kill(1, number=signal.SIGUSR1)
     assert running.wait() == [0, 0]
@@ -243,6 +243,28 @@ def test_a_changed_plan_is_explained(tmp_path):
     assert found.ok and found.samples == 128
 
 
+def test_a_micro_batch_for_each_stage_follows_the_schedule_that_is_extended_or_edited(tmp_path):
+    def micro_batches(directory):
+        events = (e for e in read_events(directory) if e["kind"] == "step")
+        return {e["samples"]: (e["global_batch_size"], e["micro_batch_size"]) for e in events}
+
+    rule = Thresholds(((0, 8), (80, 16)))
+    stages = {"micro_batch_size": (2, 4), "log_every": 1}
+    train(task(512), rule.compile().until(200), settings(tmp_path, **stages, end_sample=96))
+    train(task(512), rule.compile().until(300), settings(tmp_path, **stages, end_sample=112, allow_ragged=True))
+    # A third stage; and one before the present that the run never had: the numbers go with the samples.
+    edited = Thresholds(((0, 8), (40, 16), (128, 32))).compile().until(300)
+    longer = {"micro_batch_size": (2, 8, 16), "log_every": 1, "allow_ragged": True}
+    train(task(512), edited, settings(tmp_path, **longer, end_sample=176))
+    train(task(512), edited, settings(tmp_path, **longer))
+    found = micro_batches(tmp_path)
+    assert [found[end] for end in (8, 80, 96, 112, 128, 144, 176, 272, 300)] == [
+        (8, 2), (8, 2), (16, 4), (16, 4), (16, 8), (16, 8), (32, 16), (32, 16), (28, 16),
+    ]  # fmt: skip
+    assert audit(tmp_path).ok and audit(tmp_path).samples == 300
+    assert status(tmp_path)["stages"] == 3  # no cut where nothing changed
+
+
 def test_the_fence_keeps_an_old_launch_from_writing(tmp_path):
     def takes_over(result, model, optimizer):
         if result.step == 3:
@@ -272,7 +294,7 @@ def test_what_the_users_code_raises_is_left_in_the_status(tmp_path):
     assert (error["type"], error["rank"]) == ("ZeroDivisionError", 0) and "broken" in "".join(error["traceback"])
 
 
-def _until(true, seconds: float = 30) -> None:
+def _until(true, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not come to that"

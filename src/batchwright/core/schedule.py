@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 from operator import attrgetter
 from typing import Literal
 
@@ -24,6 +25,7 @@ POLICIES = ("shorten", "drop", "overshoot")
 
 _first_step = attrgetter("first_step")
 _start_sample = attrgetter("start_sample")
+_kind = attrgetter("global_batch_size", "sequence_length")
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,14 @@ class Schedule:
 
     @property
     def ramp_steps(self) -> int:
-        """Steps before the last segment: how long the run is not yet at its final batch."""
-        return self.segments[-1].first_step
+        """How long the run is not yet at its final batch.
+
+        >>> from batchwright.core.rules import Constant, Linear
+        >>> Linear(16, 16, 96, target=32).compile().ramp_steps, Constant(32).compile().ramp_steps
+        (6, 0)
+        """
+        final = takewhile(lambda s: s.global_batch_size == self.segments[-1].global_batch_size, reversed(self.segments))
+        return min(segment.first_step for segment in final)
 
     def at_step(self, step: int) -> Step:
         """The span of samples that optimizer step `step` owns.
@@ -237,6 +245,10 @@ class Schedule:
         >>> run.until(tokens=1_000_000).total_samples
         488
         """
+        end = self.total_samples
+        again = last_step == self.last_step == "drop" and tokens is None
+        if again and samples and end and end < samples <= (self.samples or 0):
+            return replace(self, samples=samples)  # what this schedule dropped is dropped again
         budget = self._budget(samples, tokens)
         if last_step not in POLICIES:
             raise ScheduleError(
@@ -274,32 +286,46 @@ class Schedule:
     def continued(self, position: int, rule: Rule | Schedule) -> Schedule:
         """The same past up to sample `position`, then `rule`, whose positions count from the start of the run.
 
-        A budget stays as it was, unless it is spent at `position` or `rule` is a schedule that brings its own.
+        A budget stays as it was, unless it is spent at `position` or `rule` is a schedule that brings its own. A segment
+        that goes on as before stays one; so a schedule continued with itself is itself.
 
         >>> from batchwright.core.rules import Constant, Linear
         >>> run = Linear(16, 16, 96, target=32).compile()
         >>> [(s.global_batch_size, s.start_sample) for s in run.continued(160, Constant(64)).segments]
         [(16, 0), (32, 96), (64, 160)]
+        >>> run.continued(160, run) == run
+        True
         """
         past = self._past(position)
         if isinstance(rule, Schedule):
-            switches = tuple(Switch(s.start_sample, s.global_batch_size, s.sequence_length) for s in rule.segments)
-            unit, notes, policy = "samples", rule.notes, rule.last_step
+            planned, notes = rule, rule.notes
             # What the new schedule dropped at its end stays dropped.
             budget = min((n for n in (rule.samples, rule.total_samples) if n is not None), default=None)
+            if budget is not None and budget <= position:
+                raise ScheduleError(
+                    f"position={position:,} leaves nothing to continue with: the new schedule ends at sample "
+                    f"{budget:,}.",
+                    field="position",
+                    given=position,
+                    nearest=(self.at_sample(budget - 1).start_sample,),
+                )
+            if rule.at_sample(position).start_sample == position:  # its steps as they are, shortened ones, too
+                segments = _joined(past, rule._after(position, past), planned)
+                return Schedule(segments, tuple(dict.fromkeys((*self.notes, *notes))), rule.samples, rule.last_step)
+            switches = tuple(Switch(s.start_sample, s.global_batch_size, s.sequence_length) for s in rule.segments)
+            unit, policy = "samples", rule.last_step
         else:
-            switches, unit, notes, policy = rule.switches(), rule.unit, rule.notes(), self.last_step
-            spent = self.total_samples is None or self.total_samples <= position
-            budget = None if spent else self.samples or self.total_samples
-        if budget is not None and budget <= position:
-            raise ScheduleError(
-                f"position={position:,} leaves nothing to continue with: the new schedule ends at sample {budget:,}.",
-                field="position",
-                given=position,
-                nearest=(self.at_sample(budget - 1).start_sample,),
+            planned, notes, switches, unit, policy = (
+                rule.compile(),
+                rule.notes(),
+                rule.switches(),
+                rule.unit,
+                self.last_step,
             )
+            budget = self.total_samples if self.samples is None else self.samples
+            budget = None if budget is None or budget <= position else budget
         future, jumped = walk(switches, unit, past)
-        joined = Schedule((*past, *future), tuple(dict.fromkeys((*self.notes, *notes, *jumped))))
+        joined = Schedule(_joined(past, future, planned), tuple(dict.fromkeys((*self.notes, *notes, *jumped))))
         return joined if budget is None else joined.until(budget, last_step=policy)
 
     def _budget(self, samples: int | None, tokens: int | None) -> int:
@@ -346,6 +372,18 @@ class Schedule:
         segment = self.segments[step.segment]
         cut = (replace(segment, steps=step.step - segment.first_step, shortfall=0),)
         return self.segments[: step.segment] + (cut if cut[0].steps else ())
+
+    def _after(self, position: int, past: Sequence[Segment]) -> list[Segment]:
+        """The segments from `position` on, a boundary between steps, as they follow on `past`."""
+        at = self.at_sample(position)
+        step, token = (past[-1].end_step or 0, past[-1].end_token) if past else (0, 0)
+        found: list[Segment] = []
+        for segment in self.segments[at.segment :]:
+            done = max(0, at.step - segment.first_step)
+            steps, start = None if segment.steps is None else segment.steps - done, max(position, segment.start_sample)
+            found.append(replace(segment, first_step=step, start_sample=start, steps=steps, start_token=token))
+            step, token = found[-1].end_step or 0, found[-1].end_token
+        return found
 
     def _nth(self, index: int, offset: int) -> Step:
         segment = self.segments[index]
@@ -405,6 +443,18 @@ def walk(switches: Sequence[Switch], unit: Unit, past: Sequence[Segment] = ()) -
     shown = ", ".join(jumped[:3]) + (f" and {len(jumped) - 3} more" if len(jumped) > 3 else "")
     what = "it: the stage of" if len(jumped) == 1 else "them: the stages of"
     return segments, (f"Left out, because one step jumps over {what} {shown}.",)
+
+
+def _joined(past: Sequence[Segment], future: Sequence[Segment], planned: Schedule) -> tuple[Segment, ...]:
+    """Past and future; one segment goes on where nothing changes, unless the plan itself is cut between those steps."""
+    last, first = past[-1] if past else None, future[0]
+    if last is None or last.steps is None or last.shortfall or _kind(last) != _kind(first):
+        return (*past, *future)
+    steps = range(first.start_sample - last.global_batch_size + 1, first.start_sample + 1)
+    if any(_kind(a) == _kind(b) and b.start_sample in steps for a, b in pairwise(planned.segments)):
+        return (*past, *future)
+    more = None if first.steps is None else last.steps + first.steps
+    return (*past[:-1], replace(last, steps=more, shortfall=first.shortfall), *future[1:])
 
 
 def _broken_chain(segments: Sequence[Segment]) -> list[Violation]:

@@ -52,6 +52,7 @@ class Life:
         on_step: OnStep | None,
     ) -> None:
         self.task, self.schedule, self.settings, self.world, self.signals = task, schedule, settings, world, signals
+        self.planned = schedule  # as it was given: what a run resumed makes of it has its own past before it
         self.on_step, self.began = on_step, time.time()
         held = settings.evaluation_samples if evaluation is None else 0
         size = len(task.dataset) - held

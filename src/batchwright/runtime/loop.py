@@ -152,17 +152,18 @@ class _Loop(Life):
         return self.position in (self.schedule.total_samples, self.settings.end_sample)
 
     def _micro_batch_size(self) -> Callable[[Step], int]:
-        given, segments = self.settings.micro_batch_size, len(self.schedule.segments)
+        """One number for all, or one for each segment of the schedule as it was given, wherever the past was cut."""
+        given, planned = self.settings.micro_batch_size, self.planned
         if isinstance(given, int):
             return lambda step: given
-        if len(given) != segments:
+        if len(given) != len(planned.segments):
             raise PlanError(
-                f"micro_batch_size has {len(given)} numbers, the schedule {segments} segments. Give one for each, or one "
-                "for all.",
+                f"micro_batch_size has {len(given)} numbers, the schedule {len(planned.segments)} segments. Give one for "
+                "each, or one for all.",
                 field="micro_batch_size",
                 given=str(given),
             )
-        return lambda step: given[step.segment]
+        return lambda step: given[planned.at_sample(step.start_sample).segment]
 
     def _limited(self) -> Schedule:
         """The part of the schedule that this launch trains."""
