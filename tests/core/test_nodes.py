@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from itertools import pairwise, product
 from pathlib import Path
@@ -424,6 +425,20 @@ def test_open_end_has_no_hours():
         ({"policy": "constant", "throughput": StageSeconds((1.0, 2.0))}, "throughput", "for 2 stages"),
         ({"nodes": 0}, "nodes", "the least is 1"),
         ({"restart_seconds": -1}, "restart_seconds", "below zero"),
+        ({"restart_seconds": math.nan}, "restart_seconds", "must be a time"),
+        ({"restart_seconds": math.inf}, "restart_seconds", "must be a time"),
+        ({"accumulation_steps": 0}, "accumulation_steps", "the least is 1"),
+        ({"accumulation_steps": -1, "policy": "constant"}, "accumulation_steps", "the least is 1"),
+        (
+            {"policy": "min-node-hours", "throughput": MODEL, "deadline_hours": math.inf},
+            "deadline_hours",
+            "is no limit",
+        ),
+        (
+            {"policy": "min-time", "throughput": MODEL, "node_hours_budget": math.nan},
+            "node_hours_budget",
+            "is no limit",
+        ),
     ],
 )
 def test_requests_that_do_not_work_out(options, field, message):
@@ -465,14 +480,17 @@ def test_sequence_length_counts_by_tokens():
         {"fixed_seconds": -1.0, "per_sample_seconds": 2.0},
         {"measured": ((4, 0.5), (2, 0.3))},
         {"measured": ((4, 0.5),), "fixed_seconds": 1.0},
+        {"fixed_seconds": math.nan, "per_sample_seconds": 1.0},
+        {"measured": ((4, math.inf),)},
         {},
     ],
 )
 def test_throughput_checks_its_parameters(parameters):
     with pytest.raises(ConfigError):
         Throughput(**parameters)
-    with pytest.raises(ConfigError):
-        StageSeconds((0.0,))
+    for seconds in (0.0, math.nan):
+        with pytest.raises(ConfigError):
+            StageSeconds((1.0, seconds))
 
 
 # optima
@@ -637,6 +655,41 @@ def test_limits_that_cannot_be_met_name_the_least():
         place(segments, EIGHT, nodes=8, micro_batch_size=4, policy="min-time", throughput=MODEL, node_hours_budget=0.01)
     with pytest.raises(ScheduleError, match="ramp stage 1 of 2"):
         place(ramp(30, 512), EIGHT, nodes=8, micro_batch_size=4, policy="min-time", throughput=MODEL)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    batches=st.lists(st.integers(1, 16).map(lambda k: 32 * k), min_size=1, max_size=4),
+    samples=st.sampled_from((2000, 20_000, 1_000_000, 10**8, 10**12)),
+    fixed=st.floats(0, 1),
+    each=st.floats(1e-6, 1),
+    sync=st.sampled_from((0, 0.15)),
+    wait=st.sampled_from((0, 60, 299.99)),
+    policy=st.sampled_from(("min-node-hours", "min-time")),
+)
+def test_a_limit_at_what_the_program_states_is_met(batches, samples, fixed, each, sync, wait, policy):
+    """A plan's own total, the nearest of the error, and the number in its message."""
+    segments, world = ramp(*batches, samples=samples), World(1, 4)
+    name, other = (
+        ("deadline_hours", "min-time") if policy == "min-node-hours" else ("node_hours_budget", "min-node-hours")
+    )
+    common = {"nodes": 12, "micro_batch_size": 1, "throughput": Throughput(fixed, each, sync_seconds=sync)}
+
+    def total(limit):
+        plan = place(segments, world, policy=policy, restart_seconds=wait, **common, **{name: limit})
+        return plan.hours if policy == "min-node-hours" else plan.node_hours
+
+    least = place(segments, world, policy=other, restart_seconds=wait, **common)
+    least = least.hours if other == "min-time" else least.node_hours
+    assert total(least) == least
+    with pytest.raises(ScheduleError) as caught:
+        total(least / 2)
+    (nearest,) = caught.value.nearest
+    assert least <= nearest <= least + max(1e-6, least / 100) and total(nearest) <= nearest
+    stated = float(str(caught.value).split("the least is ")[1].split()[0])
+    assert least <= stated and total(stated) <= stated
+    with pytest.raises(ScheduleError):
+        total(math.nextafter(least, 0))
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from itertools import groupby, pairwise
-from math import ceil
+from math import ceil, floor, inf, isfinite, ulp
 
 from .chain import Pair, cheapest_chain
 from .errors import ScheduleError, Violation, either, raise_violations
@@ -41,7 +42,7 @@ ASSUMED_RESTART_SECONDS = 300.0
 
 @record
 class Stage:
-    """A segment placed on nodes; `hours` are those of its steps, without restarts.
+    """A segment placed on nodes; `hours` are those of its steps, without restarts; one cut short counts whole.
 
     >>> stage = place([Segment(0, 0, 512, 10)], World(1, devices_per_node=8), nodes=4, micro_batch_size=4).stages[0]
     >>> stage.data_parallel_size, stage.accumulation_steps, stage.end_sample
@@ -194,12 +195,15 @@ def place(
     }
     found = list(_request_violations(rules, segments, policy, throughput))
     for owner, (name, value) in limits.items():
-        if value is not None and policy != owner:
+        if value is not None and not isfinite(value):
+            found.append(Violation(f"{name}={value} is no limit: leave it out where there is none.", name, str(value)))
+        elif value is not None and policy != owner:
             message = f"{name}={value} is a limit of the policy {owner}, and the policy is {policy}."
             found.append(Violation(message, name, value, (owner,)))
     restart = ASSUMED_RESTART_SECONDS if restart_seconds is None else restart_seconds
-    if restart < 0:
-        found.append(Violation(f"restart_seconds={restart} must not be below zero.", "restart_seconds", restart, (0,)))
+    if not 0 <= restart < inf:
+        message = f"restart_seconds={restart} must be a time, not below zero."
+        found.append(Violation(message, "restart_seconds", restart if isfinite(restart) else str(restart), (0,)))
     raise_violations(ScheduleError, found)
     batches = [segment.global_batch_size for segment in segments]
     notes: list[str] = []
@@ -249,7 +253,7 @@ def _request_violations(
         yield Violation(f"policy={policy!r} is not known. One of: {', '.join(POLICIES)}.", "policy", policy, POLICIES)
     if not segments:
         yield Violation("a ramp needs at least one segment.", "segments", 0)
-    for name in ("nodes", "micro_batch_size", "max_micro_batch_size"):
+    for name in ("nodes", "micro_batch_size", "max_micro_batch_size", "accumulation_steps", "inner_microbatches"):
         if (value := getattr(rules, name)) is not None and value < 1:
             yield Violation(f"{name}={value} is too small: the least is 1.", name, value, (1,))
     if policy == "launcher" and rules.micro_batch_size is None:
@@ -295,7 +299,7 @@ def _constant_work(rules: StageRules, batches: Sequence[int], notes: list[str]) 
         counts.append(count)
         notes.append(
             f"stage {i + 1}: {rules.nodes} nodes × {batch} / {top} = {rules.nodes * batch / top:g} is not a legal number "
-            f"of nodes; on {count}, the nearest there is, a replica does {rules.nodes * batch / top / count:.2f} times the work."
+            f"of nodes; on {count}, the nearest below, a replica does {rules.nodes * batch / top / count:.2f} times the work."
         )
     return counts
 
@@ -316,8 +320,8 @@ def _timed(
     stages: list[Stage] = []
     for i, (segment, fit) in enumerate(zip(segments, fits, strict=True)):
         seconds = None if throughput is None else _step_seconds(rules, throughput, i, segment, fit)
-        hours = None if seconds is None or segment.steps is None else seconds * segment.steps / 3600
-        node_hours = None if hours is None else hours * fit.nodes
+        time = None if seconds is None or segment.steps is None else _microseconds(seconds, segment.steps)
+        hours, node_hours = (None, None) if time is None else (time / _HOUR, fit.nodes * time / _HOUR)
         steps = (segment.global_batch_size, segment.first_step, segment.steps)
         samples = (segment.start_sample, segment.end_sample, segment.sequence_length)
         stages.append(Stage(i, *steps, *samples, *fit, seconds, hours, node_hours))
@@ -360,14 +364,27 @@ def _launches(stages: Sequence[Stage], stop_every_stage: bool) -> tuple[Launch, 
 
 def _totals(stages: Sequence[Stage], restart: float, stop_every_stage: bool) -> tuple[float | None, float | None]:
     """Hours and node-hours with restarts; a restart keeps the nodes of the stage it starts waiting."""
-    timed = [(stage.hours, stage.nodes) for stage in stages if stage.hours is not None]
-    if len(timed) < len(stages):
-        return None, None
-    timed += [(restart / 3600, b.nodes) for a, b in pairwise(stages) if a.nodes != b.nodes or stop_every_stage]
-    return sum(hours for hours, _ in timed), sum(hours * nodes for hours, nodes in timed)
+    timed: list[tuple[int, int]] = []
+    for stage in stages:
+        if stage.step_seconds is None or stage.steps is None:
+            return None, None
+        timed.append((_microseconds(stage.step_seconds, stage.steps), stage.nodes))
+    wait = _microseconds(restart)
+    timed += [(wait, b.nodes) for a, b in pairwise(stages) if a.nodes != b.nodes or stop_every_stage]
+    return sum(time for time, _ in timed) / _HOUR, sum(time * nodes for time, nodes in timed) / _HOUR
 
 
-_MICROSECONDS = 10**6  # the optimum counts time in whole ones: sums are exact, so ties are ties
+_HOUR = 3600 * 10**6  # time is counted in whole microseconds: sums are exact, so ties are ties and a total is a limit
+
+
+def _microseconds(seconds: float, times: int = 1) -> int:
+    return round(seconds * (times * 10**6))
+
+
+def _most(hours: float) -> int:
+    """The most microseconds whose hours, as a float, are no more than these: a plan's own total is within it."""
+    most = floor((Fraction(hours) + Fraction(ulp(hours)) / 2) * _HOUR)
+    return most if most / _HOUR <= hours else most - 1
 
 
 def _optimum(
@@ -388,7 +405,7 @@ def _optimum(
     sync = cache(throughput.sync_step_seconds)
     options: list[dict[int, Pair]] = []
     for segment in segments:
-        scale, length = (segment.steps or 0) * _MICROSECONDS, segment.sequence_length
+        number, length = segment.steps or 0, segment.sequence_length
 
         @cache  # few splits, many nodes
         def computing(micro: int, steps: int, length: int | None = length) -> float:
@@ -397,11 +414,11 @@ def _optimum(
         times = (
             (n, computing(micro, steps) + sync(n)) for n, _, micro, steps, _ in rules.fits(segment.global_batch_size)
         )
-        options.append({n: pair(n, round(time * scale)) for n, time in times})
+        options.append({n: pair(n, _microseconds(time, number)) for n, time in times})
     bad = [i for i, option in enumerate(options) if not option]
     raise_violations(ScheduleError, _stage_violations(rules, segments, [rules.nodes] * len(segments), bad))
-    wait = round(restart * _MICROSECONDS)
-    most = None if limit is None else int(limit * 3600 * _MICROSECONDS)
+    wait = _microseconds(restart)
+    most = None if limit is None else _most(limit)
     found = cheapest_chain(options, lambda nodes: pair(nodes, wait), always=stop_every_stage, limit=most)
     if found is None:
         name, unit, other = "node_hours_budget", "node-hours", "min-node-hours"
@@ -409,13 +426,19 @@ def _optimum(
             name, unit, other = "deadline_hours", "hours", "min-time"
         lightest = _optimum(rules, segments, other, throughput, restart, None, stop_every_stage, notes)
         totals = _totals(_stages(rules, segments, lightest, throughput), restart, stop_every_stage)
-        nearest = ceil(100 * ((totals[0] if other == "min-time" else totals[1]) or 0)) / 100
-        message = f"{name}={limit:g} cannot be met on up to {rules.nodes} nodes: the least is {nearest:g} {unit}."
+        least = (totals[0] if other == "min-time" else totals[1]) or 0.0
+        digits = 100 if least >= 1 else 10**6
+        nearest = ceil(Fraction(least) * digits) / digits  # rounded up, so it is accepted; and shown as it is
+        message = f"{name}={limit} cannot be met on up to {rules.nodes} nodes: the least is {_shown(nearest)} {unit}."
         raise ScheduleError(message, field=name, given=limit, nearest=(nearest,))
     if found.gap:
-        hours = found.gap / 3600 / _MICROSECONDS
+        hours = found.gap / _HOUR
         unit = "node-hours" if policy == "min-node-hours" else "hours"
         notes.append(
             f"{policy} within this limit is not proven: a better choice could save {hours:.3g} {unit} at most."
         )
     return found.counts
+
+
+def _shown(number: float) -> str:
+    return str(number).removesuffix(".0")

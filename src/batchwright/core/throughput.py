@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from math import inf
 from statistics import median
 from typing import Any, cast
 
@@ -43,12 +44,12 @@ class Throughput:
 
     def __post_init__(self) -> None:
         found = [
-            Violation(f"{name}={value} must not be below zero.", name, value, (0,))
+            Violation(f"{name}={value} must be a time, not below zero.", name, str(value), (0,))
             for name in ("fixed_seconds", "per_sample_seconds", "sync_latency_seconds", "sync_seconds")
-            if (value := getattr(self, name)) < 0
+            if not 0 <= (value := getattr(self, name)) < inf
         ]
         sizes = [size for size, _ in self.measured]
-        if sizes != sorted(set(sizes)) or any(size < 1 or seconds <= 0 for size, seconds in self.measured):
+        if sizes != sorted(set(sizes)) or any(size < 1 or not 0 < seconds < inf for size, seconds in self.measured):
             message = f"measured={list(self.measured)} needs sizes from 1 in ascending order, and times above zero."
             found.append(Violation(message, "measured", list(self.measured)))
         if self.measured and (self.fixed_seconds or self.per_sample_seconds):
@@ -191,7 +192,7 @@ class StageSeconds:
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not self.seconds or min(self.seconds) <= 0:
+        if not self.seconds or not all(0 < seconds < inf for seconds in self.seconds):
             raise ConfigError(
                 f"step seconds per stage must be above zero: {list(self.seconds)}.", field="seconds", given=self.seconds
             )
