@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchwright.api import ramp as make_ramp
 from batchwright.core import labels
 from batchwright.core.chain import cheapest_chain
 from batchwright.core.codec import decode, encode
@@ -471,7 +472,40 @@ def test_curve_from_a_probe_file():
 def test_sequence_length_counts_by_tokens():
     model = Throughput(fixed_seconds=1.0, per_sample_seconds=1.0, sequence_length=4096)
     assert model.step_seconds(nodes=1, micro_batch_size=2, accumulation_steps=1, sequence_length=8192) == 5.0
-    assert "scaled by tokens" in model.remarks([1], [4096, 8192, None])[0]
+    assert "scaled by tokens" in model.remarks([1, 1, 1], [4096, 8192, None])[0]
+    assert model.remarks([1, 1, 1], [4096, 4096, None]) == ()
+    unknown = Throughput(1.0, 1.0)
+    assert "the same at every sequence_length (4096, 8192): nothing says" in unknown.remarks([1, 1], [8192, 4096])[0]
+    assert unknown.remarks([1, 1], [4096, 4096]) == ()
+
+
+def test_sizes_are_compared_with_the_measured_ones_by_their_tokens():
+    curve = Throughput(measured=((2, 0.3), (8, 0.9)), sequence_length=2048)
+    assert curve.remarks([8, 2, 4], [2048, 2048, 4096])[:-1] == ()
+    above, below, _, _ = curve.remarks([8, 4, 2, 8, 8], [2048, 8192, 1024, 8192, None])
+    assert above.startswith(
+        "micro_batch_size 4 (as 16 at sequence_length 2048), 8 (as 32 at sequence_length 2048) is above"
+    )
+    assert below.startswith("micro_batch_size 2 (as 1 at sequence_length 2048) is below the smallest measured size 2")
+
+
+def test_the_length_that_was_probed_is_the_one_that_times_hold_for():
+    trials = [{"micro_batch_size": m, "status": "fits", "step_seconds": 0.1 * m} for m in (1, 2, 4, 8)]
+    rule = {"thresholds": "0:64 6400:128", "samples": 20_000, "sequence_lengths": (2048, 8192)}
+    world = {"nodes": 2, "devices_per_node": 8, "micro_batch_size": 2}
+
+    def seconds(record, **more):
+        made = make_ramp(**rule, **world, probe=record, **more)
+        return [stage["step_seconds"] for stage in made.stages()], " ".join(made.notes)
+
+    probed = {"trials": trials, "identity": {"sequence_length": 2048}}
+    found, notes = seconds(probed)
+    assert found == pytest.approx([0.2 * 2, 0.8 * 4]) and "scaled by tokens from 2048" in notes
+    assert seconds(probed, sequence_length=8192)[0] == found  # what was measured is not overruled
+    found, notes = seconds({"trials": trials, "identity": {"sequence_length": None}}, sequence_length=2048)
+    assert found == pytest.approx([0.2 * 2, 0.8 * 4]) and "scaled by tokens from 2048" in notes
+    found, notes = seconds({"trials": trials})
+    assert found == pytest.approx([0.2 * 2, 0.2 * 4]) and "nothing says for which they hold" in notes
 
 
 @pytest.mark.parametrize(

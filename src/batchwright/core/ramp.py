@@ -256,12 +256,13 @@ def _throughput(request: Request, wanted: RampRequest) -> Throughput | StageSeco
     sync: dict[str, Any] = {
         "sync_latency_seconds": latency,
         "sync_seconds": volume,
+        "sequence_length": request.sequence_length,
     }
     if wanted.stage_seconds:
         return StageSeconds(wanted.stage_seconds)
     if wanted.micro_step_seconds:
         fixed, each = (*wanted.micro_step_seconds, 0.0)[:2]
-        return Throughput(fixed, each, sequence_length=request.sequence_length, **sync)
+        return Throughput(fixed, each, **sync)
     return None if wanted.probe is None else Throughput.from_probe(wanted.probe, **sync)
 
 

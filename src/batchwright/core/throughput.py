@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from math import inf
 from statistics import median
 from typing import Any, cast
@@ -64,6 +65,8 @@ class Throughput:
     def from_probe(cls, record: Mapping[str, Any], **parameters: Any) -> Throughput:
         """The curve of a probe file: the timed trials that fit; of one size, those made for throughput count first.
 
+        The sequence length is the one that was probed, where the file says so; a given one is for files that do not.
+
         >>> trial = {"micro_batch_size": 4, "status": "fits", "step_seconds": 0.5}
         >>> Throughput.from_probe({"trials": [trial, {"micro_batch_size": 8, "status": "oom"}]}).measured
         ((4, 0.5),)
@@ -87,6 +90,12 @@ class Throughput:
                 field="trials",
                 given=len(found),
             )
+        about = record.get("identity")
+        if (
+            isinstance(about, Mapping)
+            and (probed := cast("Mapping[str, Any]", about).get("sequence_length")) is not None
+        ):
+            parameters["sequence_length"] = count(probed, "sequence_length")
         return cls(measured=tuple(points), **parameters)
 
     def micro_step_seconds(self, micro_batch_size: float) -> float:
@@ -147,38 +156,57 @@ class Throughput:
         >>> Throughput(per_sample_seconds=0.5).compute_seconds(4, 3)
         6.0
         """
-        size: float = micro_batch_size
-        if sequence_length and self.sequence_length and sequence_length != self.sequence_length:
-            size = micro_batch_size * sequence_length / self.sequence_length
-        return micro_steps * self.micro_step_seconds(size)
+        return micro_steps * self.micro_step_seconds(self.size(micro_batch_size, sequence_length))
+
+    def size(self, micro_batch_size: int, sequence_length: int | None) -> float:
+        """The micro batch of as many tokens at the length that the times hold for.
+
+        >>> Throughput(per_sample_seconds=1.0, sequence_length=4096).size(2, 8192)
+        4.0
+        """
+        if not sequence_length or not self.sequence_length or sequence_length == self.sequence_length:
+            return micro_batch_size
+        return micro_batch_size * sequence_length / self.sequence_length
 
     def remarks(self, micro_batch_sizes: Iterable[int], sequence_lengths: Iterable[int | None] = ()) -> tuple[str, ...]:
-        """What a reader of the predicted times must know.
+        """What a reader of the times predicted for these sizes, each at its length, must know.
 
         >>> Throughput(measured=((4, 0.5),)).remarks([8])
         ('micro_batch_size 8 is above the largest measured size 4: its time is extrapolated. Probe it.',)
         """
         found: list[str] = []
+        asked = list(dict.fromkeys(zip_longest(micro_batch_sizes, sequence_lengths)))
+        lengths = sorted({length for _, length in asked if length})
         if self.measured:
             least, largest = self.measured[0][0], self.measured[-1][0]
-            sizes = sorted(set(micro_batch_sizes))
-            if above := [str(size) for size in sizes if size > largest]:
+            sizes = sorted((self.size(micro, length), micro) for micro, length in asked)
+            if above := [self._named(*size) for size in sizes if size[0] > largest]:
                 found.append(
-                    f"micro_batch_size {', '.join(above)} is above the largest measured size {largest}: "
+                    f"micro_batch_size {', '.join(dict.fromkeys(above))} is above the largest measured size {largest}: "
                     "its time is extrapolated. Probe it."
                 )
-            if below := [str(size) for size in sizes if size < least]:
+            if below := [self._named(*size) for size in sizes if size[0] < least]:
                 found.append(
-                    f"micro_batch_size {', '.join(below)} is below the smallest measured size {least}: "
+                    f"micro_batch_size {', '.join(dict.fromkeys(below))} is below the smallest measured size {least}: "
                     "its time is taken as that size's, an upper bound."
                 )
         if self.sequence_length:
-            for other in sorted({length for length in sequence_lengths if length and length != self.sequence_length}):
-                found.append(
-                    f"times at sequence_length {other} are scaled by tokens from {self.sequence_length}; attention's "
-                    "extra cost is left out."
-                )
+            found += [
+                f"times at sequence_length {other} are scaled by tokens from {self.sequence_length}; attention's extra "
+                "cost is left out."
+                for other in lengths
+                if other != self.sequence_length
+            ]
+        elif len(lengths) > 1:
+            found.append(
+                f"times are the same at every sequence_length ({', '.join(map(str, lengths))}): nothing says for which "
+                "they hold. Give sequence_length, the one they were measured at."
+            )
         return tuple(found)
+
+    def _named(self, size: float, micro_batch_size: int) -> str:
+        same = size == micro_batch_size
+        return f"{micro_batch_size}" + ("" if same else f" (as {size:g} at sequence_length {self.sequence_length})")
 
 
 @record
