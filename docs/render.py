@@ -39,7 +39,7 @@ def run(command: str) -> str:
         "NO_COLOR": "1",
     }
     done = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     return done.stdout + done.stderr
 

@@ -108,7 +108,7 @@ def test_the_only_traceback_is_the_users():
         [sys.executable, "-m", "batchwright", "check", f"{TASKS}:broken_at_one", "--micro-batch-size", "1", "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 5

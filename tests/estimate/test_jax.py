@@ -74,8 +74,8 @@ def test_lengths_are_arguments_and_nothing_is_shared_unless_donated(jax_task):
 
 def test_a_real_trial_is_near_the_compilers_figure(file):
     request = Request(f"{file}:task", micro_batch_sizes=(8192,))
-    estimated = process.run("estimate", request, timeout=120)["points"][0]["peak_memory_bytes"]
-    measured = process.run("trial", request, timeout=120)["measured_bytes"]
+    estimated = process.run("estimate", request, timeout=900)["points"][0]["peak_memory_bytes"]
+    measured = process.run("trial", request, timeout=900)["measured_bytes"]
     assert estimated == pytest.approx(measured, rel=0.2) and estimated > 2**27
 
 

@@ -19,7 +19,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 TRAINER = (sys.executable, str(HERE / "trainer.py"), "{global_batch_size}", "{start_sample}", "{end_sample}")
 TASK = f"{HERE / 'tiny.py'}:task"
-PATIENCE = 240.0  # for a machine that is busy with other things
+PATIENCE = 900.0  # for a machine that is busy with other things
 
 
 class Run:
@@ -146,7 +146,7 @@ class Run:
 
     def assert_nothing_left(self) -> None:
         """No orphan, whatever happened."""
-        self.until(lambda: not self.processes(), 15, ended=False)
+        self.until(lambda: not self.processes(), ended=False)
 
 
 @pytest.fixture

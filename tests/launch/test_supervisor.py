@@ -85,10 +85,7 @@ def test_no_progress_is_stopped_by_the_watchdog_with_the_place_it_hangs_at(run):
 
 
 def test_a_stopped_process_is_named(run):
-    run.start(*run.scripted("slow=0.1", flags=("--stall-seconds", "1.5")))
-    run.until(lambda: run.position() > 64)
-    os.kill(run.rank_pid(0), signal.SIGSTOP)
-    code, _, err = run.finish()
+    code, _, err = run(*run.scripted("stop@96", flags=("--stall-seconds", "1.5")))
     assert code == 0, err
     assert "rank 0 (process " in err and "is stopped" in err
 
@@ -106,14 +103,15 @@ def test_a_command_may_take_longer_than_the_grace_for_what_it_does_after_its_end
 
 
 def test_a_guard_that_is_killed_leaves_nothing_running(run):
-    run.start(*run.scripted("slow=0.05", "child"))
-    run.until(lambda: run.position() > 16)
-    launch = run.newest()
-    mine = [line for line in run.processes() if " sleep 1000" in line]
-    assert mine
-    os.kill(json.loads((launch / "manifest.json").read_text())["handle"]["pid"], signal.SIGKILL)
-    run.until(lambda: run.newest() != launch)
-    assert not set(mine) & set(run.processes())
+    with run.held() as hold:
+        run.start(*run.scripted(hold, "child"))
+        run.until(lambda: run.position() == 24)
+        launch = run.newest()
+        mine = [line for line in run.processes() if " sleep 1000" in line]
+        assert mine
+        os.kill(json.loads((launch / "manifest.json").read_text())["handle"]["pid"], signal.SIGKILL)
+        run.until(lambda: run.newest() != launch)
+        assert not set(mine) & set(run.processes())
     code, _, err = run.finish()
     assert code == 0, err
 
@@ -125,10 +123,11 @@ def test_grandchildren_are_ended_with_their_launch(run):
 
 
 def test_the_supervisor_may_be_killed_and_resumed_at_any_time(run):
-    process = run.start(*run.scripted("slow=0.05", "child"))
-    run.until(lambda: run.position() > 64)
-    process.kill()
-    process.communicate()
+    with run.held() as hold:
+        process = run.start(*run.scripted(hold, "child"))
+        run.until(lambda: run.position() == 24)
+        process.kill()
+        process.communicate()
     run.assert_nothing_left()
     document = run.status()
     assert document["state"] == "stopped" and "gone" in document["reason"]

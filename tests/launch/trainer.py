@@ -2,11 +2,11 @@
 
     python trainer.py BATCH START END [SCRIPT...]
 
-SCRIPT words: `crash@96`, `kill@96`, `oom@96`, `hang@96`, `leave@96` happen once per run directory; with `!` after them,
-every time. `over=8` trains past the end; `slow=0.1` sleeps per step; `deaf` ignores SIGTERM; `silent` writes no status;
-`child` leaves a grandchild behind; `tail` hangs after the end is saved; `export=2` works on for so long after it; `save=2`
-takes so long to save when it is to stop, and gives up when it is told twice; `hold=FILE` waits after its third step as
-long as the file is there and nobody asks it to stop.
+SCRIPT words: `crash@96`, `kill@96`, `oom@96`, `hang@96`, `stop@96`, `leave@96` happen once per run directory; with
+`!` after them, every time. `over=8` trains past the end; `slow=0.1` sleeps per step; `deaf` ignores SIGTERM; `silent`
+writes no status; `child` leaves a grandchild behind; `tail` hangs after the end is saved; `export=2` works on for so
+long after it; `save=2` takes so long to save when it is to stop, and gives up when it is told twice; `hold=FILE`
+waits after its third step as long as the file is there and nobody asks it to stop.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def _happen(name: str) -> None:
         raise ValueError("the shelf is empty")
     if name == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if name == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if name == "oom":
         raise MemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     if name == "leave":

@@ -45,7 +45,7 @@ def test_a_hung_rank_is_named(scripted):
     rank(1, status="running", stage=5, doing="reading the batch of step 1")
     time.sleep(600)
     """
-    probe = run_probe(scripted(SAY + _dedent(code), ranks=2, timeout=1.0, largest=5))
+    probe = run_probe(scripted(SAY + _dedent(code), ranks=2, timeout=5.0, largest=5))
     hung = next(t for t in probe.trials if t.status == "timeout")
     assert "rank 1 of 2 hung" in hung.reason
     assert "reading the batch of step 1" in hung.reason

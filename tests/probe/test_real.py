@@ -27,7 +27,7 @@ BUDGET = "320MiB"
 @contextmanager
 def runner(target, folder: Path, **options) -> Iterator[TaskRunner]:
     folder.mkdir(exist_ok=True)
-    with closing(TaskRunner(read_request(str(target), timeout=120, **options), folder)) as made:
+    with closing(TaskRunner(read_request(str(target), timeout=900, **options), folder)) as made:
         yield made
 
 
@@ -57,7 +57,7 @@ except (RuntimeError, MemoryError):
 def runs(folder: Path, size: int, micro_steps: int) -> bool:
     words = [sys.executable, "-c", PLAIN, folder, size, micro_steps, read_bytes(BUDGET, "memory")]
     done = subprocess.run(
-        [*map(str, words)], env=environment(limited=True), capture_output=True, text=True, timeout=120
+        [*map(str, words)], env=environment(limited=True), capture_output=True, text=True, timeout=900
     )
     assert done.returncode in (0, 3), done.stderr
     return done.returncode == 0
@@ -73,7 +73,7 @@ def test_the_limit_is_that_of_a_plain_loop_in_fresh_processes(accumulation_steps
         memory=BUDGET,
         dir=None,
         throughput=False,
-        timeout=120,
+        timeout=900,
         accumulation_steps=accumulation_steps,
     )
     assert (random.getstate(), sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__")) == before

@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def run_ranks() -> RunRanks:
-    """`run_ranks(function, 4, *args, timeout=60)` gives `[function(rank, *args) for rank in range(4)]`.
+    """`run_ranks(function, 4, *args, timeout=600)` gives `[function(rank, *args) for rank in range(4)]`.
 
     Every call is a process in an initialised gloo group of its own. The function must be importable (module level),
     and what it takes and returns picklable. One that fails or hangs fails the test, and none outlives the call.
@@ -31,7 +31,7 @@ def run_ranks() -> RunRanks:
     return _run_ranks
 
 
-def _run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60) -> list[Any]:
+def _run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 600) -> list[Any]:
     context = get_context("forkserver")  # torch is imported once, in a server without threads, and forked from there
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
     with tempfile.TemporaryDirectory() as folder:

@@ -41,7 +41,7 @@ class Launch:
             task=task,
         )
 
-    def wait(self, timeout: float = 60) -> list[int]:
+    def wait(self, timeout: float = 600) -> list[int]:
         """The exit codes; whoever is late is killed. What failed ranks said goes to stderr."""
         codes = _ask(wait=self.pids, timeout=timeout)
         for log in sorted(Path(self._folder.name).glob("rank*.log")):
@@ -51,8 +51,9 @@ class Launch:
 
     def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to these ranks, or to all; none is reaped before `wait`."""
-        for rank in ranks or range(len(self.pids)):
-            os.kill(self.pids[rank], number)
+        for one in (signal.SIGSTOP, number) if number == signal.SIGKILL else (number,):
+            for rank in ranks or range(len(self.pids)):  # all stand still first: none sees another go
+                os.kill(self.pids[rank], one)
 
 
 def _ask(**request: Any) -> Any:
@@ -77,7 +78,7 @@ def launch(ranks: int, schedule: Schedule, settings: dict[str, Any], **task: Any
 def call(ranks: int, function: str, *args: Any) -> list[Any]:
     """What a function of loop_reshard.py returns on each of `ranks`."""
     with tempfile.TemporaryDirectory() as folder:
-        codes = _ask(wait=_ask(start=ranks, folder=folder, call=function, args=args), timeout=60)
+        codes = _ask(wait=_ask(start=ranks, folder=folder, call=function, args=args), timeout=600)
         for log in sorted(Path(folder).glob("rank*.log")):
             print(log.read_text(), file=sys.stderr)
         assert codes == [0] * ranks, codes

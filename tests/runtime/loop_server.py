@@ -32,7 +32,7 @@ def rank_main(rank: int, request: dict[str, Any]) -> int:
     warnings.simplefilter("ignore")
     if ranks > 1 or "call" in request:
         store = dist.FileStore(f"{folder}/store", ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
     if "call" in request:
         value = getattr(loop_reshard, request["call"])(rank, *request["args"])
         with open(f"{folder}/rank{rank}.pickle", "wb") as file:

@@ -366,5 +366,5 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}], ids=["plain", "persistent"])
 def test_a_process_whose_sample_raised_ends_though_its_workers_are_deaf(options, tmp_path) -> None:
     (tmp_path / "fails.py").write_text(FAILS.replace("{options}", repr(options)))
-    done = subprocess.run([sys.executable, tmp_path / "fails.py"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, tmp_path / "fails.py"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr

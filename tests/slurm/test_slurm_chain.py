@@ -116,11 +116,14 @@ def test_the_time_limit_and_a_preemption_are_survived_by_a_chain_and_by_a_superv
     watched, _ = make(title="a supervised run", **limits)
     begin(chained, plan)
     with supervisor(watched) as process:
+        # What comes after the first launches has no limit: the heir waits already, the supervisor's job is yet to be made.
+        cluster.call("scontrol", "update", f"JobId={heir(chained)}", "TimeLimit=UNLIMITED")
+        started(watched, 1)
+        run = SlurmRun.load(watched)
+        replace(run, site=replace(run.site, time=None)).save(watched)
         for directory in (chained, watched):
             assert "SIGUSR1" in left(directory, 1)["detail"]
-            again = started(directory, 2)
             wait_for((directory.path / "trained" / "launch-0002.jsonl").exists)  # it can be asked to stop
-            cluster.call("scontrol", "update", f"JobId={again['job']}", "TimeLimit=UNLIMITED")
         cluster.urgent(tmp_path)
         for directory in (chained, watched):
             assert "SIGTERM" in left(directory, 2)["detail"]
@@ -130,6 +133,12 @@ def test_the_time_limit_and_a_preemption_are_survived_by_a_chain_and_by_a_superv
     for directory in (chained, watched):
         audit(directory)
         assert [directory.ending(number).position for number in (1, 2)] == [16, 32]  # each saved the step it was in
+
+
+def heir(directory) -> str:
+    """Wait until a link has left one behind; its job."""
+    token = SlurmRun.load(directory).token
+    return wait_for(lambda: [one.job for one in slurm.jobs(token) if slurm.role_of(one.comment)[0] == "heir"])[0]
 
 
 def left(directory, number: int) -> dict:

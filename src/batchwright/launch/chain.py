@@ -86,7 +86,7 @@ def begin(directory: RunDirectory, plan: RunPlan, run: SlurmRun) -> list[str]:
     for name in ("stop.json", "outcome.json"):
         (directory.path / name).unlink(missing_ok=True)
     run = replace(run, after=max(directory.numbers(), default=0)).save(directory)
-    cancel_all(run.token)
+    cancel_all(directory, run.token)
     position = work(directory, plan).position()
     if position >= plan.total_samples:
         return []
@@ -381,7 +381,7 @@ class Link(Supervisor):
     def _over(self, state: str, failure: Failure | None) -> int:
         """The end of the chain."""
         self._drop_heir()
-        cancel_all(self._run.token)
+        cancel_all(self._directory, self._run.token)
         self._finish(state, failure)
         say(f"the run is {state}" + (f": {failure.reason}" if failure else ""))
         return 5 if state == "failed" else 0

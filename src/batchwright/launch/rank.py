@@ -21,6 +21,7 @@ import time
 
 from batchwright.guard import die_as, die_with, no_core, start_time
 
+_TRACE_SECONDS = 5.0  # for all ranks to write their stacks
 _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -32,6 +33,16 @@ def _write(path: str, document: dict[str, object]) -> None:
         os.replace(f"{path}.part", path)
     except OSError:
         pass
+
+
+def _await_others(folder: str) -> None:
+    """Ranks that leave their stacks go together: srun takes all along with the first, even one that is still writing."""
+    deadline = time.monotonic() + _TRACE_SECONDS
+    while time.monotonic() < deadline:
+        names = os.listdir(folder)
+        if all(f"{name[:-5]}.exit.json" in names for name in names if name[:-5].isdigit()):
+            return
+        time.sleep(0.02)
 
 
 def main(words: list[str]) -> None:
@@ -79,6 +90,8 @@ def main(words: list[str]) -> None:
     _write(f"{record}.json", {"pid": child.pid, "parent": me, "start_time": start_time(child.pid), "time": time.time()})
     code = child.wait()
     _write(f"{record}.exit.json", {"code": code, "time": time.time()})
+    if code == -signal.SIGABRT and os.path.isdir(os.path.join(directory, "tracing")):
+        _await_others(os.path.join(directory, "ranks"))
     die_as(code)
 
 

@@ -24,6 +24,7 @@ from .slurm_site import Site, SlurmRun, job_name
 from .slurm_step import Leaving, StepEngine
 
 SIGNAL_SECONDS = 5.0  # between two equal signals: each is a call to the controller
+_LEAVING_LAUNCHES = 3  # whose jobs may still be there
 _WAITING = ("PENDING", "SUSPENDED", "STOPPED")  # states in which nothing can be expected of a job
 _HELD = ("launch failed requeued held", "JobHeldAdmin", "PrologError", "BadConstraints", "DependencyNeverSatisfied")
 
@@ -49,7 +50,7 @@ class SlurmEngine:
         run = SlurmRun.load(directory)
         if not SlurmRun.path(directory).exists():
             run.save(directory)
-        cancel_all(run.token)
+        cancel_all(directory, run.token)
         job = replace(job, grace_seconds=max(job.grace_seconds, run.site.signal_seconds))  # all the time that there is
         number = int(job.directory.name)
         mark = slurm.comment_of(run.token, "start", number)
@@ -146,10 +147,14 @@ def _words(state: str | None) -> str:
     return known.get(state or "", state or "squeue has forgotten it, and there are no accounts (sacct)")
 
 
-def cancel_all(token: str, keep: str | None = None) -> list[str]:
-    """Take every living job of a run out of the queue but `keep`; those that were."""
+def cancel_all(directory: RunDirectory, token: str) -> list[str]:
+    """Take every living job of a run out of the queue; those that were. One that leaves by itself is let go."""
+    numbers = directory.numbers()[-_LEAVING_LAUNCHES:]
+    records = [read_json(directory.launch(number) / "job.json") or {} for number in numbers]
+    leaving = {slurm.me(), *(record.get("job") for record in records if record.get("state") == "ended")}
     try:
-        found = [one.job for one in slurm.jobs(token) if one.alive and one.job not in (keep, slurm.me())]
+        known = [one for one in slurm.jobs(token) if one.alive and one.state != "COMPLETING"]
+        found = [one.job for one in known if one.job not in leaving]
     except slurm.Unreachable:
         return []
     for job_id in found:

@@ -32,7 +32,7 @@ def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener) -> str
     """Bring a run to its end from here; a chain of it that waits is taken back, one that runs is refused."""
     _refuse_running(directory)
     if is_chain(directory):
-        cancel_all(SlurmRun.load(directory).token)
+        cancel_all(directory, SlurmRun.load(directory).token)
     remember(directory, read_site(plan.options.slurm), detached=False)
     return SlurmSupervisor(directory, plan, SlurmEngine(), listener).run()
 
@@ -54,7 +54,7 @@ def stop(directory: RunDirectory, plan: RunPlan, now: bool) -> None:
     run = SlurmRun.load(directory)
     chain.stop(directory, now=now)
     if now:
-        cancel_all(run.token)
+        cancel_all(directory, run.token)
     patience = max(plan.options.grace_seconds, run.site.signal_seconds) + STOP_SECONDS
     deadline = time.monotonic() + patience
     while (left := _living(run.token)) is None or left:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .engine import rank_logs
 
-_TOGETHER_SECONDS = 5.0
+_TOGETHER_SECONDS = 15.0
 
 
 def signal_ranks(directory: Path, node: int, per_node: int, number: int) -> None:

@@ -144,6 +144,9 @@ class CommandRunner:
         )  # fmt: skip
 
 
+_LEAST_TIMES = 3  # for a median with an interval
+
+
 class _Marks:
     """Steps seen in the output, each with its time."""
 
@@ -165,9 +168,14 @@ class _Marks:
                 if not self.seen or number > self.seen[-1][0]:
                     self.seen.append((number, when))
                 break
-        return len(self.seen) >= self._least and self.seen[-1][1] - self.seen[0][1] >= self._seconds
+        long = len(self.seen) >= self._least and self.seen[-1][1] - self.seen[0][1] >= self._seconds
+        return long and len(self._times()) >= _LEAST_TIMES
+
+    def _times(self) -> list[float]:
+        """Of a step, from the time between lines and the steps between them; lines that came together have one time."""
+        return [(t1 - t0) / (n1 - n0) for (n0, t0), (n1, t1) in pairwise(self.seen) if t1 > t0]
 
     def timing(self) -> Timing | None:
-        """The time of a step, from the time between lines and the steps between them."""
-        times = [(t1 - t0) / (n1 - n0) for (n0, t0), (n1, t1) in pairwise(self.seen) if t1 > t0]
-        return Timing.of(times) if len(times) >= 3 else None
+        """The time of a step, where enough lines came one by one."""
+        times = self._times()
+        return Timing.of(times) if len(times) >= _LEAST_TIMES else None

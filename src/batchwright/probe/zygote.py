@@ -17,6 +17,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import batchwright.guard
@@ -77,7 +78,8 @@ class Zygote:
         try:
             return self._process.wait(1.0)
         except subprocess.TimeoutExpired:
-            os.write(self._pipe, b"x")
+            with suppress(OSError):  # it has just ended by itself
+                os.write(self._pipe, b"x")
             return self._process.wait()
 
 
