@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import ceil
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil, gcd
 from typing import NamedTuple
 
 from .equation import Unknowns, ragged_share, splits
@@ -100,18 +100,69 @@ class StageRules:
 
     def fits(self, batch: int) -> Iterator[Fit]:
         """Every legal count of nodes, ascending. Without raggedness only divisors of the batch are looked at."""
-        counts: Iterator[int] | range = range(1, self.nodes + 1)
-        if not self.allow_ragged:
-            replicas, over = divmod(batch, (self.micro_batch_size or 1) * (self.accumulation_steps or 1))
-            size, per_node = self.world.model_parallel_size, self.world.devices_per_node or 1
-            counts = iter(
-                () if over else [d * size // per_node for d in divisors(replicas) if d * size % per_node == 0]
-            )
+        if self.allow_ragged:
+            counts: Iterable[int] = range(1, self.nodes + 1)
+        else:
+            counts = (nodes for nodes, _ in self._dividing(batch))
         for nodes in counts:
-            if nodes > self.nodes:
-                return
             if fit := self.fit(batch, nodes):
                 yield fit
+
+    def choices(self, batches: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+        """For each batch the choices worth a look: (nodes, micro_batch_size, accumulation_steps), ascending.
+
+        >>> rules = StageRules(World(1), nodes=100, micro_batch_size=1, allow_ragged=True)
+        >>> [[nodes for nodes, _, _ in row] for row in rules.choices([5, 6])]
+        [[1, 2, 3, 5, 6], [1, 2, 3, 5, 6]]
+        """
+        corners = self.corners(batches) if self.allow_ragged else None
+        unit, known = self.micro_batch_size or 1, dict[int, tuple[int, int] | None]()
+        for batch in batches:
+            row: list[tuple[int, int, int]] = []
+            for nodes, dp in self._dividing(batch) if corners is None else corners:
+                share = -(-batch // (unit * dp))
+                # The share of a replica decides how it is split; one that is whole, in a way of its own.
+                key = share if batch % dp or self.micro_batch_size else -share
+                if key not in known:
+                    fit = self.fit(batch, nodes)
+                    known[key] = fit and (fit.micro_batch_size, fit.accumulation_steps)
+                if split := known[key]:
+                    row.append((nodes, *split))
+            yield row
+
+    def corners(self, batches: Iterable[int]) -> list[tuple[int, int]]:
+        """The counts of nodes worth a look where any may be legal, with their replicas.
+
+        On fewer nodes with the same accumulation a batch takes no more time, and less of their time. So a run of stages on
+        the same nodes goes down, none the worse, to the next count on which one of `batches` does with fewer steps than
+        on any below.
+
+        >>> StageRules(World(1), nodes=100, micro_batch_size=1, allow_ragged=True).corners([10])
+        [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (10, 10)]
+        """
+        per_node, size = self.world.devices_per_node or 1, self.world.model_parallel_size
+        least = size * self.world.expert_parallel // gcd(per_node, size * self.world.expert_parallel)
+        dp, most = least * per_node // size, self.nodes // least
+        unit, found = dp * (self.micro_batch_size or 1), set[int]()
+        for batch in set(batches):
+            k, share = 0, batch + 1
+            while share > 1 and (k := -(-batch // (unit * (share - 1)))) <= most:
+                share = -(-batch // (unit * k))
+                found.add(k)
+                if self.micro_batch_size is None and batch % (unit * k) == 0 and k < most:
+                    found.add(k + 1)  # a whole share here, a ragged one from there on
+        return [(k * least, k * dp) for k in sorted(found)]
+
+    def _dividing(self, batch: int) -> Iterator[tuple[int, int]]:
+        """Nodes and replicas among which the batch divides, ascending."""
+        replicas, over = divmod(batch, (self.micro_batch_size or 1) * (self.accumulation_steps or 1))
+        size, per_node = self.world.model_parallel_size, self.world.devices_per_node or 1
+        for dp in () if over else divisors(replicas):
+            nodes, rest = divmod(dp * size, per_node)
+            if nodes > self.nodes:
+                return
+            if not rest and dp % self.world.expert_parallel == 0:
+                yield nodes, dp
 
     def violation(self, batch: int, nodes: int, where: str) -> Violation:
         """Why `fit` says no: the arithmetic, the nearest batches on these nodes and the nearest nodes for this batch."""
