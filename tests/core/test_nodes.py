@@ -191,6 +191,65 @@ def test_error_names_the_stage_and_what_is_near():
     assert (caught.value.field, caught.value.given, caught.value.nearest) == ("global_batch_size", 640, (512, 768))
 
 
+def test_a_micro_batch_and_an_accumulation_leave_one_batch():
+    options = {"nodes": 8, "micro_batch_size": 4, "accumulation_steps": 1, "policy": "constant"}
+    with pytest.raises(ScheduleError) as caught:
+        place(ramp(256, 512), EIGHT, **options)
+    assert str(caught.value) == (
+        "ramp stage 2 of 2 (from sample 100,096): global_batch_size=512 needs accumulation_steps 2 (512 / 256), and "
+        "accumulation_steps=1 is given. Nearest: 256. Other stages are valid."
+    )
+    with pytest.raises(ScheduleError, match=r"needs accumulation_steps 3 \(600 / 256, rounded up\)") as caught:
+        place(ramp(600), EIGHT, allow_ragged=True, **options | {"accumulation_steps": 5})
+    assert caught.value.nearest == (1025,) and "Nearest: 1025; or 4 nodes" in str(caught.value)
+    with pytest.raises(ScheduleError, match="needs accumulation_steps 40") as caught:
+        place(ramp(10_001), EIGHT, allow_ragged=True, **options | {"accumulation_steps": 5})
+    assert caught.value.nearest == (1280,)
+    with pytest.raises(ScheduleError, match="that is more than max_micro_batch_size=2"):
+        place(ramp(256), EIGHT, max_micro_batch_size=2, **options)
+    with pytest.raises(
+        ScheduleError, match=r"=8 is less than one sample in every step on each replica: .* 4 × 64 = 256"
+    ):
+        place(ramp(8), EIGHT, nodes=8, accumulation_steps=4, policy="constant")
+
+
+def test_the_launchers_error_names_constant_work_where_that_has_an_answer():
+    options = {"nodes": 16, "micro_batch_size": 4, "accumulation_steps": 4}
+    with pytest.raises(ScheduleError) as caught:
+        place(ramp(*range(256, 2049, 256)), EIGHT, **options)
+    message = str(caught.value)
+    assert "global_batch_size=256 needs accumulation_steps 1 (256 / 256), and accumulation_steps=4 is given" in message
+    assert message.endswith("Node policy constant-work runs them all: 2 -> 4 -> 6 -> 8 -> 10 -> 12 -> 14 -> 16 nodes.")
+    assert counts(place(ramp(*range(256, 2049, 256)), EIGHT, policy="constant-work", **options)) == [*range(2, 17, 2)]
+    with pytest.raises(ScheduleError) as caught:
+        place(ramp(256, 2000), EIGHT, nodes=16, micro_batch_size=4)
+    assert "constant-work" not in str(caught.value)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    batch=st.integers(1, 300),
+    world=st.builds(World, st.just(1), st.integers(1, 4), st.integers(1, 2), st.sampled_from((1, 1, 2, 4))),
+    nodes=st.integers(1, 6),
+    micro=st.none() | st.integers(1, 4),
+    cap=st.none() | st.integers(1, 5),
+    steps=st.sampled_from((None, None, 1, 3, 8)),
+    ragged=st.booleans(),
+    schedule=st.sampled_from(("1f1b", "interleaved", "circular", "zero-bubble")),
+)
+def test_the_nearest_batches_of_an_error_are_the_nearest(batch, world, nodes, micro, cap, steps, ragged, schedule):
+    pipeline = PipelineRule(schedule, world.pipeline_parallel) if world.pipeline_parallel > 1 else None
+    rules = StageRules(world, nodes, micro, cap, steps, ragged, pipeline)
+    if rules.fit(batch, nodes):
+        return
+    found = rules.violation(batch, nodes, "here")
+    assert "None" not in found.message
+    if found.field == "global_batch_size":
+        below = next((b for b in range(batch - 1, 0, -1) if rules.fit(b, nodes)), None)
+        above = next((b for b in range(batch + 1, batch + 1500) if rules.fit(b, nodes)), None)
+        assert found.nearest == tuple(b for b in (below, above) if b)
+
+
 def test_all_violations_are_collected():
     with pytest.raises(ScheduleError) as caught:
         place(ramp(100, 256, 300), EIGHT, nodes=8, micro_batch_size=4, policy="constant")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import ceil, gcd
+from math import gcd
 from typing import NamedTuple
 
 from .equation import Unknowns, ragged_share, splits
@@ -177,24 +177,48 @@ class StageRules:
                 f"{f', expert_parallel {self.world.expert_parallel}' if self.world.expert_parallel > 1 else ''}."
             )
             return Violation(message + (f" Nearest: {either(near)} nodes." if near else ""), "nodes", nodes, near)
-        micro, steps = self.micro_batch_size, self.accumulation_steps
-        quantum = dp * (micro or 1) * (steps or 1)
+        nearest = self._nearest(batch, nodes, dp)
+        what = f"{where}: global_batch_size={batch} {self._reason(batch, dp)}"
+        return Violation(f"{what}. Nearest: {either(nearest) or 'none'}{other}.", "global_batch_size", batch, nearest)
+
+    def _reason(self, batch: int, dp: int) -> str:
+        """What is wrong with a batch on so many replicas, as the end of a sentence."""
+        micro, steps, most = self.micro_batch_size, self.accumulation_steps, self.max_micro_batch_size
+        quantum, share = dp * (micro or steps or 1), -(-batch // dp)
         named = f"batch_quantum {quantum} ({micro} × {dp})" if micro else f"data_parallel_size {dp}"
-        if steps:
-            named = f"{f'micro_batch_size {micro} × ' if micro else ''}accumulation_steps {steps} × {dp} = {quantum}"
+        if steps and not micro:
+            named = f"accumulation_steps {steps} × {dp} = {quantum}"
         if batch < quantum and not self.allow_ragged:
-            what = f"global_batch_size={batch} is less than one micro batch on each replica: {named}"
-        elif batch % quantum and not self.allow_ragged:
-            what = f"global_batch_size={batch} is not a multiple of {named}"
-        else:
-            m = steps or ceil(ceil(batch / dp) / (micro or 1))
-            reason = self.refusal(m) or f"none with micro_batch_size up to {self.max_micro_batch_size} is accepted"
-            what = f"global_batch_size={batch} gives accumulation_steps={m} on {named}, and {reason}"
-        # Looking further than a few hundred quanta would offer a batch that nobody meant.
-        at = batch // quantum
-        below = next((b for k in range(at, max(0, at - 512), -1) if self.fit(b := k * quantum, nodes)), None)
-        above = next((b for k in range(at + 1, at + 513) if self.fit(b := k * quantum, nodes)), None)
-        nearest = tuple(b for b in (below, above) if b)
-        return Violation(
-            f"{where}: {what}. Nearest: {either(nearest) or 'none'}{other}.", "global_batch_size", batch, nearest
+            return f"is less than one {'micro batch' if micro or not steps else 'sample in every step'} on each replica: {named}"
+        if batch % quantum and not self.allow_ragged:
+            return f"is not a multiple of {named}"
+        needed = -(-share // (micro or 1))
+        if micro and most and micro > most:
+            return f"cannot run in micro_batch_size={micro}: that is more than max_micro_batch_size={most}, the most that fits"
+        if micro and steps and needed != steps:
+            division = f"{batch} / {quantum}{', rounded up' if batch % quantum else ''}"
+            return f"needs accumulation_steps {needed} ({division}), and accumulation_steps={steps} is given"
+        if refusal := self.refusal(steps or needed):
+            return f"gives accumulation_steps={steps or needed} on {named}, and {refusal}"
+        cap = f" with micro_batch_size up to {most}" if most else ""
+        into = f"into accumulation_steps={steps}" if steps else "so that the pipeline runs"
+        return f"gives {share} samples to each of {dp} replicas, which do not split {into}{cap}"
+
+    def _nearest(self, batch: int, nodes: int, dp: int) -> tuple[int, ...]:
+        """The batches next to this one that fit on so many nodes."""
+        micro, steps = self.micro_batch_size, self.accumulation_steps
+        unit = dp * (micro or (1 if self.allow_ragged else steps) or 1)
+        at = -(-batch // unit)
+        # Looking further than a few hundred units would offer a batch that nobody meant.
+        reach = max(512, 2 * (steps or 0))
+        down, up = range(at, max(0, at - reach), -1), range(at, at + reach)
+        if micro and steps:
+            down = up = range(steps, steps + 1)
+        # Ragged: one sample more than k - 1 units needs as many steps as k units.
+        less = (k * unit for k in down)
+        more = (b for k in up for b in (((k - 1) * unit + 1, k * unit) if self.allow_ragged else (k * unit,)))
+        found = (
+            next((b for b in less if b < batch and self.fit(b, nodes)), None),
+            next((b for b in more if b > batch and self.fit(b, nodes)), None),
         )
+        return tuple(b for b in found if b)

@@ -215,7 +215,12 @@ def place(
         counts = _optimum(rules, segments, policy, throughput, restart, limits[policy][1], stop_every_stage, notes)
     else:
         counts = [nodes] * len(batches)
-    stages = _stages(rules, segments, counts, throughput)
+    try:
+        stages = _stages(rules, segments, counts, throughput)
+    except ScheduleError as error:
+        if policy == "launcher":
+            raise_violations(ScheduleError, _with_constant_work(rules, batches, error))
+        raise
     launches = _launches(stages, stop_every_stage)
     hours, node_hours = _totals(stages, restart, stop_every_stage)
     full: tuple[float | None, float | None] = (None, None)
@@ -302,6 +307,19 @@ def _constant_work(rules: StageRules, batches: Sequence[int], notes: list[str]) 
             f"of nodes; on {count}, the nearest below, a replica does {rules.nodes * batch / top / count:.2f} times the work."
         )
     return counts
+
+
+def _with_constant_work(rules: StageRules, batches: Sequence[int], error: ScheduleError) -> list[Violation]:
+    """The violations of the launcher's choice; where constant-work has an answer, they say so."""
+    counts = _constant_work(rules, batches, [])
+    found = list(error.violations)
+    if all(rules.fit(batch, n) for batch, n in zip(batches, counts, strict=True)):
+        runs = [str(n) for n, _ in groupby(counts)]
+        shown = " -> ".join(runs if len(runs) <= 12 else [*runs[:6], "…", *runs[-3:]])
+        found[-1] = replace(
+            found[-1], message=f"{found[-1].message} Node policy constant-work runs them all: {shown} nodes."
+        )
+    return found
 
 
 def _stages(
