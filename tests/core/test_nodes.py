@@ -330,10 +330,11 @@ def feasible_nodes(batch, world, *, nodes, **options):
 def test_feasible_nodes_equal_brute_force(batch, world, nodes, micro, cap, ragged):
     expected = []
     for n in range(1, nodes + 1):
-        placed = world.on_nodes(n)
-        if placed is None or (batch < placed.data_parallel_size and not ragged):
+        dp, over = divmod(
+            n * world.devices_per_node, world.tensor_parallel * world.pipeline_parallel * world.context_parallel
+        )
+        if over or not dp or (batch < dp and not ragged):
             continue
-        dp = placed.data_parallel_size
         sizes = [micro] if micro else range(1, min(cap or batch, -(-batch // dp)) + 1)
         sizes = [s for s in sizes if s <= (cap or s)]
         exact = [s for s in sizes if batch % (s * dp) == 0 and batch // (s * dp) >= world.pipeline_parallel]
@@ -665,6 +666,17 @@ def test_labels_thinned_out_keep_the_limit_and_bound_what_was_missed(options, wa
         narrowed = [{n: option[n]} for option, n in zip(options, found.counts, strict=True)]
         cost = exhaustive(narrowed, start, False, limit)[0]  # None, had the limit been broken
         assert expected[0] <= cost <= expected[0] * (1 + 2**-30) + found.gap
+
+
+def test_what_could_be_saved_is_rounded_up(monkeypatch):
+    monkeypatch.setattr(labels, "_KEPT", (1,))
+    options = [{4: (6, 5), 5: (5, 7), 3: (7, 3)}, {1: (1, 6)}, {4: (2, 6)}]
+    found = cheapest_chain(options, lambda n: (n, 1), limit=19)
+    best = exhaustive(options, lambda n: (n, 1), False, 19)[0]
+    cost = exhaustive([{n: row[n]} for row, n in zip(options, found.counts, strict=True)], lambda n: (n, 1), False, 19)[
+        0
+    ]
+    assert (best, cost) == (14, 15) and found.gap >= 1
 
 
 def test_an_optimum_that_is_not_proven_says_how_much_is_missing(monkeypatch):

@@ -15,7 +15,10 @@ from .record import record
 
 
 class Found(NamedTuple):
-    """The nodes of each stage, and by how much a cheaper choice could be cheaper at most: 0 where this is the cheapest."""
+    """The nodes of each stage, and by how much a cheaper choice could be cheaper at most.
+
+    0 where this is the cheapest: without a limit exactly, with one to one part in 2^30, which counts as equal.
+    """
 
     counts: list[int]
     gap: int = 0
@@ -31,7 +34,8 @@ def cheapest_chain(
     """The nodes for each stage at the least total cost, of total weight up to `limit`; None where there are none.
 
     A stage's `options` are {nodes: (cost, weight)}; a `start` on other nodes than before (`always`: at every boundary)
-    costs extra. Integers only, so ties are ties: among equal costs fewer changes win, then fewer nodes.
+    costs extra. Integers only, so ties are ties: among equal costs fewer changes win, then fewer nodes. Within a limit a
+    chain dearer by up to one part in 2^30 may be returned as the cheapest.
 
     >>> stages = [{1: (10, 10), 2: (12, 6)}, {2: (20, 10)}]
     >>> [cheapest_chain(stages, lambda nodes: (wait, 1)).counts for wait in (1, 3)]
@@ -50,7 +54,8 @@ def cheapest_chain(
     if limit is None:
         return Found(chain.path(chain.to_go(1, 0)))
     found = chain.within(limit)
-    return None if found is None else Found(found[0], found[1] >> shift)
+    # Rounded up: of two chains that differ in cost by one, the other may have more changes and nodes.
+    return None if found is None else Found(found[0], -(-found[1] >> shift))
 
 
 @record

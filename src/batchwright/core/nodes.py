@@ -11,7 +11,8 @@ micro batches on each, and the pipeline accepts that number. The policies choose
     constant         all nodes in every stage: what the saving is measured against
 
 The two optima may go up and down in nodes: nothing in their constraints forbids it. Among equals they prefer fewer
-changes of nodes, then fewer nodes.
+changes of nodes, then fewer nodes. Within a limit, choices that differ by less than one part in 2^30 count as equals,
+whichever is found.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import gcd, lcm
 
 from .errors import Violation, either
@@ -54,17 +53,6 @@ class World:
             ("context", self.context_parallel),
         )
         return " × ".join(f"{name} {size}" for name, size in parts if size > 1)
-
-    def on_nodes(self, nodes: int) -> World | None:
-        """The same job on another number of nodes, or None where no whole number of replicas fills them.
-
-        >>> World(1, devices_per_node=8, tensor_parallel=2).on_nodes(16).data_parallel_size
-        64
-        """
-        devices = nodes * (self.devices_per_node or 1)
-        if devices < self.model_parallel_size or devices % self.model_parallel_size:
-            return None
-        return replace(self, data_parallel_size=devices // self.model_parallel_size)
 
     @property
     def replica_step(self) -> int:
