@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import batchwright
 from batchwright.core.errors import PlanError
-from batchwright.core.nearby import nearby
+from batchwright.core.nearby import MOST_ROWS, nearby
 from batchwright.core.plan import plan
 from batchwright.core.request import Request
 
@@ -107,7 +107,7 @@ def test_around_tokens_and_devices_that_are_not_whole(tokens, length, devices, t
             sizes = [min(sizes, key=lambda b: (abs(b - batch), -b))]
         expected |= {(b, other) for b in sizes}
     rows = [(row.global_batch_size, row.data_parallel_size) for row in found]
-    assert set(rows) == expected and len(rows) == len(expected)
+    assert set(rows) <= expected and len(set(rows)) == len(rows) == min(len(expected), MOST_ROWS)
     distance = [abs(b - batch) / batch + abs(r - ranks) / ranks for b, r in rows]
     assert distance == sorted(distance)
     for row in found:
