@@ -288,6 +288,56 @@ def test_a_probe_says_what_fits_and_what_each_split_costs(cli, tmp_path):
     given = cli("plan", "--global-batch-size", "96", "--devices", "2", "--max-micro-batch-size", "4",
                 "--from-probe", str(probe), "--json").json  # fmt: skip
     assert given["micro_batch_size"] == 4 and given["sources"]["max_micro_batch_size"] == "given"
+    probe.write_text(json.dumps({"trials": trials, "bottleneck": "too-noisy", "ranks": 1}))
+    notes = " ".join(
+        cli("plan", "--global-batch-size", "96", "--devices", "2", "--from-probe", str(probe), "--json").json["notes"]
+    )
+    assert "too noisy for a verdict" in notes and "a probe on 1 rank:" in notes
+
+
+def test_what_may_concern_the_batch_is_never_said_not_to(cli, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(
+        '{"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, "fp16": 1}'
+    )
+    notes = cli("plan", str(file), "--devices", "8", "--micro-batch-size", "2", "--json").json["notes"]
+    assert any(n.endswith("may concern the batch: train_batch_size, train_micro_batch_size_per_gpu") for n in notes)
+    assert any(n.endswith("does not concern the batch: fp16") for n in notes)
+    file.write_text('{"train": {"micro_batch_size": 4, "global_batch_size": 64}}')
+    ran = cli("plan", str(file))
+    assert ran.code == 2 and "may concern the batch: train.micro_batch_size, train.global_batch_size." in ran.err
+    ran = cli(*"plan torchrun --nproc_per_node 8 t.py --micro-batch-size 4 --global-batch-sise 1024".split())
+    assert ran.code == 2 and "Did you mean global_batch_size" in ran.err
+    ran = cli(
+        *"plan torchrun --nproc_per_node 8 t.py --micro-batch-size 4 --per_device_eval_batch_size 9 --device x".split()
+    )
+    assert ran.code == 0 and "may concern" not in ran.out
+
+
+def test_the_configuration_of_a_pasted_line_is_read(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yml").write_text("gradient_accumulation_steps: 4\n")
+    line = "python3 -m MaxText.train base.yml run_name=foo per_device_batch_size=4 --devices 8"
+    assert cli("plan", *line.split(), "--json").json["global_batch_size"] == 4 * 4 * 8
+    assert cli("plan", *line.replace("base.yml", "gone.yml").split(), "--json").json["global_batch_size"] == 4 * 8
+
+
+def test_the_arguments_of_nemo_s_factory_are_read(cli):
+    words = ["nemo", "llm", "pretrain", "--factory", "llama3_8b(num_nodes=128, num_gpus_per_node=8, name='x=1')"]
+    batch = ["data.micro_batch_size=4", "data.global_batch_size=4096"]
+    for line in (words, [*words[:3], f"--factory={words[4]}"]):
+        found = cli("plan", *line, *batch, "--json").json
+        assert (found["nodes"], found["devices"], found["accumulation_steps"]) == (128, 1024, 1)
+
+
+def test_a_key_without_a_value_is_an_error(cli):
+    ran = cli("plan", "data.micro_batch_size=", "data.global_batch_size=16")
+    assert ran.code == 2 and "data.micro_batch_size= has no value" in ran.err
+
+
+def test_what_is_chosen_is_not_said_to_be_derived(cli):
+    found = cli("plan", "--global-batch-size", "512", "--micro-batch-size", "4", "--json").json
+    assert found["sources"]["accumulation_steps"] == "default" and found["sources"]["data_parallel_size"] == "derived"
 
 
 @pytest.mark.parametrize(

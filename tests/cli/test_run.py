@@ -124,6 +124,12 @@ def test_one_process_is_the_world_where_none_is_given():
         (("--resume", "nowhere"), ConfigError, "dir", "does not exist"),
         (("--status", "."), ConfigError, "dir", "holds no run"),
         (("--status", ".", "--stop", "."), ConfigError, "stop", "two wishes"),
+        (("--resume", ".", "--dry-run"), ConfigError, "dry-run", "--resume is about one that has"),
+        (("train.py:task", *RAMP, "--now"), ConfigError, "now", "--stop RUN_DIR"),
+        (("train.py:task", *RAMP, "--env", "FOO"), ConfigError, "environment", "'FOO' has no value"),
+        (("train.py:task", *RAMP, "--env", "A B=3"), ConfigError, "environment", "not the name of a variable"),
+        (("train.py:task", *RAMP, "task.settings.max_nrom=2"), ConfigError, "max_nrom", "Nearest: max_norm"),
+        (("train.py:task", *RAMP, "task.settings.strategy=dpp"), ConfigError, "strategy", "not known"),
     ],
 )  # fmt: skip
 def test_what_does_not_work_out_is_refused_before_anything_starts(words, kind, field, said):
@@ -131,6 +137,22 @@ def test_what_does_not_work_out_is_refused_before_anything_starts(words, kind, f
     assert isinstance(error, kind), error
     assert error.field == field and said in str(error), error
     assert os.listdir() == ["train.py"]
+
+
+def test_a_command_that_is_not_given_its_batch_is_told_so():
+    told = run(*RAMP, *WORLD, "--dry-run", "--", "train", "{end_sample}")
+    assert "The command has no place for its batch" in told and "{global_batch_size}" in told
+    assert "no place for its batch" not in run(*RAMP, *WORLD, "--dry-run", *SCRIPT)
+    assert "no place" not in run("--global-batch-size", "8", "--samples", "64", "--dry-run", "--", "train")
+
+
+def test_a_run_keeps_within_what_its_probe_measured():
+    trials = [{"micro_batch_size": m, "status": "fits", "step_seconds": 0.1 * m} for m in (1, 2, 4)]
+    Path("probe.json").write_text(json.dumps({"trials": trials, "max_micro_batch_size": 5, "ranks": 1}))
+    stages = dry("train.py:task", *RAMP, "--nodes", "1", "--devices-per-node", "1", "--from-probe", "probe.json")[
+        "stages"
+    ]
+    assert [stage["micro_batch_size"] for stage in stages] == [4, 4, 4]
 
 
 def test_a_task_is_data_parallel():

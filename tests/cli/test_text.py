@@ -54,6 +54,15 @@ def test_no_line_is_wider_than_the_terminal(words, columns):
         assert any(line.startswith("  left out here: from token, to sample") for line in lines)
 
 
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("TERM", "xterm")])
+def test_colours_are_for_terminals_that_want_them(monkeypatch, variable, value):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv(variable, value)
+    out = "".join(on_terminal(["ramp", "--linear", "256,256,10M", "--global-batch-size", "2048"], 80))
+    assert ("\x1b[" in out) == (value == "xterm")
+
+
 def test_a_wide_terminal_and_a_pipe_get_the_same_whole_table(cli):
     piped = cli(*RAMP).out.splitlines()
     assert "from token" in next(line for line in piped if line.startswith("  stage"))

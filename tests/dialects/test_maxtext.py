@@ -118,3 +118,41 @@ def test_an_expansion_factor_that_is_none(wrong):
 def test_a_size_that_is_none(wrong):
     with pytest.raises(PlanError):
         batchwright.plan({"per_device_batch_size": wrong, "ici_tensor_parallelism": 2})
+
+
+def plan(**keys):
+    return batchwright.plan(keys)
+
+
+def test_an_axis_that_fills_the_devices_needs_their_number():
+    with pytest.raises(
+        ConfigError, match=r"ici_fsdp_parallelism=-1 takes what the other axes leave .* Give --devices N"
+    ):
+        plan(per_device_batch_size=4, ici_fsdp_parallelism=-1)
+    assert plan(per_device_batch_size=4, ici_fsdp_parallelism=-1, devices=8).data_parallel_size == 8
+
+
+@pytest.mark.parametrize(("layers", "each", "repeats"), [(16, 2, 2), (16, 1, 4), (32, None, 8)])
+def test_repeats_of_a_pipeline_follow_from_its_layers(layers, each, repeats):
+    more = {} if each is None else {"num_layers_per_pipeline_stage": each}
+    made = plan(
+        per_device_batch_size=8, devices=16, ici_pipeline_parallelism=4, base_num_decoder_layers=layers,
+        num_pipeline_repeats=-1, **more,
+    )  # fmt: skip
+    assert made.pipeline.virtual_stages == repeats
+    pieces = made.pipeline.pipeline_microbatches
+    assert made.pipeline.bubble_fraction == pytest.approx(3 / (repeats * pieces + 3))
+
+
+def test_layers_that_do_not_fill_the_stages_are_refused_and_unknown_ones_noted():
+    with pytest.raises(ConfigError, match=r"14 / \(4 × 2\) = 1.75 repeats. Nearest: 8 or 16 layers"):
+        plan(per_device_batch_size=8, devices=16, ici_pipeline_parallelism=4, base_num_decoder_layers=14,
+             num_layers_per_pipeline_stage=2)  # fmt: skip
+    made = plan(per_device_batch_size=8, devices=16, ici_pipeline_parallelism=4)
+    assert any("num_pipeline_repeats" in note for note in made.notes)
+
+
+def test_every_axis_is_counted_and_only_its_own_keys_are_named():
+    made = plan(per_device_batch_size=3, devices=16, ici_context_autoregressive_parallelism=2, ici_tensor_parallelism=1)
+    assert (made.context_parallel, made.data_parallel_size) == (2, 8)
+    assert made.reasons["context_parallel"] == "ici_context_autoregressive_parallelism=2"

@@ -311,3 +311,9 @@ def test_boundaries_are_timed(run):
         assert b["planned"] and 0 < parts <= b["lost_seconds"] + 0.5
     assert "time lost at boundaries" in out
     assert run.status()["lost_seconds"] > 0
+
+
+def test_a_command_that_never_says_how_far_it_got_is_told_how_to(run):
+    code, _, err = run(*run.scripted("silent", flags=("--max-retries", "0")))
+    assert code == 5 and "before its end" in err
+    assert "BATCHWRIGHT_STATUS_FILE names" in err and "--position-command" in err

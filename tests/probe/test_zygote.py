@@ -16,6 +16,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
+from batchwright.core.errors import ConfigError
 from batchwright.probe.request import read_request
 from batchwright.probe.runner import TaskRunner
 
@@ -166,8 +169,9 @@ def test_imports_that_hang_end_with_the_prober(runner, tmp_path):
     wait_for(lambda: gone(zygote) and not (tmp_path / "scratch").exists())
 
 
-def test_what_goes_wrong_before_the_task_is_built_is_said(runner):
-    object.__setattr__(runner.request, "device", "nonsense")
-    trial = runner.limit(1)
-    assert trial.status == "crash"
-    assert "Expected one of cpu" in trial.reason + (trial.traceback or "")
+@pytest.mark.parametrize("device", ["nonsense", *["cuda"] * (not torch.cuda.is_available()), "meta"])
+def test_a_device_that_is_not_here_is_refused_by_name(runner, device):
+    object.__setattr__(runner.request, "device", device)
+    with pytest.raises(ConfigError, match=rf"device='{device}' is not here: torch .* finds cpu") as caught:
+        runner.limit(1)
+    assert caught.value.nearest[0] == "cpu"

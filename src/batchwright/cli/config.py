@@ -41,6 +41,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 _NATIVE = {f"{section}.{name}": name for section, names in SECTIONS.items() for name in names}
 LARGEST_FILE = 2**18  # a few times the largest in use (MaxText's base.yml): more would not be read in a second
 MOST_KEYS = 10_000
+NOT_READ = "Not known here, and left out, though it may concern the batch"
 
 
 class PasteCommand(click.Command):
@@ -88,7 +89,10 @@ def gather(
             if key.split(".")[0] in SECTIONS and "." in key and key not in _NATIVE and not dialects.is_foreign(key):
                 wrong.append(unknown_key(key, value, _NATIVE))
                 continue
-            if value.strip().lower() in ("null", "none", "~", ""):
+            if not value.strip():
+                wrong.append(Violation(f"{key[:60]}= has no value. Write {key[:60]}=N, or leave it out.", key[:60]))
+                continue
+            if value.strip().lower() in ("null", "none", "~"):
                 continue
             entries.append((_native(key), dialects.Given(value.strip().strip("'\""), f"{key}={value}", 1)))
         else:
@@ -102,12 +106,17 @@ def gather(
                     wrong.append(unknown_key(name, _scalar(item), _NATIVE, f" of {word}"))
                 else:
                     entries.append((_native(name), dialects.Given(_scalar(item), f"{word}: {name}", 0)))
-    raise_violations(ConfigError, wrong)
+    raise_violations(ConfigError, wrong + dialects.slips(left_out, own))
     entries += [(name, dialects.Given(value, f"--{name.replace('_', '-')}", 2)) for name, value in typed.items()]
     resolved = dialects.resolve(entries, own={*own, *_NATIVE.values()}, lenient=lenient)
     notes = list(resolved.notes)
-    if left_out or resolved.ignored:
-        notes.append("Left out, as it does not concern the batch: " + _brief([" ".join(left_out), *resolved.ignored]))
+    named = [word for word in left_out if word.startswith("--")]
+    doubtful = [word for word in (*named, *resolved.ignored) if dialects.is_about_a_batch(word)]
+    rest = " ".join(word for word in left_out if word not in doubtful)
+    if plain := [word for word in (rest, *resolved.ignored) if word and word not in doubtful]:
+        notes.append("Left out, as it does not concern the batch: " + _brief(plain))
+    if doubtful:
+        notes.append(f"{NOT_READ}: " + _brief(doubtful))
     # A file may hold what other verbs read; somebody who types a key expects it to count.
     unread = sorted(name for name, given in resolved.fields.items() if name not in own and given.level > 0)
     if unread:

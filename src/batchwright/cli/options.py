@@ -90,8 +90,9 @@ def read_task(target: str, words: tuple[str, ...]) -> tuple[str, dict[str, Any]]
             field="task.target",
             given=None if named is None else str(named)[:80],
         )
+    arguments = {**mapping(section.get("args"), "task.args"), **task_arguments(words)}
     _look_for(named)
-    return named, {**mapping(section.get("args"), "task.args"), **task_arguments(words)}
+    return named, arguments
 
 
 def _look_for(target: str) -> None:

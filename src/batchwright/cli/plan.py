@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.core import codec
-from batchwright.core.errors import PlanError
+from batchwright.core.errors import PlanError, Violation
 from batchwright.core.pipeline import SCHEDULES
 from batchwright.core.plan import Plan, plan
 from batchwright.core.units import percentage
 
 from . import text
-from .config import PasteCommand, gather
+from .config import NOT_READ, PasteCommand, gather
 from .options import batch_options, json_option, number, print_json, stack, world_options
 
 if TYPE_CHECKING:
@@ -84,11 +84,13 @@ def command(
     try:
         made = plan(request, times)
     except PlanError as error:
+        if unread := [note for note in request.notes if note.startswith(NOT_READ)]:  # it may be what is missing
+            error = PlanError(violations=[*error.violations, *(Violation(f"{note}.", "file") for note in unread)])
         if near and not as_json:
             click.echo("\n".join(["nearby, and valid:", *_nearby(near)]))
         if near is not None:
             error.nearby = codec.encode(near)  # type: ignore[attr-defined]
-        raise
+        raise error from None
     if as_json:
         extra = {} if near is None else {"nearby": codec.encode(near)}
         print_json(made.to_json() | extra)

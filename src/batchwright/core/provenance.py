@@ -46,6 +46,9 @@ def provenance(
         reasons["accumulation_steps"] = (
             "the fewest that fill the pipeline" if plan.pipeline else "one micro batch per step"
         )
+    elif unknowns.accumulation_steps is None and unknowns.data_parallel_size is None:
+        sources["accumulation_steps"] = "default"
+        reasons["accumulation_steps"] = "the fewest there are: more of them add no throughput"
     if unknowns.global_batch_size is None and unknowns.data_parallel_size is None:
         sources["data_parallel_size"] = "default"
         reasons["data_parallel_size"] = (

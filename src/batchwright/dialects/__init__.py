@@ -103,6 +103,29 @@ def resolve(entries: Iterable[tuple[str, Given]], *, own: Collection[str] = READ
     return Resolved(fields, tuple(notes), tuple(ignored))
 
 
+def is_about_a_batch(key: str) -> bool:
+    """Whether a key or a flag that nobody knows may still be about the batch of training.
+
+    >>> [is_about_a_batch(key) for key in ("train_batch_size", "--grad-accum", "per_device_eval_batch_size", "lr")]
+    [True, True, False, False]
+    """
+    name = key.lower().replace("-", "_")
+    if any(word in name for word in ("eval", "valid", "test", "infer", "decod", "norm")):
+        return False
+    return "batch" in name or "accum" in name or name.endswith(("parallelism", "parallel_size", "parallel_degree"))
+
+
+def slips(flags: Iterable[str], own: Collection[str]) -> list[Violation]:
+    """Flags of a pasted line that were left out, and are one letter from one about the batch that we know."""
+    found: list[Violation] = []
+    known = [*own, *(k for d in dialects() for k in (*d.keys, *d.special))]
+    for flag in flags:
+        key = flag.partition("=")[0].lstrip("-").replace("-", "_")
+        if flag.startswith("--") and key not in known and is_about_a_batch(key) and _is_a_slip(key, known):
+            found.append(unknown_key(key, "", known))
+    return found
+
+
 def _is_a_slip(key: str, known: list[str]) -> bool:
     """A key that is one letter from one we know was meant to be it, even among many that are not for us."""
     from difflib import get_close_matches

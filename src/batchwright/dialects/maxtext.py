@@ -30,6 +30,7 @@ _AXES = {
     "sequence": "tensor_parallel",
     "autoregressive": "tensor_parallel",
     "context": "context_parallel",
+    "context_autoregressive": "context_parallel",
     "pipeline": "pipeline_parallel",
 }
 _MESH = {f"{scope}_{axis}_parallelism": axis for scope in ("ici", "dcn") for axis in _AXES}
@@ -41,11 +42,15 @@ _RAMP = {
     "global_rampup_samples": "500",
 }  # with MaxText's defaults
 
+# num_pipeline_repeats = layers / (stages × layers per stage), where nobody gives it
+_LAYERS = ("base_num_decoder_layers", "num_layers_per_pipeline_stage")
+
 _SPECIAL = {
     "per_device_batch_size",
     "expansion_factor_real_data",
     "num_pipeline_microbatches",
     "num_pipeline_repeats",
+    *_LAYERS,
     *_RAMP,
     *_MESH,
 }
@@ -115,10 +120,31 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
         pieces = special.get("num_pipeline_microbatches")
         if pieces and str(pieces.value) != "-1":
             found["pipeline_microbatches"] = pieces
-        repeats = special.get("num_pipeline_repeats")
-        if repeats and str(repeats.value) != "-1":
+        if repeats := _repeats(special, known("pipeline_parallel", 1), notes):
             found["virtual_stages"] = repeats
     return found, notes
+
+
+def _repeats(special: Fields, stages: int, notes: list[str]) -> Given | None:
+    """How often each device has its turn: as given, or by the layers."""
+    given = special.get("num_pipeline_repeats")
+    if given and str(given.value) != "-1":
+        return given
+    layers, each = (special.get(name) for name in _LAYERS)
+    if layers is None:
+        notes.append("MaxText takes num_pipeline_repeats from the number of layers, which is not given: counted as 1.")
+        return None
+    per_stage = count(each.value, _LAYERS[1]) if each else 1
+    total = count(layers.value, _LAYERS[0])
+    if total % (stages * per_stage):
+        near = nearest_multiples(stages * per_stage, total)
+        raise ConfigError(
+            f"{_LAYERS[0]}={total} layers do not fill {stages} stages of {per_stage}: {total} / ({stages} × {per_stage}) = "
+            f"{total / (stages * per_stage):.2f} repeats. Nearest: {either(near)} layers.",
+            field=_LAYERS[0], given=total, nearest=near,
+        )  # fmt: skip
+    words = f"{total} layers / ({stages} stages × {per_stage})"
+    return Given(total // (stages * per_stage), words, max(layers.level, each.level if each else 0))
 
 
 def _mesh(special: Fields, fields: Fields, notes: list[str]) -> Fields:
@@ -147,14 +173,26 @@ def _mesh(special: Fields, fields: Fields, notes: list[str]) -> Fields:
             given=devices,
             nearest=nearest_multiples(explicit, devices) if fills else (explicit,),
         )
-    if (devices is not None and fills) or {"data_parallel_size", "global_batch_size", "global_batch_size_tokens"} & set(
-        fields
-    ):
+    told = {"data_parallel_size", "global_batch_size", "global_batch_size_tokens"} & set(fields)
+    if (devices is not None and fills) or told:
         sizes.pop("data_parallel_size", None)  # what is left of the devices: derived from their number
     elif fills and "data_parallel_size" in sizes and "ici_fsdp_parallelism" in fills:
         notes.append(f"No number of devices is given: {' and '.join(fills)} would fill them, and count as 1 here.")
+    if devices is None and not told and (asked := [key for key, given in used.items() if str(given.value) == "-1"]):
+        raise ConfigError(
+            f"{' and '.join(f'{key}=-1' for key in asked)} takes what the other axes leave of the devices, and their number "
+            "is not given. Give --devices N, or --nodes N --devices-per-node M.",
+            field="devices",
+        )  # fmt: skip
     level = max(given.level for given in used.values())
-    return {name: Given(size, words, level) for name, size in sizes.items()}
+
+    def those(name: str) -> str:
+        """The keys that make up one of our numbers, those that change it if any do."""
+        about = {k: g for k, g in used.items() if name in (_AXES[_MESH[k]], f"{_MESH[k]}_parallel")}
+        told = {k: g for k, g in about.items() if str(g.value) != "1"} or about
+        return " ".join(f"{key}={given.value}" for key, given in told.items())
+
+    return {name: Given(size, those(name), level) for name, size in sizes.items()}
 
 
 def _ramp(special: Fields) -> Given | None:

@@ -5,6 +5,7 @@ NeMo derives accumulation itself, as global / (micro × ranks); `trainer.accumul
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -61,6 +62,20 @@ DIALECT = Dialect(
     special=frozenset({_ACCUMULATE, f"training.{_ACCUMULATE}"}),
     resolve=_resolve,
 )
+
+
+_FACTORY = {"num_nodes": "trainer.num_nodes", "num_gpus_per_node": "trainer.devices"}
+
+
+def factory(text: str) -> list[str]:
+    """What the arguments of a recipe's factory say of the world, as keys.
+
+    >>> factory("llama3_8b(num_nodes=128, name='x')")
+    ['trainer.num_nodes=128']
+    """
+    return [
+        f"{_FACTORY[name]}={number}" for name, number in re.findall(r"\b(\w+)\s*=\s*(\d+)", text) if name in _FACTORY
+    ]
 
 
 def read_recipe(recipe: object) -> dict[str, Any]:
