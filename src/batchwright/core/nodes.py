@@ -425,14 +425,16 @@ def _optimum(
     options: list[dict[int, Pair]] = []
     choices = rules.choices([segment.global_batch_size for segment in segments])
     for segment, row in zip(segments, choices, strict=True):
-        number, length = segment.steps or 0, segment.sequence_length
+        length = segment.sequence_length
 
         @cache  # few splits, many nodes
         def computing(micro: int, steps: int, length: int | None = length) -> float:
             return throughput.compute_seconds(micro, steps + rules.idle(steps), length)
 
-        times = ((n, computing(micro, steps) + sync(n)) for n, micro, steps in row)
-        options.append({n: pair(n, _microseconds(time, number)) for n, time in times})
+        number = segment.steps or 0
+        options.append(
+            {n: pair(n, _microseconds(computing(micro, steps) + sync(n), number)) for n, micro, steps in row}
+        )
     bad = [i for i, option in enumerate(options) if not option]
     raise_violations(ScheduleError, _stage_violations(rules, segments, [rules.nodes] * len(segments), bad))
     wait = _microseconds(restart)
