@@ -153,4 +153,6 @@ def test_a_ledger_with_a_fault_exits_with_5(tmp_path):
 
 def test_a_ledger_that_is_not_there_is_a_run_error(tmp_path):
     error = fails("--ledger", str(tmp_path / "nothing"))
-    assert isinstance(error, RunError) and "nothing" in str(error)
+    assert isinstance(error, ConfigError) and "nothing is not a directory" in str(error)
+    error = fails("--ledger", str(tmp_path))
+    assert isinstance(error, RunError) and str(tmp_path) in str(error)

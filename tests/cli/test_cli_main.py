@@ -165,3 +165,14 @@ def test_words_that_are_no_text_and_terminals_that_know_few_letters(encoding):
         assert done.returncode in (0, 2)
         assert b"Traceback" not in done.stderr
         assert b"bug" not in done.stderr
+
+
+def test_a_full_disk_under_the_output_is_the_environment_s():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "batchwright", "plan", "--global-batch-size", "8"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+    assert done.returncode == 4
+    assert done.stderr.decode() == "error: the output cannot be written: No space left on device.\n"

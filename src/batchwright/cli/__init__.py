@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from errno import ENOSPC
 from typing import Any, NoReturn
 
 import click
@@ -93,6 +94,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         # The reader went away (`| head`): not an error, and nothing more can be written.
         os._exit(0)
+    except OSError as error:  # a full disk under standard output
+        sys.stderr.write(f"error: the output cannot be written: {error.strerror}.\n")
+        os._exit(4)
     sys.exit(code)
 
 
@@ -108,6 +112,8 @@ def _run(words: list[str]) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == ENOSPC:
+            raise
         return _report(error, as_json="--json" in words)
 
 

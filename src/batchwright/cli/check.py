@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -131,6 +132,8 @@ def _audit(directory: str, as_json: bool) -> int:
     with _torch_needed():
         from batchwright.runtime.ledger import audit
 
+    if not os.path.isdir(directory):
+        raise ConfigError(f"{directory} is not a directory.", field="ledger", given=directory)
     made = audit(directory)
     if as_json:
         print_json({"schema": SCHEMA, **encode(made)})

@@ -118,7 +118,7 @@ def gather(
     if doubtful:
         notes.append(f"{NOT_READ}: " + _brief(doubtful))
     # A file may hold what other verbs read; somebody who types a key expects it to count.
-    unread = sorted(name for name, given in resolved.fields.items() if name not in own and given.level > 0)
+    unread = sorted(g.origin for name, g in resolved.fields.items() if name not in own and g.level > 0)
     if unread:
         notes.append(f"Not read by this verb: {', '.join(unread)}. See batchwright --help.")
     fields = {name: given for name, given in resolved.fields.items() if name in own}

@@ -103,6 +103,10 @@ def command(
         for trace in getattr(error, "__notes__", ()):
             click.echo(trace, err=True)
         raise
+    except KeyboardInterrupt:
+        progress.close()
+        click.echo("What was measured is kept: the same command goes on from there.", err=True)
+        raise
     finally:
         progress.close()
     if as_json:

@@ -173,17 +173,22 @@ def _totals(made: Ramp) -> list[str]:
     lines.append(f"nodes: policy {placed.policy}, {launches}: " + _chain(placed.launches))
     if placed.hours is not None and placed.node_hours is not None:
         lines.append(
-            f"cost:  {placed.hours:,.1f} hours ({placed.hours / 24:.1f} days), {placed.node_hours:,.0f} node-hours, "
+            f"cost:  {_hours(placed.hours)} hours ({_hours(placed.hours / 24)} days), {_hours(placed.node_hours)} node-hours, "
             "restarts included"
         )
     if placed.saved_node_hours is not None and placed.full_cluster_node_hours:
         share = abs(placed.saved_node_hours) / placed.full_cluster_node_hours
         word = "saved: " if placed.saved_node_hours >= 0 else "extra: "
         lines.append(
-            f"{word}{abs(placed.saved_node_hours):,.0f} node-hours ({share:.1%}) against all nodes in every stage, which "
-            f"takes {placed.full_cluster_hours:,.1f} hours"
+            f"{word}{_hours(abs(placed.saved_node_hours))} node-hours ({share:.1%}) against all nodes in every stage, which "
+            f"takes {_hours(placed.full_cluster_hours or 0.0)} hours"
         )
     return lines
+
+
+def _hours(value: float) -> str:
+    """Whole above a hundred, with a place after the point above one, else two digits that say something."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 or not value else f"{value:.2g}"
 
 
 def _chain(launches: Any) -> str:

@@ -72,6 +72,9 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
         size = fraction(given.value, "per_device_batch_size")
         micro = size * replica
         devices = _devices(fields)
+        ranks = found.get("data_parallel_size") or fields.get("data_parallel_size")
+        all_devices = devices or (count(ranks.value, "data_parallel_size") * replica if ranks else None)
+        cut = all_devices is not None and (size * all_devices).denominator != 1
         if micro > 0 and micro.denominator == 1:
             words = f"{given.origin} × {replica} devices per replica" if replica > 1 else given.origin
             # A ramp ends at this size and its stages take smaller ones: then it is the most, not the size.
@@ -87,7 +90,7 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
                 f"per_device_batch_size={given.value} is not a whole micro batch: it counts all devices, so × {replica} "
                 f"device{'s' * (replica > 1)} per replica = {float(micro):g} samples. Nearest: "
                 f"{either([_decimal(Fraction(n, replica)) for n in near])} (micro batch {either(near)}); below 1 it "
-                "takes tensor, pipeline or context parallelism. MaxText would truncate the batch.",
+                f"takes tensor, pipeline or context parallelism.{' MaxText would truncate the batch.' * cut}",
                 field="per_device_batch_size",
                 given=str(given.value),
                 nearest=[_decimal(Fraction(n, replica)) for n in near],
