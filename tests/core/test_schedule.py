@@ -336,6 +336,14 @@ def test_a_budget_never_changes_what_comes_before_it(schedule: Schedule, budget:
         )
 
 
+@given(schedules(), st.integers(1, 900), st.sampled_from(POLICIES))
+def test_the_same_budget_twice_is_the_same_budget(schedule: Schedule, budget: int, policy: str):
+    assume(schedule.total_samples is None or budget <= schedule.total_samples)
+    assume(policy != "drop" or budget >= schedule.at_step(0).end_sample)
+    run = schedule.until(budget, last_step=policy)  # type: ignore[arg-type]
+    assert run.until(budget, last_step=policy) == run  # type: ignore[arg-type]
+
+
 def test_ending_is_said_in_words():
     run = Constant(32).compile()
     assert run.ending is None and run.until(256).ending is None
