@@ -41,7 +41,7 @@ node_options = stack(
         "LATENCY,ALL",
     ),
     number("--stage-seconds", "Measured step time of each stage.", "S,S,..."),
-    number("--from-probe", "A probe's result: its measured times.", "FILE.json"),
+    number("--from-probe", "A probe's result: its measured times, and the most that fits.", "FILE.json"),
     number("--restart-seconds", "From stopping to training again.  [default: 300]", "S"),
     number("--deadline-hours", "min-node-hours: not longer than this.", "H"),
     number("--node-hours-budget", "min-time: not more than this.", "NH"),
