@@ -311,3 +311,9 @@ def test_nothing_a_user_types_gives_a_traceback(pairs):
     words = [word for name, value in pairs for word in (f"--{name}={value}",)]
     result = CliRunner().invoke(command, words)
     assert result.exception is None or isinstance(result.exception, (BatchwrightError, SystemExit)), result.exception
+
+
+def test_a_target_that_the_budget_does_not_reach_is_said(cli):
+    words = ("ramp", "--linear", "256,128,50M", "--global-batch-size", "1024", "--json", "--samples")
+    assert any("256 then, and 1024 is not reached" in note for note in cli(*words, "1M").json["notes"])
+    assert not any("not reached" in note for note in cli(*words, "60M").json["notes"])

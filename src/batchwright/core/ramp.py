@@ -121,6 +121,11 @@ def ramp(request: Request, wanted: RampRequest) -> Ramp:
     placement = _placement(request, wanted, schedule, published, isinstance(rule, PerDevice))
     rates, suggestion = _rates(wanted, schedule)
     horizon = _horizon(wanted, schedule)
+    if request.global_batch_size not in (None, schedule.segments[-1].global_batch_size):
+        notes.append(
+            f"The budget ends before the ramp: the batch is {schedule.segments[-1].global_batch_size} then, and "
+            f"{request.global_batch_size} is not reached."
+        )
     if schedule.ending:
         notes.append(f"{schedule.ending} (last_step {schedule.last_step})")
     if placement:
