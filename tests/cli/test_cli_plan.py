@@ -322,12 +322,64 @@ def test_the_configuration_of_a_pasted_line_is_read(cli, tmp_path, monkeypatch):
     assert cli("plan", *line.replace("base.yml", "gone.yml").split(), "--json").json["global_batch_size"] == 4 * 8
 
 
+BASE = """
+per_device_batch_size: 12.0
+gradient_accumulation_steps: 2
+load_parameters_path: ""
+dcn_data_parallelism: -1
+ici_data_parallelism: 1
+ici_fsdp_parallelism: -1
+ici_tensor_parallelism: 1
+micro_batch_size_to_train_on: -1
+"""
+
+
+def test_a_pasted_maxtext_line_with_its_own_base_yml(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yml").write_text(BASE)
+    line = "plan python3 -m MaxText.train base.yml run_name= load_parameters_path= per_device_batch_size=2".split()
+    assert cli(*line, "ici_fsdp_parallelism=16", "--json").json["global_batch_size"] == 2 * 2 * 16
+    assert cli(*line, "--devices", "8", "--json").json["global_batch_size"] == 2 * 2 * 8
+    ran = cli(*line, "ici_fsdp_parallelism=-1")  # whoever types it wants it filled
+    assert ran.code == 2 and "ici_fsdp_parallelism=-1 takes what the other axes leave of the devices" in ran.err
+
+
+def test_what_a_pasted_line_names_is_read_only_where_it_configures_a_batch(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.json").write_text('{"a": 1}\n{"a": 2}\n')
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "own.yaml").write_text("devices: cuda\nnodes: [a, b]\n")
+    (tmp_path / "ds.json").write_text('{"gradient_accumulation_steps": "auto", "train_batch_size": "auto"}')
+    (tmp_path / "train.yaml").write_text("gradient_accumulation_steps: 8\nlr: 1\n")
+    line = "plan torchrun --nproc_per_node 2 t.py --train_files rows.json list.json own.yaml --per_device_train_batch_size 4"
+    assert cli(*line.split(), "--deepspeed", "ds.json", "--json").json["global_batch_size"] == 4 * 2
+    for config in (["--config", "train.yaml"], ["--config_file=train.yaml"], ["train.yaml"]):
+        found = cli(*line.split(), *config, "--json").json
+        assert found["global_batch_size"] == 4 * 8 * 2 and not any("train.yaml" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "doubtful"),
+    [
+        ("--accumulate-allreduce-grads-in-fp32 --no-gradient-accumulation-fusion", None),
+        ("--run_name=batch512 --output_dir /x/batch", None),
+        ("--virtual-pipeline-model-parallel-size 2", "--virtual-pipeline-model-parallel-size 2"),
+        ("--training.local_batch_size 4 --lr 1", "--training.local_batch_size 4"),
+    ],
+)
+def test_flags_that_may_concern_the_batch_are_named_with_their_values(cli, flags, doubtful):
+    notes = cli(*f"plan torchrun --nproc_per_node 8 t.py --micro-batch-size 4 {flags} --json".split()).json["notes"]
+    found = [note.partition("may concern the batch: ")[2] for note in notes if "may concern" in note]
+    assert found == ([] if doubtful is None else [doubtful])
+
+
 def test_the_arguments_of_nemo_s_factory_are_read(cli):
     words = ["nemo", "llm", "pretrain", "--factory", "llama3_8b(num_nodes=128, num_gpus_per_node=8, name='x=1')"]
     batch = ["data.micro_batch_size=4", "data.global_batch_size=4096"]
     for line in (words, [*words[:3], f"--factory={words[4]}"]):
         found = cli("plan", *line, *batch, "--json").json
         assert (found["nodes"], found["devices"], found["accumulation_steps"]) == (128, 1024, 1)
+        assert cli("plan", *line, *batch, "trainer.num_nodes=4", "--json").json["devices"] == 32  # what is typed wins
 
 
 def test_a_key_without_a_value_is_an_error(cli):

@@ -129,6 +129,8 @@ def test_one_process_is_the_world_where_none_is_given():
         (("train.py:task", *RAMP, "--env", "FOO"), ConfigError, "environment", "'FOO' has no value"),
         (("train.py:task", *RAMP, "--env", "A B=3"), ConfigError, "environment", "not the name of a variable"),
         (("train.py:task", *RAMP, "task.settings.max_nrom=2"), ConfigError, "max_nrom", "Nearest: max_norm"),
+        (("train.py:task", *RAMP, "task.settings.checkpoint_every=1k"), ConfigError, "settings", "cannot be read"),
+        (("train.py:task", *RAMP, "task.settings.learning_rate={peak: 1}"), ConfigError, "settings", "cannot be read"),
         (("train.py:task", *RAMP, "task.settings.strategy=dpp"), ConfigError, "strategy", "not known"),
     ],
 )  # fmt: skip
@@ -153,6 +155,21 @@ def test_a_run_keeps_within_what_its_probe_measured():
         "stages"
     ]
     assert [stage["micro_batch_size"] for stage in stages] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(("length", "micro"), [(512, [8, 16, 16]), (1024, [8, 8, 8]), (4096, [2, 2, 2])])
+def test_the_most_that_fits_is_that_of_as_many_tokens(length, micro):
+    trials = [{"micro_batch_size": m, "status": "fits", "step_seconds": 0.1 * m} for m in (1, 2, 4, 8)]
+    probe = {"trials": trials, "max_micro_batch_size": 8, "ranks": 1, "identity": {"sequence_length": 1024}}
+    Path("probe.json").write_text(json.dumps(probe))
+    words = ("--nodes", "1", "--devices-per-node", "1", "--from-probe", "probe.json", "--sequence-length", str(length))
+    stages = dry("train.py:task", *RAMP, *words)["stages"]
+    assert [stage["micro_batch_size"] for stage in stages] == micro
+    told = run("train.py:task", *RAMP, *words, "--dry-run")
+    assert ("which was not measured" in told.replace("\n", " ").replace("    ", "")) == (length != 1024)
+    assert "synchronisation" in told and "synchronisation" not in run(
+        "train.py:task", *RAMP, *words, "--dry-run", "--sync-seconds", "0.1"
+    )
 
 
 def test_a_task_is_data_parallel():

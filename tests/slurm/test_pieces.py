@@ -8,6 +8,7 @@ import os
 import stat
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from batchwright.launch.files import RunDirectory, write_json
 from batchwright.launch.records import Ending, Manifest
 from batchwright.launch.show import Lines
 from batchwright.launch.slurm_elastic import affordable
+from batchwright.launch.slurm_site import SlurmRun
 from batchwright.launch.slurm_supervise import SlurmSupervisor
 from batchwright.launch.status import status
 from batchwright.launch.work import work
@@ -101,6 +103,8 @@ def test_a_link_waits_for_the_one_before_it_to_let_go_of_the_lock(make, monkeypa
         return queue(token)
 
     monkeypatch.setattr(slurm, "jobs", jobs)
+    write_json(directory.launch(1) / "manifest.json", Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, {"job": "7"}))
+    write_json(directory.launch(1) / "job.json", {"job": "7", "state": "ended"})
     before = RunDirectory(directory.path)
     before.lock()
     released: list[bool] = []
@@ -115,6 +119,26 @@ def test_a_link_waits_for_the_one_before_it_to_let_go_of_the_lock(make, monkeypa
     assert link._locked() is None and released == [True]
     other.join()
     link._directory.unlock()
+
+
+def test_a_link_that_waits_for_the_lock_leaves_when_it_is_told_to_and_the_chain_goes_on(make, monkeypatch):
+    directory, _ = make(detached=True)
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
+    monkeypatch.setattr(slurm, "jobs", lambda token: [])
+    submitted: list[int] = []
+    monkeypatch.setattr(chain, "submit", lambda d, plan, run, launch, **more: submitted.append(launch.index) or "9")
+    held = RunDirectory(directory.path)
+    held.lock()
+    try:
+        link = chain.Link(directory)
+        link._interrupts.wishes, link._interrupts.name = 1, "SIGUSR1"
+        assert "asked to leave by SIGUSR1" in (link._locked() or "")
+        assert submitted == [0]
+        SlurmRun.load(directory).save(directory)
+        replace(SlurmRun.load(directory), detached=False).save(directory)
+        assert link._locked() == "this run is supervised from elsewhere"  # since it began
+    finally:
+        held.unlock()
 
 
 def test_a_controller_that_is_away_is_said_to_be(make, monkeypatch):

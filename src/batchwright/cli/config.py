@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import click
@@ -89,10 +89,10 @@ def gather(
             if key.split(".")[0] in SECTIONS and "." in key and key not in _NATIVE and not dialects.is_foreign(key):
                 wrong.append(unknown_key(key, value, _NATIVE))
                 continue
-            if not value.strip():
+            if not value.strip() and (_native(key) in own or dialects.is_foreign(key)):
                 wrong.append(Violation(f"{key[:60]}= has no value. Write {key[:60]}=N, or leave it out.", key[:60]))
                 continue
-            if value.strip().lower() in ("null", "none", "~"):
+            if value.strip().lower() in ("null", "none", "~", ""):
                 continue
             entries.append((_native(key), dialects.Given(value.strip().strip("'\""), f"{key}={value}", 1)))
         else:
@@ -100,33 +100,70 @@ def gather(
             ours = all(str(section) in SECTIONS for section in tree)
             lenient = lenient or not ours
             for name, item in dialects.flatten(tree).items():
-                if item is None or (ours and not SECTIONS[name.split(".")[0]]):
+                if item in (None, "auto") or (ours and not SECTIONS[name.split(".")[0]]):
                     continue
                 if ours and name not in _NATIVE:
                     wrong.append(unknown_key(name, _scalar(item), _NATIVE, f" of {word}"))
                 else:
                     entries.append((_native(name), dialects.Given(_scalar(item), f"{word}: {name}", 0)))
     raise_violations(ConfigError, wrong + dialects.slips(left_out, own))
+    read: set[str] = set()
+    unread: list[str] = []
+    for word in left_out:
+        for name, item in _pasted(word).items():
+            if dialects.is_foreign(name) or name in _NATIVE:
+                read.add(word)
+                entries.append((_native(name), dialects.Given(_scalar(item), f"{word}: {name}", 0)))
+            elif dialects.is_about_a_batch(name):
+                unread.append(name)
     entries += [(name, dialects.Given(value, f"--{name.replace('_', '-')}", 2)) for name, value in typed.items()]
     resolved = dialects.resolve(entries, own={*own, *_NATIVE.values()}, lenient=lenient)
     notes = list(resolved.notes)
-    named = [word for word in left_out if word.startswith("--")]
-    doubtful = [word for word in (*named, *resolved.ignored) if dialects.is_about_a_batch(word)]
-    rest = " ".join(word for word in left_out if word not in doubtful)
-    if plain := [word for word in (rest, *resolved.ignored) if word and word not in doubtful]:
+    rest, doubtful = _apart(tuple(word for word in left_out if word not in read), dialects.is_about_a_batch)
+    doubtful += [key for key in (*resolved.ignored, *unread) if dialects.is_about_a_batch(key)]
+    if plain := [word for word in (" ".join(rest), *resolved.ignored) if word and word not in doubtful]:
         notes.append("Left out, as it does not concern the batch: " + _brief(plain))
     if doubtful:
         notes.append(f"{NOT_READ}: " + _brief(doubtful))
     # A file may hold what other verbs read; somebody who types a key expects it to count.
-    unread = sorted(g.origin for name, g in resolved.fields.items() if name not in own and g.level > 0)
-    if unread:
-        notes.append(f"Not read by this verb: {', '.join(unread)}. See batchwright --help.")
+    others = sorted(g.origin for name, g in resolved.fields.items() if name not in own and g.level > 0)
+    if others:
+        notes.append(f"Not read by this verb: {', '.join(others)}. See batchwright --help.")
     fields = {name: given for name, given in resolved.fields.items() if name in own}
     return Gathered(
         {name: given.value for name, given in fields.items()},
         {name: given.origin for name, given in fields.items()},
         tuple(notes),
     )
+
+
+def _pasted(word: str) -> Mapping[str, Any]:
+    """The keys of a configuration that a pasted line names; none where the word, or the file, is anything else."""
+    from batchwright.dialects import flatten
+
+    path = word.rpartition("=")[2]
+    if not path.endswith((".yaml", ".yml", ".toml", ".json")) or not os.path.isfile(path):
+        return {}
+    try:
+        return {name: item for name, item in flatten(read_file(path)).items() if item not in (None, "auto")}
+    except ConfigError:
+        return {}  # data, say
+
+
+def _apart(words: tuple[str, ...], doubtful: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    """Words of a pasted line that say nothing of a batch, and the flags that may, each with its value."""
+    rest: list[str] = []
+    found: list[str] = []
+    into = rest
+    for word in words:
+        if word.startswith("-"):
+            into = found if word.startswith("--") and doubtful(word.partition("=")[0]) else rest
+        elif into is found:
+            found[-1] += f" {word}"
+            into = rest
+            continue
+        into.append(word)
+    return rest, found
 
 
 def read_file(path: str) -> Mapping[str, Any]:

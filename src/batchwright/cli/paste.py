@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 
 # A line that starts with one of these was written for another program.
 _PROGRAMS = frozenset({"nemo", "python", "python3", "torchrun", "accelerate", "deepspeed", "srun"})
-_FILES = (".yaml", ".yml", ".toml", ".json")
 
 
 def _is_foreign(key: str) -> bool:
@@ -72,7 +70,9 @@ def unpaste(
 
             left += [word] if equals else [word, after]
             at += not equals
-            kept += factory(value or after)
+            kept += [
+                key for key in factory(value or after) if not any(w.startswith(key.partition("=")[0]) for w in words)
+            ]
         elif word.startswith("--") and len(word) > 2:
             key = flag[2:].replace("-", "_")
             if (_is_foreign(key) or (pasted and is_ours(key))) and key not in tasks:
@@ -93,8 +93,6 @@ def unpaste(
                 at += 1
         elif pasted and equals and not word.startswith("-"):
             kept.append(word.lstrip("+"))  # Hydra's + and ++ add a key
-        elif pasted and not word.startswith("-") and word.endswith(_FILES) and os.path.isfile(word):
-            kept.append(word)  # the script's own configuration
         elif pasted:
             left.append(word)
             flagged = word.startswith("-")  # what comes next may be its value

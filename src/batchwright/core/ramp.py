@@ -109,7 +109,8 @@ def ramp(request: Request, wanted: RampRequest) -> Ramp:
     ([256, 384, 512, 640, 768, 896, 1024], 103703)
     """
     if wanted.probe is not None:
-        request = within_probe(request, wanted.probe, "file")
+        longest = max(wanted.sequence_lengths or (), default=None)
+        request = within_probe(request, wanted.probe, longest=longest, synced=wanted.sync_seconds is not None)
     notes: list[str] = list(request.notes)
     published = None if wanted.recipe is None else recipe(wanted.recipe)
     schedule, rule = compile_schedule(request, wanted, published)

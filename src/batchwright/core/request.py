@@ -158,20 +158,34 @@ def read_request(
     return Request(**read, given=frozenset(read), origins=dict(origins or {}), notes=tuple(notes))
 
 
-def within_probe(request: Request, record: Mapping[str, Any], where: str) -> Request:
+def within_probe(
+    request: Request, record: Mapping[str, Any], where: str = "", *, longest: int | None = None, synced: bool = False
+) -> Request:
     """The request within what a probe measured: the most that fits is the most there is, unless another most is given.
+
+    `longest` is the longest sequence of the run: at another length than was probed, the most is that of as many tokens.
+    `synced`: the time of synchronisation is known from elsewhere.
 
     >>> within_probe(Request(), {"max_micro_batch_size": 37, "ranks": 2}, "p.json").max_micro_batch_size
     37
     """
+    from .throughput import probed_length
+
     notes, origins, most = list(request.notes), request.origins, request.max_micro_batch_size
+    probed, length = probed_length(record), longest or request.sequence_length
     if most is None and record.get("max_micro_batch_size") is not None:
-        most = count(record["max_micro_batch_size"], "max_micro_batch_size")
-        origins = {**origins, "max_micro_batch_size": f"probe {where}"}
+        most = measured = count(record["max_micro_batch_size"], "max_micro_batch_size")
+        origins = {**origins, "max_micro_batch_size": f"probe {where}".strip()}
+        if probed and length and probed != length:
+            most = max(1, measured * probed // length)
+            notes.append(
+                f"max_micro_batch_size is {measured} at sequence_length {probed} by the probe: by tokens {most} at {length}, "
+                "which was not measured."
+            )
     if record.get("bottleneck") == "too-noisy":
         notes.append("The probe's times are too noisy for a verdict, so what follows from them is, too: probe again.")
     ranks = record.get("ranks")
-    if isinstance(ranks, int):
+    if isinstance(ranks, int) and not synced:
         notes.append(
             f"Times are those of a probe on {ranks} rank{'s' * (ranks > 1)}: what more of them cost in synchronisation is "
             "not in them."

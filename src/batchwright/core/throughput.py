@@ -90,12 +90,8 @@ class Throughput:
                 field="trials",
                 given=len(found),
             )
-        about = record.get("identity")
-        if (
-            isinstance(about, Mapping)
-            and (probed := cast("Mapping[str, Any]", about).get("sequence_length")) is not None
-        ):
-            parameters["sequence_length"] = count(probed, "sequence_length")
+        if (probed := probed_length(record)) is not None:
+            parameters["sequence_length"] = probed
         return cls(measured=tuple(points), **parameters)
 
     def micro_step_seconds(self, micro_batch_size: float) -> float:
@@ -207,6 +203,17 @@ class Throughput:
     def _named(self, size: float, micro_batch_size: int) -> str:
         same = size == micro_batch_size
         return f"{micro_batch_size}" + ("" if same else f" (as {size:g} at sequence_length {self.sequence_length})")
+
+
+def probed_length(record: Mapping[str, Any]) -> int | None:
+    """The sequence length that a probe's file says its samples had, all of them.
+
+    >>> probed_length({"identity": {"sequence_length": 1024}}), probed_length({})
+    (1024, None)
+    """
+    about: Any = record.get("identity")
+    length = cast("Mapping[str, Any]", about).get("sequence_length") if isinstance(about, Mapping) else None
+    return None if length is None else count(length, "sequence_length")
 
 
 @record

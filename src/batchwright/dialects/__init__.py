@@ -110,7 +110,7 @@ def is_about_a_batch(key: str) -> bool:
     [True, True, False, False]
     """
     name = key.lower().replace("-", "_")
-    if any(word in name for word in ("eval", "valid", "test", "infer", "decod", "norm")):
+    if any(word in name for word in ("eval", "valid", "test", "infer", "decod", "norm", "fusion", "reduce")):
         return False
     return "batch" in name or "accum" in name or name.endswith(("parallelism", "parallel_size", "parallel_degree"))
 
@@ -121,7 +121,8 @@ def slips(flags: Iterable[str], own: Collection[str]) -> list[Violation]:
     known = [*own, *(k for d in dialects() for k in (*d.keys, *d.special))]
     for flag in flags:
         key = flag.partition("=")[0].lstrip("-").replace("-", "_")
-        if flag.startswith("--") and key not in known and is_about_a_batch(key) and _is_a_slip(key, known):
+        other = any(key.endswith(f"_{k}") or k.endswith(f".{key}") for k in known)  # a name of its own
+        if flag.startswith("--") and not other and is_about_a_batch(key) and _is_a_slip(key, known):
             found.append(unknown_key(key, "", known))
     return found
 

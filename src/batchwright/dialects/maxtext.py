@@ -43,7 +43,7 @@ _RAMP = {
 }  # with MaxText's defaults
 
 # num_pipeline_repeats = layers / (stages × layers per stage), where nobody gives it
-_LAYERS = ("base_num_decoder_layers", "num_layers_per_pipeline_stage")
+_LAYERS = ("pipeline_parallel_layers", "base_num_decoder_layers", "num_layers_per_pipeline_stage", "model_name")
 
 _SPECIAL = {
     "per_device_batch_size",
@@ -133,21 +133,20 @@ def _repeats(special: Fields, stages: int, notes: list[str]) -> Given | None:
     given = special.get("num_pipeline_repeats")
     if given and str(given.value) != "-1":
         return given
-    layers, each = (special.get(name) for name in _LAYERS)
+    part, whole, each, model = (special.get(name) for name in _LAYERS)
+    layers = part if part and str(part.value) != "-1" else whole
+    if layers is whole and whole and whole.level == 0 and model and str(model.value) != "default":
+        layers = None  # a model by name has layers of its own, which are not in the file
     if layers is None:
         notes.append("MaxText takes num_pipeline_repeats from the number of layers, which is not given: counted as 1.")
         return None
-    per_stage = count(each.value, _LAYERS[1]) if each else 1
-    total = count(layers.value, _LAYERS[0])
-    if total % (stages * per_stage):
-        near = nearest_multiples(stages * per_stage, total)
-        raise ConfigError(
-            f"{_LAYERS[0]}={total} layers do not fill {stages} stages of {per_stage}: {total} / ({stages} × {per_stage}) = "
-            f"{total / (stages * per_stage):.2f} repeats. Nearest: {either(near)} layers.",
-            field=_LAYERS[0], given=total, nearest=near,
-        )  # fmt: skip
+    total, per_stage = count(layers.value, "layers"), count(each.value, _LAYERS[2]) if each else 1
+    repeats, over = divmod(total, stages * per_stage)
     words = f"{total} layers / ({stages} stages × {per_stage})"
-    return Given(total // (stages * per_stage), words, max(layers.level, each.level if each else 0))
+    if over:
+        notes.append(f"MaxText repeats the pipeline {words} = {total / (stages * per_stage):.2f} times: counted as 1.")
+        return None
+    return Given(repeats, words, max(layers.level, each.level if each else 0))
 
 
 def _mesh(special: Fields, fields: Fields, notes: list[str]) -> Fields:
@@ -179,14 +178,14 @@ def _mesh(special: Fields, fields: Fields, notes: list[str]) -> Fields:
     told = {"data_parallel_size", "global_batch_size", "global_batch_size_tokens"} & set(fields)
     if (devices is not None and fills) or told:
         sizes.pop("data_parallel_size", None)  # what is left of the devices: derived from their number
-    elif fills and "data_parallel_size" in sizes and "ici_fsdp_parallelism" in fills:
-        notes.append(f"No number of devices is given: {' and '.join(fills)} would fill them, and count as 1 here.")
-    if devices is None and not told and (asked := [key for key, given in used.items() if str(given.value) == "-1"]):
-        raise ConfigError(
+    elif asked := [key for key, given in used.items() if str(given.value) == "-1" and given.level > 0]:
+        raise ConfigError(  # in a file it may be one of MaxText's defaults
             f"{' and '.join(f'{key}=-1' for key in asked)} takes what the other axes leave of the devices, and their number "
             "is not given. Give --devices N, or --nodes N --devices-per-node M.",
             field="devices",
         )  # fmt: skip
+    elif "ici_fsdp_parallelism" in fills and ("data_parallel_size" in sizes or "ici_fsdp_parallelism" in used):
+        notes.append(f"No number of devices is given: {' and '.join(fills)} would fill them, and count as 1 here.")
     level = max(given.level for given in used.values())
 
     def those(name: str) -> str:

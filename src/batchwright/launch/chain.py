@@ -22,7 +22,7 @@ from batchwright.core.nodes import Launch
 from . import sbatch
 from . import slurm_commands as slurm
 from .engine import Poll
-from .files import RunDirectory, write_json
+from .files import RunDirectory, read_json, write_json
 from .interrupts import Interrupts
 from .records import Ending, Failure, Manifest, RunPlan
 from .show import Lines
@@ -162,7 +162,7 @@ class Link(Supervisor):
                 self._directory.unlock()
 
     def _not_ours(self) -> str | None:
-        if not self._run.detached:
+        if not SlurmRun.load(self._directory).detached:
             return "this run is supervised from elsewhere"
         if (self._directory.path / "stop.json").exists():
             return "the run is to stop"
@@ -179,11 +179,18 @@ class Link(Supervisor):
 
     def _locked(self) -> str | None:
         """The lock is a second guard, where the file system has one; a link before this one may be on its way out."""
-        deadline = time.monotonic() + _LOCK_SECONDS
+        deadline, waits = time.monotonic() + _LOCK_SECONDS, False
         while (reason := self._not_ours()) is None:
+            if self._interrupts.wishes:
+                if self._run.site.nodes_submit:
+                    self._pass_on(self._plan.launch_at(self._work.position()))
+                return f"asked to leave by {self._interrupts.name}, and the run's lock was never free"
             try:
                 return self._directory.lock()
-            except EnvironmentFault:
+            except EnvironmentFault as error:
+                if not waits:
+                    waits = True
+                    say(f"waiting: {error}")
                 if time.monotonic() > deadline and self._lock_is_stale():
                     say("the lock is that of a process that is gone: going on without it")
                     return None
@@ -193,11 +200,14 @@ class Link(Supervisor):
 
     def _lock_is_stale(self) -> bool:
         """Whether no job of ours can have it: a file server may keep it for a node that is gone."""
+        numbers = self._directory.numbers()
+        owners = {(read_json(self._directory.launch(number) / "job.json") or {}).get("job") for number in numbers}
         try:
             known = slurm.jobs(self._run.token)
         except slurm.Unreachable:
             return False
-        return not any(one.alive and one.state != "PENDING" and one.job != slurm.me() for one in known)
+        # One that has no launch waits for the lock itself.
+        return not any(one.alive and one.job in owners and one.job != slurm.me() for one in known)
 
     def _checked_turn(self) -> int:
         """A turn; where it cannot be taken and nobody comes after it, that is the end of the chain, with its reason."""

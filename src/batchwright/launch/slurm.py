@@ -89,8 +89,10 @@ class SlurmEngine:
                 return Poll(
                     "ended", None, f"Slurm could not start it and holds it ({seen.reason}): a node's prolog may fail"
                 )
-            reason = seen.reason if seen.state == "PENDING" else seen.state
-            return Poll("pending", detail="" if reason == "None" else reason)  # None: the scheduler has not looked yet
+            if seen.state != "PENDING":
+                return Poll("pending", detail=f"job {seen.job} is {seen.state.lower()}")
+            # None: the scheduler has not looked yet.
+            return Poll("pending", detail="" if seen.reason == "None" else f"waiting in the queue: {seen.reason}")
         record = _record(handle)  # it may have been written since
         state = seen.state if seen is not None else slurm.accounted(handle["job"])
         if record.get("state") == "ended":

@@ -165,7 +165,7 @@ class Supervisor:
         before = Progress(manifest.start_sample)
         life, finished, asked = time.monotonic(), 0.0, 0.0
         first: float | None = None  # when its first step was seen
-        waits = ""  # why it does not run, as last told
+        told: set[str] = set()  # of why it does not run
         while True:
             polled, pause = self._engine.poll(handle), POLL_SECONDS
             progress, now = self._work.progress(manifest), time.monotonic()
@@ -179,9 +179,9 @@ class Supervisor:
                 return progress, None, bool(asked)
             if polled.state == "pending":
                 life = now
-                if polled.detail and polled.detail != waits:
-                    waits = polled.detail
-                    self._listener.note(f"waiting in the queue: {waits}")
+                if polled.detail and polled.detail not in told:
+                    told.add(polled.detail)
+                    self._listener.note(polled.detail)
             wishes = self._wishes()
             if wishes > 1 or (asked and now - asked > options.grace_seconds):
                 self._engine.signal(handle, "kill")

@@ -54,7 +54,7 @@ class Worker:
         name = self.spec["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         if name == "cuda" and self.ranks.size > 1:
             name = f"cuda:{self.ranks.local_rank}"
-        there = torch.accelerator.current_accelerator(check_available=True)
+        there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         known = ("cpu", *([there.type] if there else []))
         if name.partition(":")[0] not in known:
             raise PlanError(
@@ -299,9 +299,17 @@ def elements(sample: Any) -> int:
 def tokens(batch: Any) -> int | None:
     """Tokens per sample: the second dimension of the first batch of integers, which is what token ids are."""
     for t in tensors(batch):
-        if t.dim() >= 2 and not t.is_floating_point() and t.dtype != torch.bool:
+        if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool:
             return int(t.shape[1])
     return None
+
+
+def one_length(task: Task) -> bool:
+    """Whether samples are of one length, as far as a few of them tell; an example batch stands for all."""
+    if task.example_batch is not None:
+        return True
+    last = len(task.dataset) - 1
+    return len({elements(task.dataset[i]) for i in {0, last // 3, last // 2, last}}) == 1
 
 
 def to_device(data: Any, device: torch.device) -> Any:
@@ -333,7 +341,7 @@ def identity(
         "optimizer_options": {k: str(v) for k, v in sorted(options.items())},
         "precision": "+".join(sorted({s[2].removeprefix("torch.") for s in shapes}))
         + f" ({torch.get_float32_matmul_precision()} matmul)",
-        "sequence_length": tokens(example),
+        "sequence_length": tokens(example) if one_length(task) else None,
         "sample": [[list(t.shape[1:]), str(t.dtype).removeprefix("torch.")] for t in tensors(example)],
         "device": name,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__},

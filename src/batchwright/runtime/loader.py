@@ -6,12 +6,14 @@ nothing restarts. What is prefetched is not yet trained: the loader has no posit
 
 from __future__ import annotations
 
+import atexit
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
-from weakref import finalize, ref
+from weakref import ref
 
 import numpy as np
 import torch
@@ -98,10 +100,16 @@ class Loader:
     def __iter__(self) -> Iterator[Micro]:
         read = iter(self._loader)
         if self._loader.num_workers:
-            # Python ends what workers are left by SIGTERM, to which they are deaf, and would wait for them forever.
-            finalize(read, _end, ref(read))
-        for part, ids, data in read:
-            yield Micro(part.step, part.index, part.count, part.positions, part.filler, ids=ids, data=data)
+            # Workers are deaf to SIGTERM, by which Python ends what is left of them, and would be waited for forever.
+            # Registered now, after multiprocessing's own end, so that it comes before it.
+            at_exit = partial(_end, ref(read, lambda _: atexit.unregister(at_exit)))
+            atexit.register(at_exit)
+        try:
+            for part, ids, data in read:
+                yield Micro(part.step, part.index, part.count, part.positions, part.filler, ids=ids, data=data)
+        finally:  # by whatever it ends: garbage that is collected in a cycle no longer reaches its workers
+            if self._loader.num_workers and not self._loader.persistent_workers:
+                _end(ref(read))
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,12 @@ def read_settings(given: Mapping[str, Any], where: str) -> Settings:
             hint = f" Nearest: {', '.join(near)}." if near else ""
             found.append(Violation(f"{where} has no field {name!r}.{hint}", name, name, near))
     raise_violations(ConfigError, found)
-    return decode(Settings, given)
+    try:
+        return decode(Settings, given)
+    except (TypeError, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where} cannot be read: {error}.", field="settings") from None
 
 
 @dataclass(frozen=True)
