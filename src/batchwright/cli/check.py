@@ -129,11 +129,11 @@ def _torch_needed() -> Iterator[None]:
 
 
 def _audit(directory: str, as_json: bool) -> int:
+    if not os.path.isdir(directory):  # before torch is imported, which takes seconds
+        raise ConfigError(f"{directory} is not a directory.", field="ledger", given=directory)
     with _torch_needed():
         from batchwright.runtime.ledger import audit
 
-    if not os.path.isdir(directory):
-        raise ConfigError(f"{directory} is not a directory.", field="ledger", given=directory)
     made = audit(directory)
     if as_json:
         print_json({"schema": SCHEMA, **encode(made)})

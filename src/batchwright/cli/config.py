@@ -13,6 +13,7 @@ from batchwright.core.record import record
 from batchwright.core.request import READERS, Request, read_request, unknown_key
 from batchwright.core.units import LONGEST
 
+from .options import FILES
 from .paste import unpaste
 
 # The sections of batchwright.yaml and their fields; a verb takes those it reads.
@@ -120,7 +121,7 @@ def gather(
     resolved = dialects.resolve(entries, own={*own, *_NATIVE.values()}, lenient=lenient)
     notes = list(resolved.notes)
     rest, doubtful = _apart(tuple(word for word in left_out if word not in read), dialects.is_about_a_batch)
-    doubtful += [key for key in (*resolved.ignored, *unread) if dialects.is_about_a_batch(key)]
+    doubtful += [*filter(dialects.is_about_a_batch, resolved.ignored), *unread]
     if plain := [word for word in (" ".join(rest), *resolved.ignored) if word and word not in doubtful]:
         notes.append("Left out, as it does not concern the batch: " + _brief(plain))
     if doubtful:
@@ -142,7 +143,7 @@ def _pasted(word: str) -> Mapping[str, Any]:
     from batchwright.dialects import flatten
 
     path = word.rpartition("=")[2]
-    if not path.endswith((".yaml", ".yml", ".toml", ".json")) or not os.path.isfile(path):
+    if not path.endswith(FILES) or not os.path.isfile(path):
         return {}
     try:
         return {name: item for name, item in flatten(read_file(path)).items() if item not in (None, "auto")}

@@ -9,6 +9,7 @@ import click
 
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 
+FILES = (".yaml", ".yml", ".toml", ".json")  # that are read as configuration
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -77,7 +78,7 @@ def mapping(value: Any, field: str) -> dict[str, Any]:
 
 def read_task(target: str, words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     """`FILE.py:function`, or the `task` section of a project file, and the function's arguments (`--arg` wins)."""
-    if not target.endswith((".yaml", ".yml", ".toml", ".json")):
+    if not target.endswith(FILES):
         _look_for(target)
         return target, task_arguments(words)
     from .config import read_file

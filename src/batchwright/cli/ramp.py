@@ -10,6 +10,7 @@ import click
 
 from batchwright.core import codec
 from batchwright.core.errors import ConfigError
+from batchwright.core.nodes import arrows
 from batchwright.core.ramp import Ramp, ramp
 from batchwright.core.ramp_request import RAMP_READERS, RampRequest, read_ramp
 from batchwright.core.request import READERS, Request
@@ -170,7 +171,7 @@ def _totals(made: Ramp) -> list[str]:
     if placed is None or not made.nodes_known:
         return lines
     launches = f"{len(placed.launches)} launch{'es' * (len(placed.launches) > 1)}"
-    lines.append(f"nodes: policy {placed.policy}, {launches}: " + _chain(placed.launches))
+    lines.append(f"nodes: policy {placed.policy}, {launches}: " + arrows([one.nodes for one in placed.launches]))
     if placed.hours is not None and placed.node_hours is not None:
         lines.append(
             f"cost:  {_hours(placed.hours)} hours ({_hours(placed.hours / 24)} days), {_hours(placed.node_hours)} node-hours, "
@@ -189,11 +190,6 @@ def _totals(made: Ramp) -> list[str]:
 def _hours(value: float) -> str:
     """Whole above a hundred, with a place after the point above one, else two digits that say something."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 or not value else f"{value:.2g}"
-
-
-def _chain(launches: Any) -> str:
-    words = [f"{launch.nodes}" for launch in launches]
-    return " -> ".join(words if len(words) <= 12 else [*words[:6], "…", *words[-3:]])
 
 
 def _cell(value: object) -> str:

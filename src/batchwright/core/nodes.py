@@ -310,13 +310,22 @@ def _constant_work(rules: StageRules, batches: Sequence[int], notes: list[str]) 
     return counts
 
 
+def arrows(counts: Sequence[int]) -> str:
+    """The nodes of one launch after the other, the middle of many left out.
+
+    >>> arrows([8, 10, 12])
+    '8 -> 10 -> 12'
+    """
+    words = [str(count) for count in counts]
+    return " -> ".join(words if len(words) <= 12 else [*words[:6], "…", *words[-3:]])
+
+
 def _with_constant_work(rules: StageRules, batches: Sequence[int], error: ScheduleError) -> list[Violation]:
     """The violations of the launcher's choice; where constant-work has an answer, they say so."""
     counts = _constant_work(rules, batches, [])
     found = list(error.violations)
     if all(rules.fit(batch, n) for batch, n in zip(batches, counts, strict=True)):
-        runs = [str(n) for n, _ in groupby(counts)]
-        shown = " -> ".join(runs if len(runs) <= 12 else [*runs[:6], "…", *runs[-3:]])
+        shown = arrows([n for n, _ in groupby(counts)])
         found[-1] = replace(
             found[-1], message=f"{found[-1].message} Node policy constant-work runs them all: {shown} nodes."
         )
