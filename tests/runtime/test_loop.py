@@ -263,6 +263,12 @@ def test_a_micro_batch_for_each_stage_follows_the_schedule_that_is_extended_or_e
     ]  # fmt: skip
     assert audit(tmp_path).ok and audit(tmp_path).samples == 300
     assert status(tmp_path)["stages"] == 3  # no cut where nothing changed
+    # A stage that the run had, and the plan has no more: what was the second number's is the first one's.
+    other = tmp_path / "other"
+    train(task(512), rule.compile().until(200), settings(other, **stages, end_sample=112))
+    fewer = Thresholds(((0, 16), (128, 32))).compile().until(192)
+    train(task(512), fewer, settings(other, micro_batch_size=(8, 16), log_every=1))
+    assert [micro_batches(other)[end] for end in (80, 112, 128, 160)] == [(8, 2), (16, 4), (16, 8), (32, 16)]
 
 
 def test_the_fence_keeps_an_old_launch_from_writing(tmp_path):
