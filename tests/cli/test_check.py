@@ -14,6 +14,8 @@ from click.testing import CliRunner, Result
 from batchwright.cli.check import command
 from batchwright.core.errors import ConfigError, RunError
 
+pytestmark = pytest.mark.torch
+
 TASKS = Path(__file__).parents[1] / "runtime" / "check_tasks.py"
 
 
