@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import stat
 import threading
 import time
@@ -14,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from batchwright.core.errors import EnvironmentFault
-from batchwright.launch import chain, files, kubernetes, slurm_claim, slurm_run, slurm_status, slurm_step
+from batchwright.launch import chain, files, kubernetes, slurm_claim, slurm_job, slurm_run, slurm_status, slurm_step
 from batchwright.launch import slurm as slurm_engine
 from batchwright.launch import slurm_commands as slurm
+from batchwright.launch.engine import Poll
 from batchwright.launch.files import RunDirectory, write_json
 from batchwright.launch.records import Ending, Manifest
 from batchwright.launch.show import Lines
@@ -119,6 +121,43 @@ def test_a_link_waits_for_the_one_before_it_to_let_go_of_the_lock(make, monkeypa
     assert link._locked() is None and released == [True]
     other.join()
     link._directory.unlock()
+
+
+class _Quick(slurm_step.StepEngine):
+    """Slurm signals ranks and job at once, and the ranks are gone before the job looks again."""
+
+    def start(self, job):
+        return {"engine": "slurm", "job": "7", "directory": str(job.directory)}
+
+    def poll(self, handle):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Poll("ended", 0)
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_signal_that_the_ranks_obey_first_is_still_the_reason(make, monkeypatch, detached):
+    directory, plan = make(detached=detached)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(chain, "submit", lambda *words, **more: "8")
+    monkeypatch.setattr(chain, "StepEngine", _Quick)
+    monkeypatch.setattr(slurm_job, "StepEngine", _Quick)
+    monkeypatch.setattr(slurm, "job", lambda job, mark: slurm.Queued(job, "PENDING", 1, "", ""))
+    before = {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
+    try:
+        if detached:
+            assert chain.Link(directory).run_link() == chain.TRY_AGAIN
+            ending = directory.ending(1)
+            assert ending is not None and (ending.outcome, ending.failure) == ("stopped", None)
+        else:
+            job = work(directory, plan).job(plan.launches[0], 1, 0)
+            job.directory.mkdir(parents=True)
+            slurm_engine.write_job(job)
+            directory.fence(1)
+            assert slurm_job.Start(directory, 1).run() == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert "SIGTERM" in json.loads((directory.launch(1) / "job.json").read_text())["detail"]
 
 
 def test_a_link_that_waits_for_the_lock_leaves_when_it_is_told_to_and_the_chain_goes_on(make, monkeypatch):

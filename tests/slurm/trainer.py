@@ -64,6 +64,8 @@ def main() -> int:
             if position // STEP % 2 == 0:
                 save(position)
                 saved = position
+        if stop:
+            time.sleep(0.5)  # a save takes a while: whoever asked the ranks has by then told their job, too
         if saved != position:
             save(position)
     return 0

@@ -15,7 +15,7 @@ import time
 
 from batchwright.guard import die_with
 
-from .engine import Poll
+from .engine import Handle, Poll
 from .files import RunDirectory, read_json
 from .slurm import read_job
 from .slurm_claim import BEAT_SECONDS, JobRecord
@@ -85,28 +85,30 @@ class Start:
         say(f"ended with {polled.code}{': ' + detail if detail else ''}")
         return 0 if not polled.code else 1
 
-    def _watch(self, engine: StepEngine, handle: object, grace: float) -> tuple[Poll, str]:
+    def _watch(self, engine: StepEngine, handle: Handle, grace: float) -> tuple[Poll, str]:
         asked, again, looked, detail = 0.0, 0.0, time.monotonic(), ""
-        while (polled := engine.poll(handle)).state != "ended":  # type: ignore[arg-type]
-            now = time.monotonic()
+        while True:
+            polled, now = engine.poll(handle), time.monotonic()
             self._record.beat()
+            # Also after the end: Slurm signals the ranks, too, which may be gone within a pause.
+            while self._signals:
+                number = self._signals.pop(0)
+                if number == signal.SIGUSR2:
+                    engine.signal(handle, "trace")
+                elif not asked:
+                    asked, detail = now, f"asked to save and stop by {signal.Signals(number).name}"
+                    say(detail)
+            if polled.state == "ended":
+                return polled, detail
             if now - looked > BEAT_SECONDS:
                 looked = now
                 if (reason := self._not_ours()) is not None:
                     detail = f"ended here: {reason}"
-                    engine.signal(handle, "kill")  # type: ignore[arg-type]
-            while self._signals:
-                number = self._signals.pop(0)
-                if number == signal.SIGUSR2:
-                    engine.signal(handle, "trace")  # type: ignore[arg-type]
-                elif not asked:
-                    asked, detail = now, f"asked to save and stop by {signal.Signals(number).name}"
-                    say(detail)
+                    engine.signal(handle, "kill")
             if asked and now - again > _REPEAT:
                 again = now
-                engine.signal(handle, "kill" if now - asked > grace else "checkpoint")  # type: ignore[arg-type]
+                engine.signal(handle, "kill" if now - asked > grace else "checkpoint")
             time.sleep(_WAIT)
-        return polled, detail
 
 
 def main(words: list[str]) -> int:

@@ -102,6 +102,10 @@ class Supervisor:
                 failures, furthest, doubt = 0, max(furthest, ending.position), False
                 continue
             failure = ending.failure or Failure("it failed")
+            if ending.code == 0 and ending.position > furthest and failure.kind == "crash":
+                # A time limit, its own or the queue's: it saved, and left without an error. There is nothing to retry.
+                failures, furthest, doubt = 0, ending.position, True
+                continue
             failures = 0 if ending.position > furthest else failures
             # What was out of memory, or refused, twice at one place will be so a third time.
             hopeless = failure.kind == "overshot" or (
@@ -175,8 +179,8 @@ class Supervisor:
                     first = progress.first_step or self._clock()
                 self._tell(manifest, progress)
             progress = replace(progress, first_step=first)
-            if polled.state == "ended":
-                return progress, None, bool(asked)
+            if polled.state == "ended":  # who is told to stop with its ranks may come to hear it after they have
+                return progress, None, bool(asked or self._wishes())
             if polled.state == "pending":
                 life = now
                 if polled.detail and polled.detail not in told:
