@@ -112,6 +112,7 @@ def test_one_process_is_the_world_where_none_is_given():
         (("train.py:task", *RAMP, *SCRIPT), ConfigError, "task", "both given"),
         (("train.py:task", "train.py:other", *RAMP), ConfigError, "task", "two tasks"),
         (("missing.py:task", *RAMP), ConfigError, "task", "does not exist"),
+        (("train.py:tsak", *RAMP), ConfigError, "task", "has no function 'tsak'. It has: task. Did you mean task?"),
         ((*RAMP, "--", "train", "{global_batch}"), ConfigError, "command", "Did you mean {global_batch_size}"),
         ((*RAMP, "--position-command", "where {end_sample}", *SCRIPT), ConfigError, "position_command", "run_dir"),
         ((*RAMP, "--position-command", "where 'x", *SCRIPT), ConfigError, "command", "No closing quotation"),

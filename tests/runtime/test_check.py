@@ -11,6 +11,7 @@ import torch
 from batchwright.core.errors import PlanError, RunError
 from batchwright.core.rules import Thresholds
 from batchwright.runtime.check import CheckReport, check, default_sizes
+from batchwright.runtime.check.causes import CAUSES
 from batchwright.runtime.check.gradients import Rig, Variant, relative_error
 from batchwright.runtime.task import load_task
 
@@ -123,6 +124,14 @@ def test_a_cause_can_be_allowed():
     report = run("batch_norm", allow=("batch-norm",))
     assert report.ok
     assert causes(report, "note") == {"batch-norm"}
+
+
+def test_a_cause_to_allow_has_to_be_one():
+    with pytest.raises(PlanError, match=r"allow='batchnorm' is no cause.* Nearest: batch-norm") as caught:
+        run("batch_norm", allow=("dropout", "batchnorm"))
+    assert caught.value.nearest[0] == "batch-norm"
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")
+    assert all(f"| `{cause}`" in page or f", `{cause}` |" in page for cause in CAUSES)
 
 
 @pytest.mark.parametrize(("name", "steps", "notes"), [("bf16", 128, {"precision"}), ("fp16", 512, set())])

@@ -69,6 +69,12 @@ def test_missing_things_are_named_with_the_nearest(write: Any) -> None:
     ) as caught:
         load_task("train.py:tsak")
     assert caught.value.nearest == ("train.py:task",)
+    write("# a task is not here\ndef other(): ...\n", "words.py")
+    with pytest.raises(ConfigError, match=r"has no function 'task'. It has: other."):  # found by importing it
+        load_task("words.py:task")
+    write("globals()['ta' + 'sk'] = 3\n", "dynamic.py")
+    with pytest.raises(ConfigError, match=r"has no function 'task'. It has: none."):
+        load_task("dynamic.py")
     with pytest.raises(ConfigError, match=r"takes no argument 'widht'; it takes: width. Did you mean width\?"):
         load_task("train.py:task", {"widht": 3})
     with pytest.raises(ConfigError, match="needs the argument 'width': --arg width="):
@@ -81,9 +87,9 @@ def test_missing_things_are_named_with_the_nearest(write: Any) -> None:
     "text, error",
     [
         ("def task():\n    return 1 / 0\n", "train.py:task failed: ZeroDivisionError: division by zero"),
-        ("import nothing_like_this\n", "train.py cannot be imported: ModuleNotFoundError"),
+        ("import nothing_like_this\ndef task(): ...\n", "train.py cannot be imported: ModuleNotFoundError"),
         ("def task(:\n", "train.py cannot be imported: SyntaxError"),
-        ("raise SystemExit(3)\n", "train.py cannot be imported: SystemExit: 3"),
+        ("raise SystemExit(3)\ndef task(): ...\n", "train.py cannot be imported: SystemExit: 3"),
     ],
 )
 def test_the_users_own_traceback_is_kept(text: str, error: str, write: Any) -> None:

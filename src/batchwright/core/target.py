@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from .errors import ConfigError
 
+# A file that does one of these may have names that are not written in it.
+_MAKES_NAMES = re.compile(r"import\s+\*|import\s+\(\s*\*|__getattr__|\b(globals|locals|vars|setattr|exec)\b|__dict__")
+
 
 def task_file(target: str) -> tuple[Path, str]:
-    """The file and the function (`task` when none is named); the file has to be there.
+    """The file and the function (`task` when none is named); the file has to be there, and the name to be in its text.
+
+    Read, not imported: nobody waits for torch, or for a place in a queue, to hear that a name is misspelt.
 
     >>> task_file("missing.py:task")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -20,4 +27,22 @@ def task_file(target: str) -> tuple[Path, str]:
     path = Path(file).expanduser().absolute()
     if not path.is_file():
         raise ConfigError(f"task file {file} does not exist (looked for it at {path}).", field="task", given=target)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if not re.search(rf"\b{re.escape(name)}\b", text) and not _MAKES_NAMES.search(text):
+        raise no_function(target, file, name, re.findall(r"^(?:async )?def (\w+)", text, re.MULTILINE))
     return path, name
+
+
+def no_function(target: str, file: str, name: str, functions: Iterable[str]) -> ConfigError:
+    """The error for a name that a file does not have."""
+    from difflib import get_close_matches  # only wrong input pays for it
+
+    own = sorted(functions)
+    near = get_close_matches(name, own, n=2)
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    return ConfigError(
+        f"{file} has no function {name!r}. It has: {', '.join(own) or 'none'}.{meant}",
+        field="task",
+        given=target,
+        nearest=[f"{file}:{one}" for one in near],
+    )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from batchwright.core.errors import ConfigError, RunError
+from batchwright.core.target import no_function, task_file
 
 from .jax_step import JaxStep
 from .records import Point, Request
@@ -16,23 +16,16 @@ from .records import Point, Request
 
 def load_step(target: str, args: dict[str, Any]) -> JaxStep:
     """Call the function that `FILE.py:function` names and return its JaxStep."""
-    file, separator, name = target.rpartition(":")
-    if not separator or not file.endswith(".py"):
-        file, name = target, "task"
-    path = Path(file).expanduser().resolve()
+    path, name = task_file(target)
+    file = target.removesuffix(f":{name}")
     spec = importlib.util.spec_from_file_location(f"batchwright_jax_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        own = sorted(n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == spec.name)
-        raise ConfigError(
-            f"{file} has no function {name!r}. It has: {', '.join(own) or 'none'}.",
-            field="task",
-            given=target,
-            nearest=[f"{file}:{n}" for n in own[:2]],
-        )
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == spec.name]
+        raise no_function(target, file, name, own)
     _check_arguments(f"{file}:{name}", function, args)
     step = function(**args)
     if not isinstance(step, JaxStep):

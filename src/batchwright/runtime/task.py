@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from batchwright.core.errors import ConfigError, PlanError, RunError, Violation, raise_violations
 from batchwright.core.schedule import Step
-from batchwright.core.target import task_file
+from batchwright.core.target import no_function, task_file
 
 Loss = tuple[Tensor, Tensor | float] | tuple[Tensor, Tensor | float, Tensor | None]
 
@@ -121,13 +121,7 @@ def load_task(target: str, args: Mapping[str, Any] | None = None) -> Task:
     function = getattr(module, name, None)
     if not callable(function):
         own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        near = _near(name, own)
-        raise ConfigError(
-            f"{file} has no function {name!r}. It has: {', '.join(sorted(own)) or 'none'}.{_did_you_mean(near)}",
-            field="task",
-            given=target,
-            nearest=[f"{file}:{n}" for n in near],
-        )
+        raise no_function(target, file, name, own)
     arguments = dict(args or {})
     _check_arguments(f"{file}:{name}", function, arguments)
     task = _users(path, f"{file}:{name} failed", lambda: function(**arguments))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -46,11 +46,19 @@ SINGLE, HALF = 1e-4, 5e-2
 COARSE = 5e-2
 
 
+Cause = Literal[
+    "scaled-by-accumulation", "mean-of-means", "ragged-tail", "padding", "in-batch-negatives", "auxiliary-scaled",
+    "auxiliary-per-micro-batch", "batch-norm", "keeps-state", "dropout", "random-draws", "precision", "bf16-accumulator",
+    "fp16-accumulator", "step-counted-schedule", "rank-dependent", "unexplained",
+]  # fmt: skip
+CAUSES: tuple[str, ...] = get_args(Cause)
+
+
 @dataclass(frozen=True)
 class Finding:
     """One cause of a wrong gradient: `severity` is `error`, or `note` where training is right without a change."""
 
-    cause: str
+    cause: Cause
     severity: Literal["error", "note"]
     message: str
 

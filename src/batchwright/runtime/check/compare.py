@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from batchwright.core.errors import PlanError, RunError, Violation, raise_violat
 from batchwright.core.schedule import Schedule
 from batchwright.runtime.task import Task
 
-from .causes import Diagnosis, Finding, Measured, scale_of
+from .causes import CAUSES, Diagnosis, Finding, Measured, scale_of
 from .gradients import Gradient, Rig, Variant, group_errors, norm, relative_error
 from .optimizer import accumulator, step_counted
 from .words import number
@@ -86,7 +87,7 @@ def check(
     """
     size = global_batch_size or min(DEFAULT_BATCH, len(task.dataset))
     sizes = tuple(dict.fromkeys(micro_batch_sizes)) if micro_batch_sizes else default_sizes(size)
-    _refuse(size, sizes, ranks, source)
+    _refuse(size, sizes, ranks, source, allow)
     rig = Rig(task, size, seed, accumulate_dtype)
     progress(f"{size} samples in one piece")
     reference = rig.reference(Variant())
@@ -173,7 +174,7 @@ def _on_ranks(
     return splits, [Finding("rank-dependent", "error", message)]
 
 
-def _refuse(size: int, sizes: Sequence[int], ranks: int, source: object) -> None:
+def _refuse(size: int, sizes: Sequence[int], ranks: int, source: object, allow: Collection[str]) -> None:
     found: list[Violation] = []
     for name, value in (("global_batch_size", size), ("ranks", ranks)):
         if value < 1:
@@ -190,6 +191,11 @@ def _refuse(size: int, sizes: Sequence[int], ranks: int, source: object) -> None
             f'ranks={ranks} processes cannot be given a Task that is in this one: give source=("FILE.py:task", {{}}).'
         )
         found.append(Violation(text, "source"))
+    for cause in allow:
+        if cause not in CAUSES:
+            near = tuple(get_close_matches(cause, CAUSES, n=2)) or CAUSES
+            text = f"allow={cause[:40]!r} is no cause that check can find. Nearest: {', '.join(near)}."
+            found.append(Violation(text, "allow", cause[:40], near))
     raise_violations(PlanError, found)
 
 

@@ -40,7 +40,7 @@ def accumulator(rig: Rig, accumulation_steps: int) -> list[Finding]:
         "`Accumulator(model, accumulate_dtype=torch.float32)` (to check that: `--accumulate-dtype float32`), or keep fp32 "
         "parameters under autocast; FSDP2: `MixedPrecisionPolicy(reduce_dtype=torch.float32)`."
     )
-    return [Finding(f"{'bf16' if kind == 'bfloat16' else 'fp16'}-accumulator", severity, message)]
+    return [Finding("bf16-accumulator" if kind == "bfloat16" else "fp16-accumulator", severity, message)]
 
 
 def accumulation_error(terms: list[torch.Tensor], steps: int) -> float:
