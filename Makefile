@@ -12,11 +12,11 @@ demo: $(STAMP)  ## the main job, on this machine
 test: $(STAMP)  ## all tests
 	$(BIN)/pytest -n 3 --dist loadfile  # three for two cores: many of them wait
 
-check: $(STAMP)  ## lint, types, and the tests that need no torch: about a minute
+check: $(STAMP)  ## lint, types, and the tests that need no torch: under a minute
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/pytest -x -n 2 -m 'not torch' tests/core tests/dialects tests/cli tests/report tests/boundaries src/batchwright/core
+	QUICK=1 $(BIN)/pytest -x -n 2 -m 'not torch' tests/core tests/dialects tests/cli tests/report tests/boundaries src/batchwright/core
 
 bench: $(STAMP)  ## benchmarks, as ratios against peers
 	$(BIN)/python benchmarks/run.py

@@ -6,8 +6,10 @@ import signal
 
 from hypothesis import settings
 
+from tests.examples import many
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("patient", deadline=None)  # in all else what was loaded: `ci` in CI
+settings.register_profile("patient", deadline=None, max_examples=many(100))  # in all else what was loaded: `ci` in CI
 settings.load_profile("patient")

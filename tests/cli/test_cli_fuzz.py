@@ -15,8 +15,9 @@ from batchwright.cli.plan import command as plan_command
 from batchwright.cli.rl import command as rl_command
 from batchwright.core.request import READERS
 from batchwright.dialects import dialects
+from tests.examples import many
 
-fuzz = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(deadline=None, max_examples=many(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def flags_of(command: click.Command) -> tuple[list[str], list[str]]:
@@ -132,7 +133,7 @@ NAMED = {
 }
 
 
-@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=many(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.data(), st.sets(st.sampled_from(FLAGS), min_size=2, max_size=9), st.sets(st.sampled_from(SWITCHES), max_size=2)
 )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import batchwright
 from batchwright.cli.ramp import command
 from batchwright.core.errors import BatchwrightError
+from tests.examples import many
 
 
 def run(*words: str) -> str:
@@ -286,7 +287,7 @@ def test_python_has_the_same_verb():
     assert [s.global_batch_size for s in per_device.schedule.segments] == [2, 4, 6, 8]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(150), deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from batchwright.core.equation import MOST_ALTERNATIVES, Split, Unknowns, solve
 from batchwright.core.errors import PlanError
 from batchwright.core.pipeline import PipelineRule
+from tests.examples import many
 
 small = st.integers(1, 12)
 maybe = st.none() | small
@@ -38,7 +39,7 @@ def allowed(given: Unknowns) -> list[Split]:
     ]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=many(200))
 @given(st.integers(1, 96), maybe, maybe, maybe, maybe, st.sampled_from([1, 1, 2, 3, 4]))
 def test_every_split_is_found_and_the_best_is_first(batch, micro, steps, ranks, limit, rank_step):
     given_ = Unknowns(batch, micro, steps, ranks, limit, rank_step)
@@ -52,7 +53,7 @@ def test_every_split_is_found_and_the_best_is_first(batch, micro, steps, ranks, 
     assert list(found) == sorted(expected, key=lambda s: (-s.micro_batch_size, s.accumulation_steps))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=many(100))
 @given(
     st.integers(1, 96), maybe, maybe, st.integers(1, 4), maybe, st.integers(2, 4), st.sampled_from(["1f1b", "circular"])
 )

@@ -13,6 +13,7 @@ import batchwright
 from batchwright.core.codec import decode, encode
 from batchwright.core.errors import PlanError
 from batchwright.core.loading import Loading, loading
+from tests.examples import many
 
 hosts = st.integers(1, 40)
 batches = st.integers(1, 600)
@@ -102,7 +103,7 @@ def test_factors_that_are_none():
         loading(8, hosts=4, loading_hosts=2, expansion_factor=Fraction(2))
 
 
-@settings(max_examples=50)
+@settings(max_examples=many(50))
 @given(batches, hosts)
 def test_every_loading_survives_json(batch, hosts):
     for load in (loading(batch, hosts=hosts), loading(batch, hosts=hosts, stored_hosts=hosts + 3)):

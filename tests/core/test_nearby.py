@@ -15,6 +15,7 @@ from batchwright.core.errors import PlanError
 from batchwright.core.nearby import MOST_ROWS, nearby
 from batchwright.core.plan import plan
 from batchwright.core.request import Request
+from tests.examples import many
 
 maybe = st.none() | st.integers(1, 5)
 
@@ -27,7 +28,7 @@ def works(request: Request, batch: int, ranks: int) -> bool:
     return True
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=many(60))
 @given(
     st.integers(1, 60),
     st.integers(1, 12),
@@ -75,7 +76,7 @@ def test_nearby_equals_brute_force(batch, ranks, micro, steps, per_node, expert,
             assert row.accumulation_steps * micro * row.data_parallel_size == row.global_batch_size
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=many(60))
 @given(
     st.integers(1, 300),
     st.integers(1, 7),

@@ -23,6 +23,7 @@ from batchwright.core.pipeline import PipelineRule
 from batchwright.core.schedule import Segment
 from batchwright.core.throughput import StageSeconds, Throughput
 from batchwright.core.world import World
+from tests.examples import many
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "ramp.json").read_text())
 MODEL = Throughput(fixed_seconds=0.02, per_sample_seconds=0.3, sync_latency_seconds=0.002, sync_seconds=0.15)
@@ -114,7 +115,7 @@ def test_launcher_table_condition():
     assert hits == vector["grid_hits"]
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=many(2000), deadline=None)
 @given(
     start=st.integers(1, 40),
     steps=st.integers(0, 8),
@@ -226,7 +227,7 @@ def test_the_launchers_error_names_constant_work_where_that_has_an_answer():
     assert "constant-work" not in str(caught.value)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=many(400), deadline=None)
 @given(
     batch=st.integers(1, 300),
     world=st.builds(World, st.just(1), st.integers(1, 4), st.integers(1, 2), st.sampled_from((1, 1, 2, 4))),
@@ -318,7 +319,7 @@ def feasible_nodes(batch, world, *, nodes, **options):
     return tuple(fit.nodes for fit in StageRules(world, nodes, **options).fits(batch))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=many(300), deadline=None)
 @given(
     batch=st.integers(1, 400),
     world=st.builds(World, st.just(1), st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)),
@@ -411,7 +412,7 @@ def test_saving_against_the_full_cluster():
     assert full.saved_node_hours == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=many(200), deadline=None)
 @given(
     batches=st.lists(st.integers(1, 300), min_size=1, max_size=4),
     world=st.builds(World, st.just(1), st.sampled_from((1, 2, 4)), st.integers(1, 2), st.integers(1, 2)),
@@ -440,7 +441,7 @@ def test_a_ragged_ramp_on_all_nodes_saves_nothing():
     assert plan.stages[0].accumulation_steps == 5 and plan.saved_node_hours == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=many(100), deadline=None)
 @given(
     batches=st.lists(st.integers(1, 40).map(lambda k: 32 * k), min_size=1, max_size=5),
     most=st.sampled_from((1, 2, 4, 6)),
@@ -603,7 +604,7 @@ def exhaustive(options, start, always, limit):
     return best
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=many(500), deadline=None)
 @given(
     options=st.lists(
         st.dictionaries(st.integers(1, 6), st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4),
@@ -635,7 +636,7 @@ wide = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=many(200), deadline=None)
 @given(options=wide, wait=st.sampled_from([0, 10**6, 10**8]), always=st.booleans(), share=st.floats(0, 1))
 def test_a_limit_among_numbers_that_never_tie(options, wait, always, share):
     def start(nodes):
@@ -650,7 +651,7 @@ def test_a_limit_among_numbers_that_never_tie(options, wait, always, share):
         assert found.gap == 0 and exhaustive(narrowed, start, always, limit)[0] <= expected[0] * (1 + 2**-30)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=many(200), deadline=None)
 @given(options=wide, wait=st.sampled_from([0, 10**6]), share=st.floats(0, 1), kept=st.integers(1, 3))
 def test_labels_thinned_out_keep_the_limit_and_bound_what_was_missed(options, wait, share, kept):
     def start(nodes):
@@ -693,7 +694,7 @@ def test_an_optimum_that_is_not_proven_says_how_much_is_missing(monkeypatch):
     assert exact.node_hours - 1e-9 <= rough.node_hours <= exact.node_hours + bound * 1.01
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(150), deadline=None)
 @given(
     batches=st.lists(st.integers(1, 16).map(lambda k: 32 * k), min_size=1, max_size=4),
     micro=st.sampled_from((None, 1, 4)),
@@ -730,7 +731,7 @@ def test_optimum_equals_exhaustive_search_over_plans(batches, micro, wait, polic
     assert limit is None or (plan.node_hours if policy == "min-time" else plan.hours) <= limit + 1e-7
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=many(300), deadline=None)
 @given(
     batches=st.lists(st.integers(1, 120), min_size=1, max_size=5),
     world=st.builds(World, st.just(1), st.sampled_from((1, 2, 3, 4)), *[st.integers(1, 2)] * 3, st.integers(1, 3)),
@@ -807,7 +808,7 @@ def test_limits_that_cannot_be_met_name_the_least():
         place(ramp(30, 512), EIGHT, nodes=8, micro_batch_size=4, policy="min-time", throughput=MODEL)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=many(150), deadline=None)
 @given(
     batches=st.lists(st.integers(1, 16).map(lambda k: 32 * k), min_size=1, max_size=4),
     samples=st.sampled_from((2000, 20_000, 1_000_000, 10**8, 10**12)),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from batchwright.core.errors import PlanError
 from batchwright.core.pipeline import SCHEDULES, PipelineRule
+from tests.examples import many
 
 stages, microbatches = st.integers(1, 8), st.integers(1, 24)
 
@@ -62,7 +63,7 @@ def one_forward_one_backward(p: int, m: int) -> list[list[tuple[str, int]]]:
     return orders
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=many(60))
 @given(stages, microbatches)
 def test_gpipe_and_1f1b_idle_as_long_as_a_simulation_of_them(p, m):
     assert PipelineRule("gpipe", p).bubble(m) == simulate(gpipe(p, m))
@@ -95,7 +96,7 @@ def legal(schedule: str, p: int, m: int, group: int | None, delayed: bool) -> bo
     return True
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=many(200))
 @given(st.sampled_from(SCHEDULES), stages, st.integers(1, 60), st.none() | st.integers(0, 6), st.booleans())
 def test_legal_numbers_and_the_nearest_of_them_equal_brute_force(schedule, p, m, more, delayed):
     group = p + more if more is not None and schedule == "interleaved" else None
@@ -120,7 +121,7 @@ def test_the_recommendation_of_the_research():
     assert rule.cost(80, 524_288) < rule.cost(96, 524_288) < rule.cost(64, 524_288)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=many(100))
 @given(st.sampled_from(SCHEDULES), st.integers(2, 8), st.integers(1, 4), st.integers(8, 22))
 def test_the_best_number_is_legal_and_next_to_the_continuous_optimum(schedule, p, v, log_tokens):
     v = v if schedule in ("interleaved", "circular") else 1

@@ -16,8 +16,9 @@ import batchwright
 from batchwright.core.errors import ConfigError, PlanError
 from batchwright.core.plan import Plan, plan
 from batchwright.core.request import Request, read_request
+from tests.examples import many
 
-quick = settings(deadline=None, max_examples=150)
+quick = settings(deadline=None, max_examples=many(150))
 
 
 def four(p: Plan) -> tuple[int, int, int, int]:
@@ -147,7 +148,7 @@ def requests(draw: st.DrawFn) -> Request:
     )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=many(400))
 @given(requests())
 def test_every_accepted_plan_satisfies_the_equation_and_the_request(request):
     try:
@@ -222,7 +223,7 @@ SEARCHED = {  # how far brute force looks, by field
 }
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=many(250))
 @given(requests())
 @example(Request(global_batch_size=100, data_parallel_size=8, pipeline_parallel=4, pipeline_schedule="circular"))
 @example(Request(global_batch_size=7, data_parallel_size=1, pipeline_parallel=2, pipeline_schedule="circular"))
@@ -465,7 +466,7 @@ def test_a_ragged_batch_with_given_steps_names_the_steps_it_takes(batch, ranks, 
         assert accepts(replace(request, accumulation_steps=needed))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=many(60))
 @given(st.integers(1, 120), st.integers(1, 6), st.integers(1, 4), st.integers(2, 4))
 def test_a_ragged_batch_that_its_pipeline_refuses_names_batches_it_takes(batch, ranks, micro, stages):
     assume(batch % (ranks * micro))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from batchwright import RLPlan, rl
 from batchwright.core.codec import decode, encode
 from batchwright.core.errors import ConfigError, PlanError
+from tests.examples import many
 
 n = st.integers(1, 12)
 
@@ -36,7 +37,7 @@ def accepts(job: dict[str, Any]) -> bool:
     return True
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=many(300))
 @given(jobs())
 def test_every_accepted_round_deals_out_every_response_once(job):
     try:
@@ -86,7 +87,7 @@ def test_the_worst_lag_equals_a_simulation(updates, iterations, ahead):
     assert plan.on_policy == (plan.worst_policy_lag_updates == 0)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=many(300))
 @given(jobs())
 def test_every_nearest_equals_brute_force(job):
     try:
@@ -158,7 +159,7 @@ def test_notes_teach_where_they_apply():
     assert "wait up to 2 rounds" in said(rounds_ahead=2)
 
 
-@settings(max_examples=60)
+@settings(max_examples=many(60))
 @given(jobs())
 def test_every_plan_survives_json(job):
     if accepts(job):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from batchwright.core.errors import ScheduleError
 from batchwright.core.scaling import DECAYS, RULES, SampleSchedule, check_horizon, scale, stage_rates, suggested_rule
 from batchwright.core.schedule import Segment
+from tests.examples import many
 
 DEEPSPEED, OLMO = json.loads((Path(__file__).parents[1] / "vectors" / "ramp.json").read_text())["lr_scaling"]
 RAMP = (Segment(0, 0, 256, 100), Segment(100, 25_600, 512, 100), Segment(200, 76_800, 1024, None))
@@ -66,7 +67,7 @@ def test_schedule_by_samples(decay):
     assert schedule.at(200, factor=2.0) == 2.0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=many(100), deadline=None)
 @given(sample=st.integers(0, 2000), decay=st.sampled_from(DECAYS), warmup=st.integers(0, 1000))
 def test_schedule_stays_between_its_bounds_and_only_falls_after_the_warm_up(sample, decay, warmup):
     schedule = SampleSchedule(peak_lr=3.0, end_sample=1000, warmup_samples=warmup, decay=decay, min_lr=0.5)
@@ -97,7 +98,7 @@ def test_horizon_in_steps_misses_under_a_ramp():
     assert late.off_by_samples == 1024 and "1,024 after the budget" in late.message
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=many(200), deadline=None)
 @given(
     stages=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=4),
     open_end=st.booleans(),
