@@ -348,6 +348,25 @@ def test_a_spent_budget_and_a_complete_run_stay_so(tmp_path):
     assert (ended.state, ended.reason) == ("complete", "end")
 
 
+def test_a_signal_is_answered_by_a_save_and_not_by_an_evaluation_first(tmp_path):
+    def signalled(result, model, optimizer):
+        if result.end_sample == 32:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    options = {"evaluation_samples": 20, "log_every": 100}
+    stopped = train(task(), ramp(), settings(tmp_path, **options), on_step=signalled)
+    assert (stopped.reason, stopped.position) == ("signal", 32)
+    assert train(task(), ramp(), settings(tmp_path, **options)).state == "complete"
+    seen = [(e["kind"], e["samples"]) for e in read_events(tmp_path) if e["kind"] in ("step", "evaluation")]
+    first, resumed = (ramp().at_sample(sample).end_sample for sample in (0, 32))
+    whole = ramp().total_samples
+    assert seen == [
+        ("step", first),
+        ("step", resumed),
+        ("evaluation", whole),
+    ]  # of each launch the first step, at least
+
+
 def test_a_refused_start_leaves_a_live_run_alone(tmp_path):
     def meanwhile(result, model, optimizer):
         if result.step == 6:

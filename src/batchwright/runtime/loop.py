@@ -112,7 +112,7 @@ class _Loop(Life):
         )  # fmt: skip
         rate, stage, device = self._learning_rate(), None, world.device
         steps: Any = accumulator.steps(loader)
-        reason, before = None, time.perf_counter()
+        reason, begun, before = None, self.position, time.perf_counter()
         for step in steps:
             plan = step.plan
             if plan.segment != stage:
@@ -129,7 +129,7 @@ class _Loop(Life):
             self.tokens, self.loss = self.tokens + result.weight, result.loss
             self.skipped_steps += result.skipped
             now = time.perf_counter()
-            if plan.step % settings.log_every == 0:
+            if plan.step % settings.log_every == 0 or last == begun:  # its first: whoever watches sees it train
                 self._step_event(plan, result, now - before, micro_of(plan))
             if self.on_step is not None:
                 self.on_step(result, self.model, self.optimizer)
@@ -253,7 +253,8 @@ class _Loop(Life):
 
     def _stop(self, reason: str) -> Status:
         ended = time.time()
-        if self.evaluation is not None and self.saved_position != self.position:
+        # Whoever sent a signal may not wait for more than the save: a time limit, a preemption.
+        if reason != "signal" and self.evaluation is not None and self.saved_position != self.position:
             self._evaluate()
         self._save(wait=True)
         self.times["stop_seconds"] = time.time() - ended
