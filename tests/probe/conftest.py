@@ -44,7 +44,7 @@ def scripted(tmp_path):
         worker = tmp_path / "worker.py"
         worker.write_text(HEADER + textwrap.dedent(code))
         task = tmp_path / "task.py"
-        task.touch()
+        task.write_text("def task(): ...\n")
         given = {"directory": tmp_path / "journal", "timeout": 30.0, "throughput": False} | options
         return read_request(f"{task}:task", worker=(sys.executable, "-S", str(worker)), **given)
 
