@@ -153,7 +153,7 @@ def test_the_lock_has_one_holder_and_looking_does_not_disturb(tmp_path):
     assert second.supervisor() is None
     first.lock()
     assert second.supervisor() == os.getpid()
-    with pytest.raises(EnvironmentFault, match=f"another supervisor \\(process {os.getpid()}\\)"):
+    with pytest.raises(EnvironmentFault, match=f"another supervisor \\(process {os.getpid()} on "):
         second.lock()
     first.unlock()
     with open(tmp_path / "lock") as looking:  # as --status does for an instant
@@ -216,6 +216,47 @@ def test_a_plan_is_written_by_the_one_who_holds_the_lock(plan, tmp_path, monkeyp
     first.unlock()
     second.lock()
     second.unlock()
+
+
+def test_without_file_locks_a_supervisor_that_lives_here_is_still_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_try_lock", lambda descriptor, how: None)  # Lustre without -o flock
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
+    first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    code = "import sys, time; from batchwright.launch import files; files._try_lock = lambda *_: None\n"
+    code += f"files.RunDirectory({str(tmp_path)!r}).lock(); print('held', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        assert first.supervisor() == other.pid
+        with pytest.raises(EnvironmentFault, match=rf"another supervisor \(process {other.pid} on "):
+            second.lock()
+        other.kill()
+    second.lock()  # it is gone
+    second.unlock()
+
+
+def test_a_wish_to_stop_is_for_who_has_the_lock_when_it_is_made(tmp_path):
+    directory = RunDirectory(tmp_path)
+    stop = tmp_path / "stop.json"
+    stop.touch()
+    directory.lock(fresh=True)
+    assert not stop.exists()  # it was for the one before
+    stop.touch()
+    directory.lock(fresh=True)  # as the supervisor does when it begins: the lock is held already
+    assert stop.exists()
+    directory.unlock()
+
+
+def test_nohup_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts.Interrupts() as heard:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert heard.wishes == 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard.wishes == 1
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_only_a_later_ctrl_c_is_a_second_wish(monkeypatch):

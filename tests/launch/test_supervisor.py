@@ -85,6 +85,20 @@ def test_no_progress_is_stopped_by_the_watchdog_with_the_place_it_hangs_at(run):
     assert "no progress for" in err and "rank 0 is stuck at" in err and "trainer.py" in err and "_happen" in err
 
 
+def test_a_machine_that_stood_still_is_no_stall(run):
+    process = run.start(*run.scripted("slow=0.1", flags=("--stall-seconds", "3")))
+    run.until(lambda: run.position() > 16)
+    trainer = json.loads((run.newest() / "ranks" / "0.json").read_text())["pid"]
+    for pid in (process.pid, trainer):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5)
+    os.kill(process.pid, signal.SIGCONT)
+    time.sleep(1)  # the supervisor looks first
+    os.kill(trainer, signal.SIGCONT)
+    code, _, err = run.finish()
+    assert code == 0 and "no progress" not in err, err
+
+
 def test_a_stopped_process_is_named(run):
     code, _, err = run(*run.scripted("stop@96", flags=("--stall-seconds", "1.5")))
     assert code == 0, err
@@ -145,7 +159,7 @@ def test_a_second_supervisor_is_refused_and_the_first_goes_on(run):
         run.until(lambda: run.position())
         code, _, err = run.resume()
         assert code == 4
-        assert f"another supervisor (process {first.pid})" in err
+        assert f"another supervisor (process {first.pid} on " in err
         document = run.status()
         assert document["state"] == "running" and document["supervisor"] == first.pid
         assert document["consumed_samples"] > 0

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,13 +90,22 @@ def test_rank_torchrun_and_supervisor_killed_a_rank_stopped_a_checkpoint_cut(run
         seen = int(launch.name)
         return launch
 
-    os.kill(run.rank_pid(draw.randrange(2), trains()), signal.SIGKILL)
-    launch = trains()
-    wrapper = json.loads((launch / "ranks" / "0.json").read_text())["parent"]
-    torchrun = int(Path(f"/proc/{wrapper}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    os.kill(torchrun, signal.SIGKILL)
-    stopped = draw.randrange(2)
-    os.kill(run.rank_pid(stopped, trains()), signal.SIGSTOP)
+    def hit(who: Callable[[Path], int], number: signal.Signals) -> None:
+        """A process of a launch that trains; the next one's where that was ended meanwhile, as on a busy machine."""
+        while True:
+            try:
+                return os.kill(who(trains()), number)
+            except (ProcessLookupError, FileNotFoundError):
+                continue
+
+    def torchrun(launch: Path) -> int:
+        wrapper = json.loads((launch / "ranks" / "0.json").read_text())["parent"]
+        return int(Path(f"/proc/{wrapper}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+    struck, stopped = draw.randrange(2), draw.randrange(2)
+    hit(lambda launch: run.rank_pid(struck, launch), signal.SIGKILL)
+    hit(torchrun, signal.SIGKILL)
+    hit(lambda launch: run.rank_pid(stopped, launch), signal.SIGSTOP)
     trains(48)
     supervisor = run.process
     said = run.said()
@@ -152,7 +162,7 @@ def test_a_full_disk_during_a_save(run):
             "--max-retries",
             "8",
             ramp="0:16",
-            samples=320,
+            samples=1280,
             nodes=1,
             args=("slow=0.1", "width=256"),
         )

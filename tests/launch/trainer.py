@@ -47,7 +47,7 @@ def main() -> None:
     if "child" in options:
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
     steps = 0
-    while position < end and not stopping:
+    while position < end:
         while steps == 3 and os.path.exists(options.get("hold", "")) and not stopping:
             time.sleep(0.02)
         steps += 1
@@ -62,6 +62,8 @@ def main() -> None:
         if stopping:
             time.sleep(float(options.get("save", 0)))
         save()
+        if stopping:
+            break
     if "export" in options:
         time.sleep(float(options["export"]))
         open(os.path.join(os.environ["BATCHWRIGHT_RUN_DIR"], f"exported-{position}"), "w").close()

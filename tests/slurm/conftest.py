@@ -23,6 +23,7 @@ from batchwright.core.ramp_request import read_ramp
 from batchwright.core.request import Request
 from batchwright.launch import slurm_commands as slurm
 from batchwright.launch.build import build
+from batchwright.launch.engine import process_state
 from batchwright.launch.files import RunDirectory, write_json
 from batchwright.launch.records import Options, RunPlan
 from batchwright.launch.slurm_site import Site, remember
@@ -52,7 +53,14 @@ class Cluster:
         self.base = base
 
     def call(self, *words: str) -> str:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        """What it prints; asked again where the controller is too busy to answer."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            done = subprocess.run(words, capture_output=True, text=True)
+            if not done.returncode or not slurm._AWAY.search(done.stderr) or time.monotonic() > deadline:
+                done.check_returncode()
+                return done.stdout
+            time.sleep(0.5)
 
     def kill(self, daemon: str) -> None:
         """SIGKILL for a daemon that this fixture started; a slurmd takes the step daemons of its node along."""
@@ -67,6 +75,8 @@ class Cluster:
                 os.kill(one, signal.SIGKILL)
             except ProcessLookupError:
                 pass
+        for one in (pid, *steps):  # its port is free once it has gone
+            wait_for(lambda one=one: process_state(one, None) in (None, "Z"))
 
     def _is_of(self, entry: Path, node: str) -> bool:
         """Whether a step daemon is that node's: it has the log of its slurmd open."""
@@ -140,8 +150,9 @@ def _comm(entry: Path) -> str:
 
 
 def _ports() -> int:
-    """The first of five free ports in a row, somewhere: another worker looks for some at the same time."""
-    for first in random.sample(range(16817, 32000, 10), 1000):
+    """The first of five free ports in a row, in this worker's part of those below the ranks' own (slurm_step.py)."""
+    begin = 16_810 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 3)
+    for first in random.sample(range(begin, begin + 1000, 10), 100):
         try:
             for port in range(first, first + NODES + 1):
                 with socket.socket() as probe:
@@ -201,7 +212,7 @@ def cluster(running: Cluster) -> Cluster:
 
 RAMP = {"thresholds": "0:16 64:32 192:64", "samples": "448", "node_policy": "constant-work"}
 LAUNCHES = ((1, 0, 64), (2, 64, 192), (4, 192, 448))  # nodes, first and last sample of each launch
-QUICK = Options(engine="slurm", retry_seconds=0.5, stall_seconds=600.0, grace_seconds=20.0)
+QUICK = Options(engine="slurm", retry_seconds=0.5, stall_seconds=600.0, grace_seconds=120.0)
 
 
 @pytest.fixture
@@ -273,6 +284,12 @@ def seen(trained: dict[int, list[dict[str, Any]]]) -> list[tuple[int, int, int]]
     return [(lines[0]["nodes"], lines[0]["start"], lines[-1]["end"]) for lines in trained.values() if lines]
 
 
+def gone(directory: RunDirectory, number: int) -> None:
+    """Wait until the command of a launch is no more: its death comes down from the node's daemons."""
+    pid = json.loads((directory.launch(number) / "ranks" / "0.json").read_text())["pid"]
+    wait_for(lambda: process_state(pid, None) in (None, "Z"))
+
+
 def wait_for(what: Callable[[], Any], seconds: float = PATIENCE) -> Any:
     """Until it is true; its value."""
     deadline = time.monotonic() + seconds
@@ -280,7 +297,7 @@ def wait_for(what: Callable[[], Any], seconds: float = PATIENCE) -> Any:
         try:
             if value := what():
                 return value
-        except (slurm.Unreachable, subprocess.CalledProcessError, ValueError) as error:
+        except (slurm.Unreachable, subprocess.CalledProcessError, OSError, ValueError) as error:
             value = error  # a controller that is busy, a line that is being written
         assert time.monotonic() < deadline, f"waited in vain: {value!r}"
         time.sleep(0.1)

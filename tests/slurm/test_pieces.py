@@ -15,15 +15,25 @@ from pathlib import Path
 import pytest
 
 from batchwright.core.errors import EnvironmentFault
-from batchwright.launch import chain, files, kubernetes, slurm_claim, slurm_job, slurm_run, slurm_status, slurm_step
+from batchwright.launch import (
+    chain,
+    files,
+    kubernetes,
+    slurm_claim,
+    slurm_job,
+    slurm_run,
+    slurm_site,
+    slurm_status,
+    slurm_step,
+)
 from batchwright.launch import slurm as slurm_engine
 from batchwright.launch import slurm_commands as slurm
-from batchwright.launch.engine import Poll
+from batchwright.launch.engine import Job, Poll
 from batchwright.launch.files import RunDirectory, write_json
 from batchwright.launch.records import Ending, Manifest
 from batchwright.launch.show import Lines
 from batchwright.launch.slurm_elastic import affordable
-from batchwright.launch.slurm_site import SlurmRun
+from batchwright.launch.slurm_site import Site, SlurmRun
 from batchwright.launch.slurm_supervise import SlurmSupervisor
 from batchwright.launch.status import status
 from batchwright.launch.work import work
@@ -52,7 +62,6 @@ def test_a_claim_whose_answer_was_lost_is_ours(tmp_path, monkeypatch):
 
 def test_without_a_controller_a_claim_is_watched_before_it_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "job", away)
-    monkeypatch.setattr(slurm_claim, "SILENT_SECONDS", 3.0)
     directory = RunDirectory(tmp_path)
     record = directory.launch(1) / "job.json"
     write_json(record, {"job": "7", "state": "running"})
@@ -69,6 +78,8 @@ def test_without_a_controller_a_claim_is_watched_before_it_is_given_up(tmp_path,
     finally:
         ended.set()
         owner.join()
+    monkeypatch.setattr(slurm_claim, "SILENT_SECONDS", 3.0)
+    os.utime(record)
     before = time.monotonic()
     assert not slurm_claim.owner_lives(directory, 1, "7", "batchwright:")  # nobody touches it any more
     assert time.monotonic() - before > 1.0
@@ -142,6 +153,8 @@ def test_a_signal_that_the_ranks_obey_first_is_still_the_reason(make, monkeypatc
     monkeypatch.setattr(chain, "StepEngine", _Quick)
     monkeypatch.setattr(slurm_job, "StepEngine", _Quick)
     monkeypatch.setattr(slurm, "job", lambda job, mark: slurm.Queued(job, "PENDING", 1, "", ""))
+    monkeypatch.setattr(slurm, "jobs", lambda token: [])
+    monkeypatch.setattr(slurm, "postpone", lambda job, seconds: None)
     before = {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
     try:
         if detached:
@@ -160,19 +173,140 @@ def test_a_signal_that_the_ranks_obey_first_is_still_the_reason(make, monkeypatc
     assert "SIGTERM" in json.loads((directory.launch(1) / "job.json").read_text())["detail"]
 
 
+def test_of_two_links_that_look_at_the_same_time_one_runs(make, monkeypatch):
+    """As on a file system without locks: the other claims while this one reads a checkpoint through."""
+    directory, _ = make(detached=True)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setattr(slurm, "jobs", lambda token: [])
+    monkeypatch.setattr(slurm, "job", lambda job, mark: slurm.Queued(job, "RUNNING", 1, "", ""))
+    monkeypatch.setattr(chain, "submit", lambda *words, **more: pytest.fail("it has nothing to submit"))
+    link = chain.Link(directory)
+    other = Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, {"job": "7"})
+    position = link._work.position
+
+    def meanwhile(**given):
+        assert slurm_claim.create_once(directory.launch(1) / "manifest.json", other)
+        return position(**given)
+
+    monkeypatch.setattr(link._work, "position", meanwhile)
+    assert link.run_link() == 0
+    assert directory.numbers() == [1] and directory.manifest(1) == other and directory.ending(1) is None
+    assert chain.Link(directory).run_link() == 0  # and now it sees who runs it, and leaves that alone
+    assert directory.numbers() == [1] and directory.ending(1) is None
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_link_that_cannot_write_leaves_it_to_its_heir_or_says_why_the_chain_is_over(make, monkeypatch, waits):
+    directory, _ = make(detached=True)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    heir = slurm.Queued("9", "PENDING", 1, "", "Dependency", "afternotok:7(unfulfilled)")
+    monkeypatch.setattr(slurm, "jobs", lambda token: [heir] if waits else [])
+    monkeypatch.setattr(slurm, "job", lambda job, mark: heir if waits else None)
+    monkeypatch.setattr(chain, "submit", lambda *words, **more: "10")
+
+    def full(number) -> None:
+        raise OSError(28, "No space left on device")
+
+    link = chain.Link(directory)
+    monkeypatch.setattr(link._directory, "fence", full)
+    assert link.run_link() == 4
+    outcome = directory.path / "outcome.json"
+    assert not outcome.exists() if waits else "No space left" in outcome.read_text()
+
+
+def test_what_cannot_be_read_for_a_moment_is_no_decision(make, monkeypatch):
+    directory, _ = make(detached=True)
+    known, path = SlurmRun.load(directory), SlurmRun.path(directory)
+    text = path.read_text()
+    path.write_text("")
+    later = threading.Timer(0.5, path.write_text, (text,))
+    later.start()
+    assert SlurmRun.load(directory) == known
+    later.join()
+    path.write_text("")
+    monkeypatch.setattr(slurm_site, "READ_SECONDS", 0.0)
+    with pytest.raises(EnvironmentFault, match=r"slurm.json cannot be read"):
+        SlurmRun.load(directory)
+    start = slurm_job.Start(directory, 3)
+    assert start._not_ours() is None  # no launch.json to be seen: nobody newer
+    directory.fence(4)
+    assert "that is 4" in (start._not_ours() or "")
+
+
+def test_a_launch_that_cannot_be_started_says_so(make, monkeypatch):
+    directory, plan = make()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    job = work(directory, plan).job(plan.launches[0], 1, 0)
+    job.directory.mkdir(parents=True)
+    slurm_engine.write_job(replace(job, working_directory=Path("/nowhere")))
+    directory.fence(1)
+    before = {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert slurm_job.Start(directory, 1).run() == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    told = json.loads((directory.launch(1) / "job.json").read_text())
+    assert told["state"] == "ended" and "cannot start" in told["detail"] and "/nowhere" in told["detail"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_command_that_slurm_has_told_is_not_told_again(tmp_path, told):
+    """Slurm sends SIGTERM to all processes of a job, unless it tracks them by cgroup; for many a second one means now."""
+    heard = tmp_path / "heard"
+    script = f"trap 'echo x >> {heard}' TERM; echo ready > {tmp_path}/ready; while :; do sleep 0.05; done"
+    job = Job("launch 1", tmp_path / "launch", 1, 1, ("sh", "-c", script), True, {}, tmp_path, "SIGTERM", 5.0)
+    engine = slurm_step.StepEngine(Site())
+    handle = engine.start(job)
+    try:
+        wait_for((tmp_path / "ready").exists)
+        pids = json.loads((job.directory / "ranks" / "0.json").read_text())
+        if told:
+            for pid in (pids["parent"], pids["pid"]):
+                os.kill(pid, signal.SIGTERM)
+        for _ in range(15):
+            engine.signal(handle, "checkpoint")
+            time.sleep(0.1)
+        wait_for(heard.exists)
+        assert heard.read_text() == "x\n"
+    finally:
+        engine.signal(handle, "kill")
+        wait_for(lambda: engine.poll(handle).state == "ended")
+
+
+def test_a_link_that_slurm_holds_is_not_the_next_one(make, monkeypatch):
+    directory, plan = make(detached=True)
+    link, token = chain.Link(directory), SlurmRun.load(directory).token
+    submitted: list[str] = []
+    monkeypatch.setattr(chain, "submit", lambda d, p, r, launch, role, *words, **more: submitted.append(role) or "9")
+    queue = [slurm.Queued("8", "PENDING", 1, slurm.comment_of(token, "link", 0), "launch failed requeued held")]
+    monkeypatch.setattr(slurm, "jobs", lambda token: queue)
+    link._pass_on(plan.launches[0])
+    assert submitted == ["link", "heir"]
+    shown, _ = slurm_run.seen(directory, plan, status(directory, plan))
+    assert shown.state == "running" and "Slurm holds job 8 (launch failed requeued held)" in (shown.reason or "")
+    queue[:] = [replace(queue[0], reason="Priority")]
+    link._pass_on(plan.launches[0])
+    assert submitted == ["link", "heir"]
+
+
 def test_a_link_that_waits_for_the_lock_leaves_when_it_is_told_to_and_the_chain_goes_on(make, monkeypatch):
     directory, _ = make(detached=True)
     monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
     monkeypatch.setattr(slurm, "jobs", lambda token: [])
-    submitted: list[int] = []
-    monkeypatch.setattr(chain, "submit", lambda d, plan, run, launch, **more: submitted.append(launch.index) or "9")
+    submitted: list[tuple[int, str]] = []
+    monkeypatch.setattr(
+        chain,
+        "submit",
+        lambda d, plan, run, launch, role, *words, **more: submitted.append((launch.index, role)) or "9",
+    )
     held = RunDirectory(directory.path)
     held.lock()
     try:
         link = chain.Link(directory)
         link._interrupts.wishes, link._interrupts.name = 1, "SIGUSR1"
         assert "asked to leave by SIGUSR1" in (link._locked() or "")
-        assert submitted == [0]
+        assert submitted == [(0, "link"), (0, "heir")]
         SlurmRun.load(directory).save(directory)
         replace(SlurmRun.load(directory), detached=False).save(directory)
         assert link._locked() == "this run is supervised from elsewhere"  # since it began

@@ -8,12 +8,14 @@ import signal
 import time
 from dataclasses import replace
 
+import pytest
+
 from batchwright.launch import chain, slurm_status
 from batchwright.launch import slurm_commands as slurm
 from batchwright.launch.files import read_json
 from batchwright.launch.slurm_site import SlurmRun
 
-from .conftest import LAUNCHES, PATIENCE, QUICK, audit, seen, supervisor, wait_for
+from .conftest import LAUNCHES, PATIENCE, QUICK, audit, gone, seen, supervisor, wait_for
 
 
 def begin(directory, plan) -> list[str]:
@@ -110,20 +112,20 @@ def _parent(pid: int) -> int:
 def test_the_time_limit_and_a_preemption_are_survived_by_a_chain_and_by_a_supervised_run(cluster, make, tmp_path):
     hold = tmp_path / "hold"
     hold.touch()
-    # Slurm looks at limits twice a minute and is up to half a minute early: this warning comes 10 to 40 s after the start.
-    limits = {"time": "1", "signal_seconds": 20, "extra": ("--hold", str(hold), "--hold-at", "0")}
-    chained, plan = make(detached=True, title="a chain", **limits)
-    watched, _ = make(title="a supervised run", **limits)
+    held = {"signal_seconds": 20, "extra": ("--hold", str(hold), "--hold-at", "0")}
+    chained, plan = make(detached=True, title="a chain", **held)
+    watched, _ = make(title="a supervised run", **held)
     begin(chained, plan)
     with supervisor(watched) as process:
-        # What comes after the first launches has no limit: the heir waits already, the supervisor's job is yet to be made.
-        cluster.call("scontrol", "update", f"JobId={heir(chained)}", "TimeLimit=UNLIMITED")
-        started(watched, 1)
-        run = SlurmRun.load(watched)
-        replace(run, site=replace(run.site, time=None)).save(watched)
+        for directory in (chained, watched):
+            wait_for((directory.path / "trained" / "launch-0001.jsonl").exists)  # it can be asked to stop
+            # Slurm looks at limits twice a minute, and is up to half a minute early with its warning.
+            cluster.call(
+                "scontrol", "update", f"JobId={read_json(directory.launch(1) / 'job.json')['job']}", "TimeLimit=1"
+            )
         for directory in (chained, watched):
             assert "SIGUSR1" in left(directory, 1)["detail"]
-            wait_for((directory.path / "trained" / "launch-0002.jsonl").exists)  # it can be asked to stop
+            wait_for((directory.path / "trained" / "launch-0002.jsonl").exists)
         cluster.urgent(tmp_path)
         for directory in (chained, watched):
             assert "SIGTERM" in left(directory, 2)["detail"]
@@ -133,12 +135,6 @@ def test_the_time_limit_and_a_preemption_are_survived_by_a_chain_and_by_a_superv
     for directory in (chained, watched):
         audit(directory)
         assert [directory.ending(number).position for number in (1, 2)] == [16, 32]  # each saved the step it was in
-
-
-def heir(directory) -> str:
-    """Wait until a link has left one behind; its job."""
-    token = SlurmRun.load(directory).token
-    return wait_for(lambda: [one.job for one in slurm.jobs(token) if slurm.role_of(one.comment)[0] == "heir"])[0]
 
 
 def left(directory, number: int) -> dict:
@@ -161,6 +157,22 @@ def test_a_launch_that_ends_early_is_gone_on_with_by_a_chain_and_by_a_supervised
         assert directory.ending(2).outcome == "failed" and directory.ending(2).position == 96
 
 
+@pytest.mark.parametrize("end", ["cancelled while it waits", "killed in its prologue"])
+def test_a_link_that_never_comes_to_its_first_word_is_gone_on_with(cluster, make, tmp_path, end):
+    """It could not leave an heir itself: that was there before it."""
+    flag = tmp_path / "flag"
+    directory, plan = make(detached=True, prologue=(f'test -e "{flag}" || {{ touch "{flag}"; kill -9 $$; }}',))
+    cluster.call("scontrol", "update", "NodeName=node[1-4]", "State=DRAIN", "Reason=test")
+    first = begin(directory, plan)
+    if "cancelled" in end:
+        flag.touch()
+        cluster.call("scancel", *first)
+        wait_for(lambda: (one := slurm.job(first[0])) is None or not one.alive)
+    cluster.resume()
+    assert seen(complete(directory)) == list(LAUNCHES)
+    assert flag.exists() and directory.manifest(1).handle["job"] not in first
+
+
 def test_a_failed_node_is_survived(cluster, make, tmp_path):
     hold = tmp_path / "hold"
     hold.touch()
@@ -168,6 +180,7 @@ def test_a_failed_node_is_survived(cluster, make, tmp_path):
     begin(directory, plan)
     job = reached(directory, 2, 96)
     cluster.fail(cluster.call("squeue", "-h", "-j", job, "-o", "%B").strip())  # where the batch script is
+    gone(directory, 2)
     hold.unlink()
     assert [nodes for nodes, *_ in seen(complete(directory))] == [1, 2, 2, 4]
 

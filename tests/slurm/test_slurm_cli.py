@@ -114,3 +114,23 @@ def test_a_chain_is_stopped_and_resumed_and_one_that_runs_is_left_alone(cluster,
     wait_for(lambda: not cluster.call("squeue", "-h").strip())
     told = json.loads(batchwright("--resume", place, "--detach", "--json"))
     assert told["state"] == "complete" and told["jobs"] == []
+
+
+def test_a_job_that_has_lost_its_supervisor_is_shown_and_stopped(cluster, tmp_path):
+    hold, directory = tmp_path / "hold", RunDirectory(tmp_path / "a run")
+    hold.touch()
+    place = str(directory.path)
+    words = (*RAMP, *QUICK, "--dir", place, *COMMAND, "--hold", str(hold), "--hold-at", "32")
+    with subprocess.Popen([sys.executable, "-m", "batchwright", "run", *words], stderr=subprocess.DEVNULL) as process:
+        wait_for(lambda: read_position(directory.launch(1) / "status.json") == 32)
+        process.kill()
+    told = json.loads(batchwright("--status", place, "--json"))
+    assert told["state"] == "running" and "has lost its supervisor" in told["reason"]
+    told = json.loads(batchwright("--stop", place, "--json"))
+    assert (told["state"], told["saved_samples"]) == ("stopped", 48)
+    hold.unlink()
+    assert json.loads(batchwright("--resume", place, "--json"))["state"] == "complete"
+    assert (
+        "asked to save and stop by --stop" in directory.ending(1).failure.reason
+    )  # what it said while nobody listened
+    assert [nodes for nodes, *_ in seen(audit(directory))] == [1, 1, 2, 4]

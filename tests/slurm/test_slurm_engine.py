@@ -25,7 +25,7 @@ from batchwright.launch.slurm import SlurmEngine
 from batchwright.launch.slurm_supervise import SlurmSupervisor
 from batchwright.launch.work import launch_end, work
 
-from .conftest import LAUNCHES, PATIENCE, QUICK, audit, seen, supervisor, wait_for
+from .conftest import LAUNCHES, PATIENCE, QUICK, audit, gone, seen, supervisor, wait_for
 
 
 def supervise(directory, plan) -> tuple[str, str]:
@@ -114,7 +114,8 @@ def test_scancel_and_a_failed_node_are_survived(cluster, make, tmp_path):
         wait_for(lambda: (directory.launch(3) / "ranks" / "0.json").exists())
         job = json.loads((directory.launch(3) / "job.json").read_text())["job"]
         cluster.fail(cluster.call("squeue", "-h", "-j", job, "-o", "%B").strip())  # where the batch script is
-        hold.unlink()  # not before: it would come to its end while the node is looked for
+        gone(directory, 3)  # the hold not before: it would come to its end while the node is looked for
+        hold.unlink()
         assert process.wait(PATIENCE) == 0
     trained = audit(directory)
     assert [nodes for nodes, *_ in seen(trained)] == [1, 2, 2, 4]  # the one on the failed node had not come to a step
@@ -154,7 +155,7 @@ def test_a_prologue_that_fails_is_named_and_tried_again(cluster, make, tmp_path)
 
 
 def test_a_job_that_slurm_holds_after_its_own_prolog_failed_is_replaced(cluster, make):
-    directory, _ = make()
+    directory, _ = make(options=replace(QUICK, max_retries=50))
     flags = [cluster.base / "flags" / f"fail-prolog-node{n}" for n in range(1, 5)]
     for flag in flags:
         flag.touch()
@@ -206,8 +207,7 @@ def test_stuck_ranks_on_several_nodes_leave_their_stacks(cluster, make):
     engine = SlurmEngine()
     handle = engine.start(job)
     wait_for(lambda: ["come" in rank.tail for rank in engine.logs(handle)] == [True] * 4)
-    engine.signal(handle, "trace")
-    wait_for(lambda: engine.poll(handle).state == "ended")
+    wait_for(lambda: engine.signal(handle, "trace") or engine.poll(handle).state == "ended")
     for rank in engine.logs(handle):
         assert "Fatal Python error: Aborted" in rank.tail and "in here" in rank.tail
         assert rank.code == -signal.SIGABRT

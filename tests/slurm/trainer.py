@@ -52,7 +52,7 @@ def main() -> int:
     with open(trained / f"launch-{launch:04d}.jsonl", "a", encoding="utf-8") as ledger:
         position, saved = given.start, given.start
         enough = given.end if given.enough is None or given.start >= given.enough else min(given.end, given.enough)
-        while position < enough and not stop:
+        while position < enough:
             if position >= given.hold_at and given.hold is not None:
                 while given.hold.exists() and not stop:
                     time.sleep(0.05)
@@ -64,6 +64,8 @@ def main() -> int:
             if position // STEP % 2 == 0:
                 save(position)
                 saved = position
+            if stop:
+                break  # after a step, whenever it was asked
         if stop:
             time.sleep(0.5)  # a save takes a while: whoever asked the ranks has by then told their job, too
         if saved != position:

@@ -246,7 +246,7 @@ def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, A
         )
     free = directory.supervisor() is None  # else the one who supervises it is named when we try to
     if free:
-        directory.lock()
+        directory.lock(fresh=True)
         plan = directory.plan()
     values = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
     section: dict[str, Any] = {"engine": plan.options.engine, "slurm": dict(plan.options.slurm)}
@@ -365,7 +365,7 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
         from batchwright.launch.slurm_run import is_chain
         from batchwright.launch.slurm_run import stop as stop_chain
 
-        if is_chain(directory):
+        if is_chain(directory) or directory.supervisor() is None:
             stop_chain(directory, plan, now)
             _show_status(directory, as_json, plan=plan)
             return

@@ -129,7 +129,7 @@ def begin(directory: RunDirectory, plan: RunPlan) -> None:
     if directory.exists:
         raise taken
     try:
-        directory.lock()
+        directory.lock(fresh=True)
         if directory.exists:
             directory.unlock()
             raise taken

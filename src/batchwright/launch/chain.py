@@ -1,7 +1,8 @@
 """A chain of jobs with nobody around: each runs one launch, and leaves the next one in the queue.
 
     link   runs whatever launch the checkpoints say is next; when its stages are complete, it submits the next link
-    heir   waits behind a link for it to fail, in any way: a link that is not complete needs do nothing more
+    heir   waits behind a link, from the moment that is submitted, for it to fail in any way, even before it starts: a
+           link that is not complete needs do nothing more
 
 Where compute nodes may not submit, all links are queued at the start, each behind the one before, with spares. Either
 way a job first looks: nothing left, somebody else's turn, or a launch of another size, and it exits 0.
@@ -9,6 +10,7 @@ way a job first looks: nothing left, somebody else's turn, or a launch of anothe
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -79,6 +81,26 @@ def submit(
     return job
 
 
+def submit_heir(directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch, job: str) -> str | None:
+    """Leave one behind a link; None where that is refused, as by a limit on how many jobs may wait."""
+    try:
+        after = (f"--dependency=afternotok:{job}", "--kill-on-invalid-dep=yes")
+        return submit(directory, plan, run, launch, "heir", *after)
+    except BatchwrightError as error:
+        print(f"no heir for job {job}: {error}", file=sys.stderr)
+        return None
+
+
+def submit_with_heir(
+    directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch, *options: str,
+    freed: tuple[int, str] = (0, ""),
+) -> str:  # fmt: skip
+    """A link, and the job that goes on where it is cancelled, or dies before it can leave an heir of its own."""
+    job = submit(directory, plan, run, launch, "link", *options, freed=freed)
+    submit_heir(directory, plan, run, launch, job)
+    return job
+
+
 def begin(directory: RunDirectory, plan: RunPlan, run: SlurmRun) -> list[str]:
     """Start a chain, or go on with one: the first link, or all of them where nodes may not submit."""
     if directory.supervisor() is not None:
@@ -92,7 +114,7 @@ def begin(directory: RunDirectory, plan: RunPlan, run: SlurmRun) -> list[str]:
         return []
     first = plan.launch_at(position)
     if run.site.nodes_submit:
-        return [submit(directory, plan, run, first)]
+        return [submit_with_heir(directory, plan, run, first)]
     queued: list[str] = []
     for launch in plan.launches[first.index :]:
         for spare in range(1 + run.site.spares):
@@ -131,7 +153,7 @@ class _JobSignals(Interrupts):
         return self
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGCHLD:
+        if number != signal.SIGCHLD and not self.wishes:
             self.wishes, self.name = 1, signal.Signals(number).name
 
 
@@ -143,7 +165,6 @@ class Link(Supervisor):
         super().__init__(directory, directory.plan(), StepEngine(self._run.site), Lines(sys.stdout))
         self._interrupts: _JobSignals = _JobSignals()
         self._heir: str | None = None
-        self._heir_mark = ""
         self._claimed: JobRecord | None = None
 
     def run_link(self) -> int:
@@ -155,9 +176,9 @@ class Link(Supervisor):
                     return self._checked_turn()
                 say(f"nothing to do: {reason}")
                 return 0
-            except BatchwrightError as error:
+            except (BatchwrightError, OSError) as error:
                 say(f"{type(error).__name__}: {error}")
-                return error.exit_code
+                return error.exit_code if isinstance(error, BatchwrightError) else EnvironmentFault.exit_code
             finally:
                 self._directory.unlock()
 
@@ -213,7 +234,7 @@ class Link(Supervisor):
         """A turn; where it cannot be taken and nobody comes after it, that is the end of the chain, with its reason."""
         try:
             return self._turn()
-        except BatchwrightError as error:
+        except (BatchwrightError, OSError) as error:
             if self._run.site.nodes_submit and not self._heir_waits():
                 self._finish("failed", Failure(str(error)))
             raise
@@ -221,8 +242,13 @@ class Link(Supervisor):
     def _turn(self) -> int:
         """Whose turn it is, by the checkpoints; and if it is ours, run it."""
         plan = self._plan
-        self._left_behind()
+        # Once: of two links that look at the same time only one can make the next.
         numbers = self._directory.numbers()
+        if (reason := self._not_ours()) is not None:
+            say(f"nothing to do: {reason}")
+            return 0
+        self._heir = self._waiting_heir() if self._run.site.nodes_submit else None
+        self._left_behind()
         last = self._directory.ending(numbers[-1]) if numbers else None
         # After a failure the checkpoint is read through: it may be what failed.
         position = self._work.position(verify=last is not None and last.outcome != "done")
@@ -244,7 +270,7 @@ class Link(Supervisor):
         options = replace(options, grace_seconds=max(options.grace_seconds, self._run.site.signal_seconds))
         self._plan = replace(self._plan, options=options)
         self._work = work(self._directory, self._plan)
-        number = max(self._directory.numbers(), default=0) + 1
+        number = max(numbers, default=0) + 1
         job = self._work.job(launch, number, position)
         manifest = Manifest(
             number, launch.index, nodes, self._plan.ranks(launch), position, launch_end(plan, launch), job.argv,
@@ -274,24 +300,30 @@ class Link(Supervisor):
         assert self._claimed is not None
         failure = prologue_failure(self._run.site)
         if failure is not None:
-            ending = self._record(
-                manifest, Poll("ended"), self._work.progress(manifest), Failure(failure), stopping=False
-            )
-            self._claimed.end(1, failure)
-            return ending
+            return self._never_ran(manifest, failure)
+        if self._run.site.nodes_submit and self._heir is None:
+            self._heir = submit_heir(self._directory, self._plan, self._run, launch, slurm.me() or "")
         self._directory.fence(manifest.number)  # from here on no older launch can save
         self._work.prepare(launch, manifest.number, position)
-        if self._run.site.nodes_submit:
-            self._heir = self._submit_heir(launch)
         self._directory.event(
             "launch", number=manifest.number, launch=launch.index, stage=self._plan.stage_at(position).index,
             nodes=manifest.nodes, ranks=manifest.ranks, start_sample=position, end_sample=manifest.end_sample,
         )  # fmt: skip
         self._listener.launched(self._plan, manifest)
         self._speeds.restart()
-        handle = self._engine.start(self._work.job(launch, manifest.number, position))
+        try:
+            handle = self._engine.start(self._work.job(launch, manifest.number, position))
+        except BatchwrightError as error:
+            return self._never_ran(manifest, str(error))
         ending = self._see_out(manifest, handle)
         self._claimed.end(ending.code, f"stopped by {self._interrupts.name}" if self._interrupts.name else "")
+        return ending
+
+    def _never_ran(self, manifest: Manifest, reason: str) -> Ending:
+        assert self._claimed is not None
+        progress = self._work.progress(manifest)
+        ending = self._record(manifest, Poll("ended"), progress, Failure(reason), stopping=False)
+        self._claimed.end(1, reason)
         return ending
 
     def _wishes(self) -> int:
@@ -299,13 +331,14 @@ class Link(Supervisor):
             self._claimed.beat()
         return super()._wishes()
 
-    def _submit_heir(self, launch: Launch) -> str | None:
+    def _waiting_heir(self) -> str | None:
+        """The one that was submitted with this job."""
+        mine = re.compile(rf"\bafternotok:{slurm.me()}\b")
         try:
-            after = (f"--dependency=afternotok:{slurm.me()}", "--kill-on-invalid-dep=yes")
-            self._heir_mark = slurm.comment_of(self._run.token, "heir", launch.index)
-            return submit(self._directory, self._plan, self._run, launch, "heir", *after)
-        except BatchwrightError as error:
-            say(f"no heir: {error}")
+            return next(
+                (one.job for one in slurm.jobs(self._run.token) if one.alive and mine.search(one.dependency)), None
+            )
+        except slurm.Unreachable:
             return None
 
     def _after(self, ending: Ending) -> int:
@@ -341,7 +374,7 @@ class Link(Supervisor):
         if self._run.site.nodes_submit:
             launch = plan.launch_at(ending.position)
             after = [f"--begin=now+{round(wait)}"] if wait else []
-            job = submit(self._directory, plan, self._run, launch, "link", *after, freed=slurm.my_nodes())
+            job = submit_with_heir(self._directory, plan, self._run, launch, *after, freed=slurm.my_nodes())
             say(f"not complete: job {job} goes on")
         return 0
 
@@ -369,17 +402,19 @@ class Link(Supervisor):
             waiting = [one for one in slurm.jobs(self._run.token) if one.state in ("PENDING", "CONFIGURING")]
         except slurm.Unreachable:
             waiting = []
-        links = [one.job for one in waiting if slurm.role_of(one.comment)[0] == "link" and "Held" not in one.reason]
+        useful = [one for one in waiting if not one.stuck and "Held" not in one.reason]
+        links = [one.job for one in useful if slurm.role_of(one.comment)[0] == "link"]
         if links:
             say(f"the next link is there already: job {links[0]}")
             return
-        job = submit(self._directory, self._directory.plan(), self._run, launch, freed=slurm.my_nodes())
+        job = submit_with_heir(self._directory, self._directory.plan(), self._run, launch, freed=slurm.my_nodes())
         say(f"launch {launch.index + 1} is next: job {job}")
 
     def _heir_waits(self) -> bool:
         """Whether the heir is still in the queue: a controller that was killed may have lost it, and reused its number."""
         try:
-            seen = slurm.job(self._heir, self._heir_mark) if self._heir else None
+            mark = slurm.comment_of_run(self._run.token) + "heir:"
+            seen = slurm.job(self._heir, mark) if self._heir else None
         except slurm.Unreachable:
             return False
         return seen is not None and seen.alive

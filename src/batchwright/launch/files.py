@@ -1,7 +1,7 @@
 """The run directory: every file is written whole or not at all, one supervisor holds the lock, one number may save.
 
 RUN/plan.json                 what to run, and how (owner only: it holds environment values)
-RUN/lock                      held by the supervisor (flock), with its process id
+RUN/lock                      held by the supervisor (flock), with its process and host
 RUN/launch.json               the fence: the launch number that may save; any other is old
 RUN/stop.json                 there when somebody asked the run to stop
 RUN/outcome.json              how the last supervisor left
@@ -16,6 +16,7 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -150,30 +151,37 @@ class RunDirectory:
         facts = os.statvfs(self.path)
         return facts.f_bavail * facts.f_frsize
 
-    def lock(self) -> None:
-        """Become the supervisor of this run, or say who is; who is it already stays it."""
+    def lock(self, *, fresh: bool = False) -> None:
+        """Become the supervisor of this run, or say who is; who is it already stays it.
+
+        `fresh`: a wish to stop was for the one before. From this moment on it is for us.
+        """
         if self._lock is not None:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + LOCK_PATIENCE
-        while _try_lock(descriptor, fcntl.LOCK_EX) is False:
+        while not (got := _try_lock(descriptor, fcntl.LOCK_EX)):
+            owner = _owner(descriptor)
+            if got is None and (not _lives(owner) or owner[0] == str(os.getpid())):
+                break
             if time.monotonic() > deadline:
-                owner = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
                 os.close(descriptor)
                 raise EnvironmentFault(
-                    f"{self.path} is being run by another supervisor (process {owner or 'unknown'}). Follow it with "
-                    "batchwright run --status DIR, or end it with batchwright run --stop DIR.",
+                    f"{self.path} is being run by another supervisor (process {' on '.join(owner) or 'unknown'}). Follow "
+                    "it with batchwright run --status DIR, or end it with batchwright run --stop DIR.",
                     field="dir",
                     given=str(self.path),
                 )
             time.sleep(0.1)
         os.ftruncate(descriptor, 0)
         try:
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
         except OSError:  # a full disk: the name is a courtesy, the lock is what counts
             pass
         self._lock = descriptor
+        if fresh:
+            (self.path / "stop.json").unlink(missing_ok=True)
 
     def unlock(self) -> None:
         """Stop being its supervisor."""
@@ -190,12 +198,22 @@ class RunDirectory:
             return None
         try:
             locked = _try_lock(descriptor, fcntl.LOCK_SH)
-            owner = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
-            if locked or (locked is None and not (owner and os.path.exists(f"/proc/{owner}"))):
+            owner = _owner(descriptor)
+            if locked or (locked is None and not _lives(owner)):
                 return None
-            return int(owner) if owner.isdigit() else 0
+            return int(owner[0]) if owner and owner[0].isdigit() else 0
         finally:
             os.close(descriptor)
+
+
+def _owner(descriptor: int) -> list[str]:
+    """Who wrote itself into a lock: process and host, or nobody."""
+    return os.pread(descriptor, 300, 0).decode("utf-8", "replace").split()
+
+
+def _lives(owner: list[str]) -> bool:
+    """Whether it does, as far as can be seen from here: where there are no locks, that is all there is to go by."""
+    return len(owner) == 2 and owner[1] == socket.gethostname() and os.path.exists(f"/proc/{owner[0]}")
 
 
 def _try_lock(descriptor: int, how: int) -> bool | None:

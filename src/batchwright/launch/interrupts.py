@@ -31,6 +31,8 @@ class Interrupts:
                 os.set_blocking(end, False)
             self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             for number in (*_STOPPING, signal.SIGCHLD):
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # nohup: it is to outlive its terminal
                 self._before[number] = signal.signal(number, self._came)
         return self
 

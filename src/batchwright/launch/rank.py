@@ -54,12 +54,15 @@ def main(words: list[str]) -> None:
     for folder in ("ranks", "logs"):
         os.makedirs(os.path.join(directory, folder), exist_ok=True)
     no_core()
+    record = os.path.join(directory, "ranks", str(rank))
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []
 
     def heard(number: int, frame: object) -> None:
         # This process stays until the rank has gone. torchrun asks the rank's whole group; Slurm, where it tracks processes
         # by cgroup, the first one of a task alone. Our loop may hear a wish twice; a command may not, and is asked itself.
+        if place.isdigit() and number == signal.SIGTERM:
+            _write(f"{record}.told.json", {"time": time.time()})  # the command was, too: see slurm_step.py
         if number not in _PASSED_ON or place.isdigit():
             return
         if child is None:
@@ -75,7 +78,6 @@ def main(words: list[str]) -> None:
         if not place.isdigit():
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-    record = os.path.join(directory, "ranks", str(rank))
     log = open(os.path.join(directory, "logs", f"rank-{rank}.log"), "ab", buffering=0)
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=prepare)

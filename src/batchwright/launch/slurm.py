@@ -26,7 +26,6 @@ from .slurm_step import Leaving, StepEngine
 SIGNAL_SECONDS = 5.0  # between two equal signals: each is a call to the controller
 _LEAVING_LAUNCHES = 3  # whose jobs may still be there
 _WAITING = ("PENDING", "SUSPENDED", "STOPPED")  # states in which nothing can be expected of a job
-_HELD = ("launch failed requeued held", "JobHeldAdmin", "PrologError", "BadConstraints", "DependencyNeverSatisfied")
 
 
 class SlurmEngine:
@@ -83,7 +82,7 @@ class SlurmEngine:
         if seen is not None and seen.alive:
             if seen.state not in _WAITING:
                 return Poll("running", detail=seen.state)
-            if any(word in seen.reason for word in _HELD):
+            if seen.stuck:
                 # Nobody would ever release it: away with it, and the supervisor tries again.
                 slurm.cancel(handle["job"])
                 return Poll(

@@ -36,7 +36,9 @@ _VARIABLES = {"time": "SBATCH_TIMELIMIT", "mem": "SBATCH_MEM_PER_NODE", "debug":
 _OPTION = re.compile(r"^#SBATCH\s+--([a-z-]+)", re.MULTILINE)
 _STARTS = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _AWAY = re.compile(r"Unable to contact|[Cc]onnect|timed out|Zero Bytes|temporarily unable|Slurm backup|[Mm]unge")
-_FIELDS = "%i|%T|%D|%k|%r"
+_FIELDS = "%i|%T|%D|%k|%E|%r"
+# Reasons of a job that waits for a person: nobody else will ever release it.
+_STUCK = ("launch failed requeued held", "JobHeldAdmin", "PrologError", "BadConstraints", "DependencyNeverSatisfied")
 
 
 class Unreachable(Exception):
@@ -56,11 +58,17 @@ class Queued:
     nodes: int
     comment: str
     reason: str
+    dependency: str = ""
 
     @property
     def alive(self) -> bool:
         """Whether it runs or may still run."""
         return self.state not in ENDED
+
+    @property
+    def stuck(self) -> bool:
+        """Whether it waits in vain: Slurm could not start it, and holds it."""
+        return any(word in self.reason for word in _STUCK)
 
 
 def comment_of_run(token: str) -> str:
@@ -196,8 +204,8 @@ def _listed() -> list[Queued]:
 
 
 def _parse(text: str) -> list[Queued]:
-    rows = (line.strip().split("|", 4) for line in text.splitlines())
-    return [Queued(r[0], r[1], int(r[2]) if r[2].isdigit() else 0, r[3], r[4]) for r in rows if len(r) == 5]
+    rows = (line.strip().split("|", 5) for line in text.splitlines())
+    return [Queued(r[0], r[1], int(r[2]) if r[2].isdigit() else 0, r[3], r[5], r[4]) for r in rows if len(r) == 6]
 
 
 def cancel(job_id: str, *options: str) -> None:

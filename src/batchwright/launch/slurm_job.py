@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 
+from batchwright.core.errors import BatchwrightError
 from batchwright.guard import die_with
 
 from .engine import Handle, Poll
@@ -53,7 +54,9 @@ class Start:
     def _not_ours(self) -> str | None:
         """Why this job has nothing to do."""
         current = (read_json(self._directory.path / "launch.json") or {}).get("launch")
-        if current != self._number:
+        if (
+            current is not None and current != self._number
+        ):  # None: a file server's moment of weakness, not a newer launch
             return f"launch {self._number} is not the one that may run: that is {current}"
         if (self._folder / "ending.json").exists():
             return f"launch {self._number} has ended"
@@ -79,7 +82,12 @@ class Start:
             return 1
         engine = StepEngine(site)
         say(f"launch {self._number} on {job.nodes} nodes")
-        handle = engine.start(job)
+        try:
+            handle = engine.start(job)
+        except BatchwrightError as error:
+            say(str(error))
+            self._record.end(1, str(error))
+            return 1
         polled, detail = self._watch(engine, handle, job.grace_seconds)
         self._record.end(polled.code, detail)
         say(f"ended with {polled.code}{': ' + detail if detail else ''}")
@@ -105,6 +113,9 @@ class Start:
                 if (reason := self._not_ours()) is not None:
                     detail = f"ended here: {reason}"
                     engine.signal(handle, "kill")
+                elif not asked and (self._directory.path / "stop.json").exists():  # its supervisor may be gone
+                    asked, detail = now, "asked to save and stop by --stop"
+                    say(detail)
             if asked and now - again > _REPEAT:
                 again = now
                 engine.signal(handle, "kill" if now - asked > grace else "checkpoint")

@@ -50,7 +50,7 @@ def _refuse_running(directory: RunDirectory) -> None:
 
 
 def stop(directory: RunDirectory, plan: RunPlan, now: bool) -> None:
-    """End a chain, and wait until its last job has gone."""
+    """End a run whose jobs look after themselves, or have lost their supervisor; wait until the last has gone."""
     run = SlurmRun.load(directory)
     chain.stop(directory, now=now)
     if now:
@@ -76,16 +76,21 @@ def is_chain(directory: RunDirectory) -> bool:
 
 
 def seen(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> tuple[RunStatus, Jobs]:
-    """A run's status with its jobs: a chain that has one in the queue runs, though nobody holds its lock."""
-    if now.state == "stopped" and is_chain(directory) and not (directory.path / "outcome.json").exists():
-        living = _living(SlurmRun.load(directory).token)
+    """A run's status with its jobs: one that has a job in the queue runs, though nobody holds its lock."""
+    if now.state == "stopped" and SlurmRun.path(directory).exists() and not (directory.path / "outcome.json").exists():
+        living, chained = _living(SlurmRun.load(directory).token), is_chain(directory)
         if living is None:
-            now = replace(now, reason="squeue does not answer here: whether a job of its chain is there is not known")
+            now = replace(now, reason="squeue does not answer here: whether a job of it is there is not known")
         elif living:
             waits = [one for one in living if one.state == "PENDING"]
-            reason = f"job {waits[0].job} waits ({waits[0].reason})" if len(waits) == len(living) else None
+            held = [one for one in waits if one.stuck]
+            reason = None if chained else f"job {living[0].job} has lost its supervisor: --resume sees it out"
+            if held:
+                reason = f"Slurm holds job {held[0].job} ({held[0].reason}): go on with --resume … --detach"
+            elif len(waits) == len(living):
+                reason = f"job {waits[0].job} waits ({waits[0].reason})"
             now = replace(now, state="running", reason=reason)
-        else:
+        elif chained:
             now = replace(now, reason="no job of its chain is in the queue: go on with --resume … --detach")
     return now, Jobs(rows(directory, plan))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.errors import ConfigError, EnvironmentFault, Violation, raise_violations
 from batchwright.core.request import choice, unknown_key
 from batchwright.core.units import count, positive
 
 from .files import RunDirectory, read_json, write_json
 
+READ_SECONDS = 5.0  # for a file that is there and cannot be read
 LAUNCHERS = ("srun", "torchrun")
 LISTS = ("prologue", "sbatch", "srun", "container_mounts")  # of a site and of a run, one after the other
 # Ours: the chain would not hold if a site's line changed them.
@@ -259,7 +261,13 @@ class SlurmRun:
     @classmethod
     def load(cls, directory: RunDirectory) -> SlurmRun:
         """That of a run; a new one with nothing in it where there is none."""
-        document = read_json(cls.path(directory))
+        deadline = time.monotonic() + READ_SECONDS
+        while not isinstance(document := read_json(path := cls.path(directory)), Mapping) and path.exists():
+            if (
+                time.monotonic() > deadline
+            ):  # a file server's moment of weakness passes; a new token would lose the jobs
+                raise EnvironmentFault(f"{path} cannot be read.", field="dir", given=str(directory.path))
+            time.sleep(0.1)
         if isinstance(document, Mapping):
             made = codec.decode(cls, document)
             found = document["site"].get("container")

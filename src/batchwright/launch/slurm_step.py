@@ -27,6 +27,7 @@ from .slurm_trace import signal_ranks
 
 LEAVING_SECONDS = 30.0  # for a launcher, or a job, to follow the last of its ranks
 _AGAIN_SECONDS = 10.0  # until a wish is repeated: a rank may not have been listening, or a controller was away
+_MOMENT = 0.5  # for a signal of Slurm's to be seen by all whom it was sent to
 _FIRST_PORT = 20_000  # of those to meet at
 # A constant text: what it starts comes as words of their own.
 _RANK_SHELL = ("sh", "-c", 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; export RANK LOCAL_RANK; exec "$@"', "rank")
@@ -59,6 +60,7 @@ class StepEngine:
         self._process: subprocess.Popen[bytes] | None = None
         self._job: Job | None = None
         self._asked: set[int] = set()  # commands that heard that they are to stop
+        self._wished: float | None = None  # when that was first wished for
         self._again: dict[Wish, float] = {}  # when a wish is to be repeated
         self._leaving = Leaving()
         self._passed_on = False  # whether torchrun was signalled: a second time would be its end
@@ -122,10 +124,8 @@ class StepEngine:
         if job.direct:
             number = {"trace": signal.SIGABRT, "kill": signal.SIGKILL}.get(wish, signal.Signals[job.stop_signal])
             for rank in self.logs(handle):
-                if not rank.pid or rank.state in (None, "Z") or (wish == "checkpoint" and rank.pid in self._asked):
-                    continue  # a command is asked once: many take a second signal for "now"
-                if wish == "checkpoint":
-                    self._asked.add(rank.pid)
+                if not rank.pid or rank.state in (None, "Z") or (wish == "checkpoint" and not self._to_ask(job, rank)):
+                    continue
                 try:
                     os.kill(rank.pid, number)
                 except ProcessLookupError:
@@ -145,6 +145,24 @@ class StepEngine:
             self._passed_on = self._site.launcher == "torchrun"
             process.send_signal(signal.SIGUSR1)
         self._again[wish] = time.monotonic() + _AGAIN_SECONDS
+
+    def _to_ask(self, job: Job, rank: RankLog) -> bool:
+        """A command is asked once: many take a second signal for "now".
+
+        A SIGTERM that Slurm sends to a job goes, but for proctrack/cgroup, to all of its processes, and is seen by the
+        command's parent (`rank.py`) within a moment.
+        """
+        assert rank.pid is not None
+        if job.stop_signal == "SIGTERM":
+            self._wished = self._wished or time.monotonic()
+            if (job.directory / "ranks" / f"{rank.rank}.told.json").exists():
+                self._asked.add(rank.pid)
+            elif time.monotonic() - self._wished < _MOMENT:
+                return False
+        if rank.pid in self._asked:
+            return False
+        self._asked.add(rank.pid)
+        return True
 
     def _ask(self, job: Job, number: signal.Signals) -> bool:
         """Signal every rank, wherever it is; whether that was possible, or Slurm has done so itself."""

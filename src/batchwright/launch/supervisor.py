@@ -18,7 +18,7 @@ from typing import Protocol
 from batchwright.core.errors import BatchwrightError, RunError
 from batchwright.core.nodes import Launch
 
-from .engine import Engine, Handle, Poll, tail
+from .engine import Engine, Handle, Poll, Wish, tail
 from .eta import Speeds, remaining_seconds
 from .failure import explain, memory_advice, stuck
 from .files import RunDirectory, read_json, write_json
@@ -29,6 +29,7 @@ from .work import Work, launch_end, work
 POLL_SECONDS = 0.5
 SOON_SECONDS = 0.1  # where the end is a matter of moments
 FULL_BYTES = 1 << 20  # less than this is what a failed save leaves
+ABSENT_SECONDS = 1.0  # a sleep that is longer by this was not one
 TRACE_SECONDS = 3.0  # for ranks to write their stacks before they are ended
 SILENT = (
     "It has not said how far it got: a command writes the samples it has trained and saved to the file that "
@@ -65,10 +66,9 @@ class Supervisor:
 
     def run(self) -> str:
         """Supervise until the end; the lock is held throughout."""
-        self._directory.lock()
+        self._directory.lock(fresh=True)
         try:
             with self._interrupts:
-                (self._directory.path / "stop.json").unlink(missing_ok=True)
                 (self._directory.path / "outcome.json").unlink(missing_ok=True)
                 self._directory.event("supervising", launches=len(self._plan.launches))
                 try:
@@ -142,8 +142,7 @@ class Supervisor:
             self._speeds.restart()
             return self._see_out(manifest, handle)
         except BaseException:
-            self._engine.signal(handle, "kill")
-            self._until_ended(handle, 30.0)
+            self._until_ended(handle, 30.0, "kill")
             raise
 
     def _adopt(self) -> None:
@@ -152,8 +151,10 @@ class Supervisor:
             manifest = self._directory.manifest(number)
             if manifest is None or manifest.handle is None or self._directory.ending(number) is not None:
                 continue
-            if self._engine.poll(manifest.handle).state != "ended":
+            there = self._engine.poll(manifest.handle).state != "ended"
+            if there:
                 self._listener.note(f"launch {number} is still there; seeing it out")
+            if there or self._engine.name == "slurm":  # a job outlives its supervisor, and says how it ended
                 self._see_out(manifest, manifest.handle)
             else:
                 left = Failure("its supervisor went away, and it ended with it")
@@ -210,20 +211,25 @@ class Supervisor:
                 limit = stall if first is not None or stall is None else max(options.start_seconds, stall)
                 if limit is not None and now - life > limit:
                     return progress, self._end_stalled(handle, now - life), False
+            rested = time.monotonic()
             self._interrupts.sleep(pause)
+            if (absent := time.monotonic() - rested - pause) > ABSENT_SECONDS:
+                life += absent  # the machine stood still, and its ranks with it
 
     def _end_stalled(self, handle: Handle, seconds: float) -> Failure:
         before = self._engine.logs(handle)
         self._engine.signal(handle, "trace")
         self._until_ended(handle, TRACE_SECONDS)
         after = self._engine.logs(handle)
-        self._engine.signal(handle, "kill")
-        self._until_ended(handle, 30.0)
+        self._until_ended(handle, 30.0, "kill")
         return stuck(before, after, seconds)
 
-    def _until_ended(self, handle: Handle, seconds: float) -> None:
+    def _until_ended(self, handle: Handle, seconds: float, wish: Wish | None = None) -> None:
+        """Wait for its end; a wish is repeated, as it may not come through at once."""
         deadline = time.monotonic() + seconds
         while self._engine.poll(handle).state != "ended" and time.monotonic() < deadline:
+            if wish is not None:
+                self._engine.signal(handle, wish)
             time.sleep(0.05)
 
     def _record(
