@@ -86,12 +86,13 @@ def test_no_progress_is_stopped_by_the_watchdog_with_the_place_it_hangs_at(run):
 
 
 def test_a_machine_that_stood_still_is_no_stall(run):
-    process = run.start(*run.scripted("slow=0.1", flags=("--stall-seconds", "3")))
+    process = run.start(*run.scripted("slow=0.1", flags=("--stall-seconds", "8")))
     run.until(lambda: run.position() > 16)
     trainer = json.loads((run.newest() / "ranks" / "0.json").read_text())["pid"]
-    for pid in (process.pid, trainer):
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(5)
+    os.kill(trainer, signal.SIGSTOP)
+    time.sleep(1)  # the supervisor has seen its last step
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(9)
     os.kill(process.pid, signal.SIGCONT)
     time.sleep(1)  # the supervisor looks first
     os.kill(trainer, signal.SIGCONT)
