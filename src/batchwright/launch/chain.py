@@ -248,7 +248,7 @@ class Link(Supervisor):
             say(f"nothing to do: {reason}")
             return 0
         self._heir = self._waiting_heir() if self._run.site.nodes_submit else None
-        self._left_behind()
+        self._left_behind(numbers[-1:])
         last = self._directory.ending(numbers[-1]) if numbers else None
         # After a failure the checkpoint is read through: it may be what failed.
         position = self._work.position(verify=last is not None and last.outcome != "done")
@@ -284,9 +284,9 @@ class Link(Supervisor):
         self._claimed.claim()
         return self._after(self._one(manifest, launch, position))
 
-    def _left_behind(self) -> None:
+    def _left_behind(self, numbers: list[int]) -> None:
         """A launch whose job died without a word gets its ending now."""
-        for number in self._directory.numbers()[-1:]:
+        for number in numbers:
             manifest = self._directory.manifest(number)
             if manifest is not None and self._directory.ending(number) is None:
                 owner = str((manifest.handle or {}).get("job"))
