@@ -16,7 +16,7 @@ check: $(STAMP)  ## lint, types, and the tests that need no torch: under a minut
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	QUICK=1 $(BIN)/pytest -x -n 2 -m 'not torch' tests/core tests/dialects tests/cli tests/report tests/boundaries src/batchwright/core
+	BATCHWRIGHT_QUICK=1 $(BIN)/pytest -x -n 2 -m 'not torch' tests/core tests/dialects tests/cli tests/report tests/boundaries src/batchwright/core
 
 bench: $(STAMP)  ## benchmarks, as ratios against peers
 	$(BIN)/python benchmarks/run.py

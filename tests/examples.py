@@ -6,4 +6,4 @@ import os
 
 
 def many(count: int) -> int:
-    return count // 4 if os.environ.get("QUICK") else count
+    return count // 4 if os.environ.get("BATCHWRIGHT_QUICK") else count

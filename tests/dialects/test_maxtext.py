@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 import batchwright
 from batchwright.core.errors import ConfigError, PlanError
+from tests.examples import many
 
 quarters = st.builds(Fraction, st.integers(1, 16), st.sampled_from([1, 2, 4, 8]))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=many(150))
 @given(quarters, st.integers(1, 16), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
 def test_the_global_batch_is_per_device_times_all_devices_times_accumulation(size, ranks, steps, tensor, context):
     devices = ranks * tensor * context

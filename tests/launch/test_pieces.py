@@ -232,6 +232,11 @@ def test_without_file_locks_a_supervisor_that_lives_here_is_still_seen(tmp_path,
         other.kill()
     second.lock()  # it is gone
     second.unlock()
+    host = files.socket.gethostname()
+    (tmp_path / "lock").write_text(f"{os.getppid()} {host} 1\n")  # its number is another process's now
+    assert first.supervisor() is None
+    first.lock()
+    first.unlock()
 
 
 def test_a_wish_to_stop_is_for_who_has_the_lock_when_it_is_made(tmp_path):

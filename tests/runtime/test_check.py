@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from batchwright.core.causes import CAUSES
 from batchwright.core.errors import PlanError, RunError
 from batchwright.core.rules import Thresholds
 from batchwright.runtime.check import CheckReport, check, default_sizes
-from batchwright.runtime.check.causes import CAUSES
 from batchwright.runtime.check.gradients import Rig, Variant, relative_error
 from batchwright.runtime.task import load_task
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from batchwright.core.errors import ConfigError, PlanError, RunError
+from batchwright.core.target import task_file
 from batchwright.runtime.task import Feed, Task, leading_size, load_task, windows
 
 GOOD = """
@@ -72,6 +73,14 @@ def test_missing_things_are_named_with_the_nearest(write: Any) -> None:
     write("# a task is not here\ndef other(): ...\n", "words.py")
     with pytest.raises(ConfigError, match=r"has no function 'task'. It has: other."):  # found by importing it
         load_task("words.py:task")
+    write("def other(): ...\ndef other(): ...\n", "twice.py")
+    with pytest.raises(ConfigError, match=r"has no function 'task'. It has: other."):
+        load_task("twice.py")
+    Path("latin.py").write_bytes("# coding: latin-1\ndef t\xe4sk(): ...\n".encode("latin-1"))
+    assert task_file("latin.py:t\xe4sk")[1] == "t\xe4sk"
+    Path("binary.py").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RunError, match=r"binary.py cannot be imported: SyntaxError"):
+        load_task("binary.py")
     write("globals()['ta' + 'sk'] = 3\n", "dynamic.py")
     with pytest.raises(ConfigError, match=r"has no function 'task'. It has: none."):
         load_task("dynamic.py")

@@ -195,6 +195,43 @@ def test_of_two_links_that_look_at_the_same_time_one_runs(make, monkeypatch):
     assert directory.numbers() == [1] and directory.ending(1) is None
 
 
+def test_a_launch_that_is_claimed_while_a_link_looks_is_given_no_ending(make, monkeypatch):
+    directory, _ = make(detached=True)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setattr(slurm, "jobs", lambda token: [])
+    link = chain.Link(directory)
+    other = Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, {"job": "7"})
+    looked = link._not_ours
+
+    def meanwhile():
+        reason = looked()
+        if link._directory._lock is not None:  # the last look
+            slurm_claim.create_once(directory.launch(1) / "manifest.json", other)
+        return reason
+
+    monkeypatch.setattr(link, "_not_ours", meanwhile)
+    assert link.run_link() == 0
+    assert directory.numbers() == [1] and directory.ending(1) is None
+
+
+def test_a_link_and_its_heir_ask_for_the_same_nodes(make, monkeypatch):
+    directory, plan = make(detached=True, elastic=True)
+    monkeypatch.setattr(chain, "affordable", lambda *given: 1)
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(slurm, "submit_patiently", lambda script, mark, *words, **more: asked.append(words) or "9")
+    chain.submit_with_heir(directory, plan, SlurmRun.load(directory), plan.launches[2])
+    assert [words[0] for words in asked] == ["--nodes=1", "--nodes=1"]
+    assert asked[1][1] == "--dependency=afternotok:9"
+
+    def full(*given, **more):
+        if more["seconds"] < slurm.PATIENCE:  # the heir, which a launch does not wait for
+            raise OSError(28, "No space left on device")
+        return "10"
+
+    monkeypatch.setattr(slurm, "submit_patiently", full)
+    assert chain.submit_with_heir(directory, plan, SlurmRun.load(directory), plan.launches[2]) == "10"
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_link_that_cannot_write_leaves_it_to_its_heir_or_says_why_the_chain_is_over(make, monkeypatch, waits):
     directory, _ = make(detached=True)
@@ -264,6 +301,7 @@ def test_a_command_that_slurm_has_told_is_not_told_again(tmp_path, told):
         if told:
             for pid in (pids["parent"], pids["pid"]):
                 os.kill(pid, signal.SIGTERM)
+            wait_for((job.directory / "ranks" / "0.told.json").exists)
         for _ in range(15):
             engine.signal(handle, "checkpoint")
             time.sleep(0.1)
@@ -285,7 +323,10 @@ def test_a_link_that_slurm_holds_is_not_the_next_one(make, monkeypatch):
     assert submitted == ["link", "heir"]
     shown, _ = slurm_run.seen(directory, plan, status(directory, plan))
     assert shown.state == "running" and "Slurm holds job 8 (launch failed requeued held)" in (shown.reason or "")
-    queue[:] = [replace(queue[0], reason="Priority")]
+    queue.append(replace(queue[0], job="9", reason="Priority"))  # its replacement
+    shown, _ = slurm_run.seen(directory, plan, status(directory, plan))
+    assert shown.state == "running" and "holds" not in (shown.reason or "")
+    del queue[0]
     link._pass_on(plan.launches[0])
     assert submitted == ["link", "heir"]
 

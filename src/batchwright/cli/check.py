@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batchwright.core.causes import unknown_causes
 from batchwright.core.codec import SCHEMA, encode
-from batchwright.core.errors import ConfigError, MissingExtraError, RunError
+from batchwright.core.errors import ConfigError, MissingExtraError, PlanError, RunError, raise_violations
 from batchwright.core.rules import parse_thresholds
 from batchwright.core.units import count
 
@@ -84,6 +85,7 @@ def _check(target: str, arguments: tuple[str, ...], allow: tuple[str, ...], flag
         raise ConfigError(
             f"accumulate_dtype={kind!r} is none of {', '.join(_DTYPES)}.", field="accumulate_dtype", given=kind
         )
+    raise_violations(PlanError, unknown_causes(allow))
     with _torch_needed():
         import torch
 

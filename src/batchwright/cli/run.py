@@ -365,7 +365,8 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
         from batchwright.launch.slurm_run import is_chain
         from batchwright.launch.slurm_run import stop as stop_chain
 
-        if is_chain(directory) or directory.supervisor() is None:
+        lost = directory.supervisor() is None and not (directory.path / "outcome.json").exists()
+        if is_chain(directory) or lost:
             stop_chain(directory, plan, now)
             _show_status(directory, as_json, plan=plan)
             return

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import tokenize
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .errors import ConfigError
 
 # A file that does one of these may have names that are not written in it.
-_MAKES_NAMES = re.compile(r"import\s+\*|import\s+\(\s*\*|__getattr__|\b(globals|locals|vars|setattr|exec)\b|__dict__")
+_MAKES_NAMES = re.compile(r"import\s+\*|__getattr__|__dict__|\b(globals|locals|vars|setattr|exec|sys\.modules)\b")
 
 
 def task_file(target: str) -> tuple[Path, str]:
@@ -27,9 +28,15 @@ def task_file(target: str) -> tuple[Path, str]:
     path = Path(file).expanduser().absolute()
     if not path.is_file():
         raise ConfigError(f"task file {file} does not exist (looked for it at {path}).", field="task", given=target)
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        with tokenize.open(path) as source:
+            text = source.read()
+    except (SyntaxError, UnicodeDecodeError):
+        return path, name  # importing it says what is wrong, and where
+    except OSError as error:
+        raise ConfigError(f"task file {file} cannot be read: {error}.", field="task", given=target) from None
     if not re.search(rf"\b{re.escape(name)}\b", text) and not _MAKES_NAMES.search(text):
-        raise no_function(target, file, name, re.findall(r"^(?:async )?def (\w+)", text, re.MULTILINE))
+        raise no_function(target, file, name, set(re.findall(r"^(?:async )?def (\w+)", text, re.MULTILINE)))
     return path, name
 
 
@@ -39,10 +46,18 @@ def no_function(target: str, file: str, name: str, functions: Iterable[str]) -> 
 
     own = sorted(functions)
     near = get_close_matches(name, own, n=2)
-    meant = f" Did you mean {' or '.join(near)}?" if near else ""
     return ConfigError(
-        f"{file} has no function {name!r}. It has: {', '.join(own) or 'none'}.{meant}",
+        f"{file} has no function {name!r}. It has: {', '.join(own) or 'none'}.{did_you_mean(near)}",
         field="task",
         given=target,
         nearest=[f"{file}:{one}" for one in near],
     )
+
+
+def did_you_mean(near: Sequence[str]) -> str:
+    """A question at the end of an error.
+
+    >>> did_you_mean(["task"]), did_you_mean([])
+    (' Did you mean task?', '')
+    """
+    return f" Did you mean {' or '.join(near)}?" if near else ""

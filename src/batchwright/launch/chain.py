@@ -39,6 +39,7 @@ from .work import launch_end, work
 
 TRY_AGAIN = 75  # the exit code that lets the heir start
 _LOCK_SECONDS = 60.0
+_HEIR_SECONDS = 60.0  # for a controller that is away: an heir is a precaution, and the launch does not wait for it
 
 
 def link_script(directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch) -> sbatch.Script:
@@ -68,25 +69,25 @@ def write_link(directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: La
 
 
 def submit(
-    directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch, role: str = "link", *options: str,
-    freed: tuple[int, str] = (0, ""),
+    directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch, role: str, *options: str,
+    nodes: int | None = None, seconds: float = slurm.PATIENCE,
 ) -> str:  # fmt: skip
-    """Put a link in the queue, and write that down; `freed` are the nodes of one that asks for its successor."""
-    script, nodes = write_link(directory, plan, run, launch), launch.nodes
-    if role == "link" and run.site.nodes_submit:  # what is queued at the start cannot know what there will be
-        nodes = affordable(plan, launch, run.site, script, freed)
+    """Put a job of a chain in the queue, and write that down; as planned, or on `nodes`."""
+    script, nodes = write_link(directory, plan, run, launch), nodes or launch.nodes
     mark = slurm.comment_of(run.token, role, launch.index)
-    job = slurm.submit_patiently(script, mark, f"--nodes={nodes}", *options)
+    job = slurm.submit_patiently(script, mark, f"--nodes={nodes}", *options, seconds=seconds)
     directory.event("submitted", job=job, role=role, launch=launch.index, nodes=nodes, by=slurm.me())
     return job
 
 
-def submit_heir(directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch, job: str) -> str | None:
-    """Leave one behind a link; None where that is refused, as by a limit on how many jobs may wait."""
+def submit_heir(
+    directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch, job: str, nodes: int | None = None
+) -> str | None:
+    """Leave one behind a job; None where that is refused, as by a limit on how many may wait, or nobody answers soon."""
     try:
         after = (f"--dependency=afternotok:{job}", "--kill-on-invalid-dep=yes")
-        return submit(directory, plan, run, launch, "heir", *after)
-    except BatchwrightError as error:
+        return submit(directory, plan, run, launch, "heir", *after, nodes=nodes, seconds=_HEIR_SECONDS)
+    except (BatchwrightError, OSError) as error:
         print(f"no heir for job {job}: {error}", file=sys.stderr)
         return None
 
@@ -95,9 +96,13 @@ def submit_with_heir(
     directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch, *options: str,
     freed: tuple[int, str] = (0, ""),
 ) -> str:  # fmt: skip
-    """A link, and the job that goes on where it is cancelled, or dies before it can leave an heir of its own."""
-    job = submit(directory, plan, run, launch, "link", *options, freed=freed)
-    submit_heir(directory, plan, run, launch, job)
+    """A link, and the job that goes on where it is cancelled, or dies before it can leave an heir of its own.
+
+    Both on the nodes that the cluster can give soon, where the site is elastic; `freed` are those of the job that asks.
+    """
+    nodes = affordable(plan, launch, run.site, write_link(directory, plan, run, launch), freed)
+    job = submit(directory, plan, run, launch, "link", *options, nodes=nodes)
+    submit_heir(directory, plan, run, launch, job, nodes)
     return job
 
 
@@ -232,10 +237,11 @@ class Link(Supervisor):
 
     def _checked_turn(self) -> int:
         """A turn; where it cannot be taken and nobody comes after it, that is the end of the chain, with its reason."""
+        self._heir = self._waiting_heir() if self._run.site.nodes_submit else None
         try:
             return self._turn()
         except (BatchwrightError, OSError) as error:
-            if self._run.site.nodes_submit and not self._heir_waits():
+            if self._run.site.nodes_submit and not self._heir_waits(unknown=True):
                 self._finish("failed", Failure(str(error)))
             raise
 
@@ -247,7 +253,6 @@ class Link(Supervisor):
         if (reason := self._not_ours()) is not None:
             say(f"nothing to do: {reason}")
             return 0
-        self._heir = self._waiting_heir() if self._run.site.nodes_submit else None
         self._left_behind(numbers[-1:])
         last = self._directory.ending(numbers[-1]) if numbers else None
         # After a failure the checkpoint is read through: it may be what failed.
@@ -299,6 +304,7 @@ class Link(Supervisor):
         """Run the launch that is claimed."""
         assert self._claimed is not None
         failure = prologue_failure(self._run.site)
+        (self._directory.path / "outcome.json").unlink(missing_ok=True)  # it goes on, whatever a job before it thought
         if failure is not None:
             return self._never_ran(manifest, failure)
         if self._run.site.nodes_submit and self._heir is None:
@@ -410,13 +416,15 @@ class Link(Supervisor):
         job = submit_with_heir(self._directory, self._directory.plan(), self._run, launch, freed=slurm.my_nodes())
         say(f"launch {launch.index + 1} is next: job {job}")
 
-    def _heir_waits(self) -> bool:
+    def _heir_waits(self, *, unknown: bool = False) -> bool:
         """Whether the heir is still in the queue: a controller that was killed may have lost it, and reused its number."""
+        if self._heir is None:
+            return False
         try:
             mark = slurm.comment_of_run(self._run.token) + "heir:"
-            seen = slurm.job(self._heir, mark) if self._heir else None
+            seen = slurm.job(self._heir, mark)
         except slurm.Unreachable:
-            return False
+            return unknown
         return seen is not None and seen.alive
 
     def _drop_heir(self) -> None:

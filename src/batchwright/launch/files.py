@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from batchwright.core import codec
 from batchwright.core.errors import ConfigError, EnvironmentFault
+from batchwright.guard import start_time
 
 from .records import Ending, Manifest, RunPlan
 
@@ -168,7 +169,7 @@ class RunDirectory:
             if time.monotonic() > deadline:
                 os.close(descriptor)
                 raise EnvironmentFault(
-                    f"{self.path} is being run by another supervisor (process {' on '.join(owner) or 'unknown'}). Follow "
+                    f"{self.path} is being run by another supervisor (process {' on '.join(owner[:2]) or 'unknown'}). Follow "
                     "it with batchwright run --status DIR, or end it with batchwright run --stop DIR.",
                     field="dir",
                     given=str(self.path),
@@ -176,7 +177,7 @@ class RunDirectory:
             time.sleep(0.1)
         os.ftruncate(descriptor, 0)
         try:
-            os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+            os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()} {start_time(os.getpid())}\n".encode(), 0)
         except OSError:  # a full disk: the name is a courtesy, the lock is what counts
             pass
         self._lock = descriptor
@@ -207,13 +208,16 @@ class RunDirectory:
 
 
 def _owner(descriptor: int) -> list[str]:
-    """Who wrote itself into a lock: process and host, or nobody."""
+    """Who wrote itself into a lock: process, host and when that process began; or nobody."""
     return os.pread(descriptor, 300, 0).decode("utf-8", "replace").split()
 
 
 def _lives(owner: list[str]) -> bool:
     """Whether it does, as far as can be seen from here: where there are no locks, that is all there is to go by."""
-    return len(owner) == 2 and owner[1] == socket.gethostname() and os.path.exists(f"/proc/{owner[0]}")
+    if len(owner) != 3 or not owner[0].isdigit() or owner[1] != socket.gethostname():
+        return False
+    began = start_time(int(owner[0]))
+    return began is not None and str(began) == owner[2]  # not another process that has its number now
 
 
 def _try_lock(descriptor: int, how: int) -> bool | None:

@@ -5,9 +5,10 @@ Run once per rank:
     python -P -m batchwright.launch.rank DIRECTORY RANK COMMAND...
 
 RANK is a number, or the name of the variable that holds it. Below DIRECTORY: `logs/rank-N.log`, `ranks/N.json` (its
-process), `ranks/N.exit.json` (its end). The kernel kills the rank when this process dies, and this one when its parent
-does. A rank of our loop, whose number is in a variable, ignores SIGUSR1 until it asks for it: a wish to stop that comes
-while torch is imported is not its death. A command of the user's own does not: a shell cannot trap what it was born deaf to.
+process), `ranks/N.exit.json` (its end), `ranks/N.told.json` (a command that was sent SIGTERM with this parent of it). The
+kernel kills the rank when this process dies, and this one when its parent does. A rank of our loop, whose number is in a
+variable, ignores SIGUSR1 until it asks for it: a wish to stop that comes while torch is imported is not its death. A
+command of the user's own does not: a shell cannot trap what it was born deaf to.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ def main(words: list[str]) -> None:
     def heard(number: int, frame: object) -> None:
         # This process stays until the rank has gone. torchrun asks the rank's whole group; Slurm, where it tracks processes
         # by cgroup, the first one of a task alone. Our loop may hear a wish twice; a command may not, and is asked itself.
-        if place.isdigit() and number == signal.SIGTERM:
-            _write(f"{record}.told.json", {"time": time.time()})  # the command was, too: see slurm_step.py
-        if number not in _PASSED_ON or place.isdigit():
+        command = place.isdigit()
+        if command and number == signal.SIGTERM:
+            _write(f"{record}.told.json", {"time": time.time()})  # the command is, too: see slurm_step.py
+        if number not in _PASSED_ON or (command and (child is not None or number != signal.SIGTERM)):
             return
         if child is None:
             early.append(number)

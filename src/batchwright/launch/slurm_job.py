@@ -73,6 +73,10 @@ class Start:
         if reason is not None:
             say(f"nothing to do: {reason}")
             return 0
+        if (self._directory.path / "stop.json").exists():
+            say("nothing to do: the run is to stop")
+            self._record.end(0, "told to stop before it began")
+            return 0
         site = SlurmRun.load(self._directory).site
         job, failure = read_job(self._folder), prologue_failure(site)
         if job is None or failure is not None:

@@ -31,9 +31,12 @@ def detach(directory: RunDirectory, plan: RunPlan) -> list[str]:
 def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener) -> str:
     """Bring a run to its end from here; a chain of it that waits is taken back, one that runs is refused."""
     _refuse_running(directory)
-    if is_chain(directory):
-        cancel_all(directory, SlurmRun.load(directory).token)
-    remember(directory, read_site(plan.options.slurm), detached=False)
+    chained = is_chain(directory)
+    run = remember(
+        directory, read_site(plan.options.slurm), detached=False
+    )  # first: what starts meanwhile is to see it
+    if chained:
+        cancel_all(directory, run.token)
     return SlurmSupervisor(directory, plan, SlurmEngine(), listener).run()
 
 
@@ -77,22 +80,32 @@ def is_chain(directory: RunDirectory) -> bool:
 
 def seen(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> tuple[RunStatus, Jobs]:
     """A run's status with its jobs: one that has a job in the queue runs, though nobody holds its lock."""
-    if now.state == "stopped" and SlurmRun.path(directory).exists() and not (directory.path / "outcome.json").exists():
-        living, chained = _living(SlurmRun.load(directory).token), is_chain(directory)
+    if now.state == "stopped" and not (directory.path / "outcome.json").exists() and SlurmRun.path(directory).exists():
+        try:
+            run = SlurmRun.load(directory)
+        except EnvironmentFault as error:
+            return replace(now, reason=str(error)), Jobs(rows(directory, plan))
+        living = _living(run.token)
         if living is None:
             now = replace(now, reason="squeue does not answer here: whether a job of it is there is not known")
         elif living:
-            waits = [one for one in living if one.state == "PENDING"]
-            held = [one for one in waits if one.stuck]
-            reason = None if chained else f"job {living[0].job} has lost its supervisor: --resume sees it out"
-            if held:
-                reason = f"Slurm holds job {held[0].job} ({held[0].reason}): go on with --resume … --detach"
-            elif len(waits) == len(living):
-                reason = f"job {waits[0].job} waits ({waits[0].reason})"
-            now = replace(now, state="running", reason=reason)
-        elif chained:
+            now = replace(now, state="running", reason=_waits(living, run.detached))
+        elif run.detached:
             now = replace(now, reason="no job of its chain is in the queue: go on with --resume … --detach")
     return now, Jobs(rows(directory, plan))
+
+
+def _waits(living: list[slurm.Queued], chained: bool) -> str | None:
+    """What a run whose jobs these are waits for, a person perhaps."""
+    waiting = [one for one in living if one.state == "PENDING"]
+    reason = f"job {waiting[0].job} waits ({waiting[0].reason})" if len(waiting) == len(living) else None
+    first = [one for one in living if "after" not in one.dependency]
+    if first and all(one.stuck for one in first):
+        reason = f"Slurm holds job {first[0].job} ({first[0].reason}): go on with --resume …{' --detach' * chained}"
+    if not chained:
+        lost = f"job {living[0].job} has lost its supervisor: --resume sees it out"
+        reason = f"{lost}; {reason}" if reason else lost
+    return reason
 
 
 def _living(token: str) -> list[slurm.Queued] | None:

@@ -266,7 +266,11 @@ class SlurmRun:
             if (
                 time.monotonic() > deadline
             ):  # a file server's moment of weakness passes; a new token would lose the jobs
-                raise EnvironmentFault(f"{path} cannot be read.", field="dir", given=str(directory.path))
+                raise EnvironmentFault(
+                    f"{path} cannot be read; it marks the jobs of this run. Try again, or mend it.",
+                    field="dir",
+                    given=str(directory.path),
+                )
             time.sleep(0.1)
         if isinstance(document, Mapping):
             made = codec.decode(cls, document)

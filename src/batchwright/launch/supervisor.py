@@ -29,7 +29,7 @@ from .work import Work, launch_end, work
 POLL_SECONDS = 0.5
 SOON_SECONDS = 0.1  # where the end is a matter of moments
 FULL_BYTES = 1 << 20  # less than this is what a failed save leaves
-ABSENT_SECONDS = 1.0  # a sleep that is longer by this was not one
+ABSENT_SECONDS = 1.0  # more than that between two looks is no look
 TRACE_SECONDS = 3.0  # for ranks to write their stacks before they are ended
 SILENT = (
     "It has not said how far it got: a command writes the samples it has trained and saved to the file that "
@@ -171,9 +171,13 @@ class Supervisor:
         life, finished, asked = time.monotonic(), 0.0, 0.0
         first: float | None = None  # when its first step was seen
         told: set[str] = set()  # of why it does not run
+        looked, pause = life, 0.0
         while True:
-            polled, pause = self._engine.poll(handle), POLL_SECONDS
-            progress, now = self._work.progress(manifest), time.monotonic()
+            polled, progress, now = self._engine.poll(handle), self._work.progress(manifest), time.monotonic()
+            if (absent := now - looked - pause) > ABSENT_SECONDS and not self._plan.position_command:
+                # This machine stood still, and the ranks with it. A position command may just be slow.
+                life, asked, finished = life + absent, asked and asked + absent, finished and finished + absent
+            looked, pause = now, POLL_SECONDS
             if progress != before:
                 life, before = now, progress
                 if progress.position > manifest.start_sample and first is None:
@@ -211,10 +215,7 @@ class Supervisor:
                 limit = stall if first is not None or stall is None else max(options.start_seconds, stall)
                 if limit is not None and now - life > limit:
                     return progress, self._end_stalled(handle, now - life), False
-            rested = time.monotonic()
             self._interrupts.sleep(pause)
-            if (absent := time.monotonic() - rested - pause) > ABSENT_SECONDS:
-                life += absent  # the machine stood still, and its ranks with it
 
     def _end_stalled(self, handle: Handle, seconds: float) -> Failure:
         before = self._engine.logs(handle)
@@ -226,10 +227,12 @@ class Supervisor:
 
     def _until_ended(self, handle: Handle, seconds: float, wish: Wish | None = None) -> None:
         """Wait for its end; a wish is repeated, as it may not come through at once."""
-        deadline = time.monotonic() + seconds
-        while self._engine.poll(handle).state != "ended" and time.monotonic() < deadline:
-            if wish is not None:
+        now = again = time.monotonic()
+        deadline = now + seconds
+        while self._engine.poll(handle).state != "ended" and (now := time.monotonic()) < deadline:
+            if wish is not None and now >= again:
                 self._engine.signal(handle, wish)
+                again = now + 1.0
             time.sleep(0.05)
 
     def _record(

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from batchwright.core.errors import ConfigError, PlanError, RunError, Violation, raise_violations
 from batchwright.core.schedule import Step
-from batchwright.core.target import no_function, task_file
+from batchwright.core.target import did_you_mean, no_function, task_file
 
 Loss = tuple[Tensor, Tensor | float] | tuple[Tensor, Tensor | float, Tensor | None]
 
@@ -171,7 +171,7 @@ def _check_arguments(target: str, function: Callable[..., Any], arguments: Mappi
     needed = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
     faults = [
         Violation(f"{target} takes no argument {n!r}; it takes: {', '.join(parameters) or 'none'}."
-                  f"{_did_you_mean(_near(n, parameters))}", "arg", n, _near(n, parameters))
+                  f"{did_you_mean(_near(n, parameters))}", "arg", n, _near(n, parameters))
         for n in arguments if n not in parameters
     ]  # fmt: skip
     faults += [
@@ -183,10 +183,6 @@ def _check_arguments(target: str, function: Callable[..., Any], arguments: Mappi
 
 def _near(name: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(difflib.get_close_matches(name, list(names), n=2))
-
-
-def _did_you_mean(near: Sequence[str]) -> str:
-    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 class MicroBatch(Protocol):

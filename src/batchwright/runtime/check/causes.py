@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
+from batchwright.core.causes import Cause
 from batchwright.core.errors import RunError
 
 from .gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm, relative_error
@@ -44,14 +45,6 @@ ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-3, tor
 SINGLE, HALF = 1e-4, 5e-2
 # From here on rounding is no longer small beside the gradient: an assumption.
 COARSE = 5e-2
-
-
-Cause = Literal[
-    "scaled-by-accumulation", "mean-of-means", "ragged-tail", "padding", "in-batch-negatives", "auxiliary-scaled",
-    "auxiliary-per-micro-batch", "batch-norm", "keeps-state", "dropout", "random-draws", "precision", "bf16-accumulator",
-    "fp16-accumulator", "step-counted-schedule", "rank-dependent", "unexplained",
-]  # fmt: skip
-CAUSES: tuple[str, ...] = get_args(Cause)
 
 
 @dataclass(frozen=True)

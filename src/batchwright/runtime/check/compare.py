@@ -12,17 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 
+from batchwright.core.causes import unknown_causes
 from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
 from batchwright.core.schedule import Schedule
 from batchwright.runtime.task import Task
 
-from .causes import CAUSES, Diagnosis, Finding, Measured, scale_of
+from .causes import Diagnosis, Finding, Measured, scale_of
 from .gradients import Gradient, Rig, Variant, group_errors, norm, relative_error
 from .optimizer import accumulator, step_counted
 from .words import number
@@ -87,6 +87,7 @@ def check(
     """
     size = global_batch_size or min(DEFAULT_BATCH, len(task.dataset))
     sizes = tuple(dict.fromkeys(micro_batch_sizes)) if micro_batch_sizes else default_sizes(size)
+    allow = (allow,) if isinstance(allow, str) else allow
     _refuse(size, sizes, ranks, source, allow)
     rig = Rig(task, size, seed, accumulate_dtype)
     progress(f"{size} samples in one piece")
@@ -191,11 +192,7 @@ def _refuse(size: int, sizes: Sequence[int], ranks: int, source: object, allow: 
             f'ranks={ranks} processes cannot be given a Task that is in this one: give source=("FILE.py:task", {{}}).'
         )
         found.append(Violation(text, "source"))
-    for cause in allow:
-        if cause not in CAUSES:
-            near = tuple(get_close_matches(cause, CAUSES, n=2)) or CAUSES
-            text = f"allow={cause[:40]!r} is no cause that check can find. Nearest: {', '.join(near)}."
-            found.append(Violation(text, "allow", cause[:40], near))
+    found += unknown_causes(allow)
     raise_violations(PlanError, found)
 
 
