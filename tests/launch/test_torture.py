@@ -162,7 +162,7 @@ def test_a_full_disk_during_a_save(run):
             "--max-retries",
             "8",
             ramp="0:16",
-            samples=1280,
+            samples=640,
             nodes=1,
             args=("slow=0.1", "width=256"),
         )
