@@ -68,8 +68,9 @@ def next_steps(plan: RunPlan, now: RunStatus, ledger: Mapping[str, Any], verbs: 
     lost = sum(b["lost_seconds"] for b in now.boundaries)
     spent = sum(start["seconds"] or 0.0 for start in now.starts_list)
     if now.boundaries and spent and lost / spent > 0.1:
+        count = "1 boundary" if len(now.boundaries) == 1 else f"{len(now.boundaries)} boundaries"
         found.append(
-            f"{len(now.boundaries)} boundaries cost {duration(lost)} of {duration(spent)}: fewer stages, or "
+            f"{count} cost {duration(lost)} of {duration(spent)}: fewer stages, or "
             "--node-policy constant, would save most of it (batchwright ramp compares)"
         )
     if ledger.get("ok") is False and "check" in verbs:
