@@ -246,8 +246,9 @@ def test_a_link_that_cannot_write_leaves_it_to_its_heir_or_says_why_the_chain_is
 
     link = chain.Link(directory)
     monkeypatch.setattr(link._directory, "fence", full)
-    assert link.run_link() == 4
     outcome = directory.path / "outcome.json"
+    outcome.write_text('{"state": "failed"}')  # what a job before it thought
+    assert link.run_link() == 4
     assert not outcome.exists() if waits else "No space left" in outcome.read_text()
 
 
@@ -285,6 +286,36 @@ def test_a_launch_that_cannot_be_started_says_so(make, monkeypatch):
             signal.signal(number, handler)
     told = json.loads((directory.launch(1) / "job.json").read_text())
     assert told["state"] == "ended" and "cannot start" in told["detail"] and "/nowhere" in told["detail"]
+
+
+def test_a_job_that_starts_after_the_wish_to_stop_starts_nothing(make, monkeypatch):
+    directory, plan = make()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    job = work(directory, plan).job(plan.launches[0], 1, 0)
+    job.directory.mkdir(parents=True)
+    slurm_engine.write_job(job)
+    directory.fence(1)
+    write_json(directory.path / "stop.json", {"now": False})
+    before = {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert slurm_job.Start(directory, 1).run() == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    told = json.loads((directory.launch(1) / "job.json").read_text())
+    assert (told["state"], told["detail"]) == ("ended", "told to stop before it began")
+    assert not (directory.launch(1) / "ranks").exists()
+
+
+def test_heirs_are_cancelled_before_the_jobs_whose_end_would_start_them(make, monkeypatch):
+    directory, _ = make(detached=True)
+    queue = [
+        slurm.Queued("7", "PENDING", 1, "", ""),
+        slurm.Queued("8", "PENDING", 1, "", "", "afternotok:7(unfulfilled)"),
+    ]
+    monkeypatch.setattr(slurm, "jobs", lambda token: queue)
+    monkeypatch.setattr(slurm, "cancel", lambda job, *options: None)
+    assert slurm_engine.cancel_all(directory, "token") == ["8", "7"]
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -62,14 +62,13 @@ def main(words: list[str]) -> None:
     def heard(number: int, frame: object) -> None:
         # This process stays until the rank has gone. torchrun asks the rank's whole group; Slurm, where it tracks processes
         # by cgroup, the first one of a task alone. Our loop may hear a wish twice; a command may not, and is asked itself.
-        command = place.isdigit()
-        if command and number == signal.SIGTERM:
+        if place.isdigit() and number == signal.SIGTERM:
             _write(f"{record}.told.json", {"time": time.time()})  # the command is, too: see slurm_step.py
-        if number not in _PASSED_ON or (command and (child is not None or number != signal.SIGTERM)):
+        if number not in ((signal.SIGTERM,) if place.isdigit() else _PASSED_ON):
             return
         if child is None:
             early.append(number)
-        else:
+        elif not place.isdigit():
             child.send_signal(number)
 
     for number in (*_PASSED_ON, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):

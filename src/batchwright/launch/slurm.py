@@ -155,9 +155,8 @@ def cancel_all(directory: RunDirectory, token: str) -> list[str]:
     leaving = {slurm.me(), *(record.get("job") for record in records if record.get("state") == "ended")}
     try:
         known = [one for one in slurm.jobs(token) if one.alive and one.state != "COMPLETING"]
-        known.sort(
-            key=lambda one: "after" not in one.dependency
-        )  # first who waits for another: its end would start them
+        # First those that wait for another: its end would start them.
+        known.sort(key=lambda one: "after" not in one.dependency)
         found = [one.job for one in known if one.job not in leaving]
     except slurm.Unreachable:
         return []

@@ -54,9 +54,8 @@ class Start:
     def _not_ours(self) -> str | None:
         """Why this job has nothing to do."""
         current = (read_json(self._directory.path / "launch.json") or {}).get("launch")
-        if (
-            current is not None and current != self._number
-        ):  # None: a file server's moment of weakness, not a newer launch
+        # None is a file server's moment of weakness, and no newer launch.
+        if current is not None and current != self._number:
             return f"launch {self._number} is not the one that may run: that is {current}"
         if (self._folder / "ending.json").exists():
             return f"launch {self._number} has ended"

@@ -32,9 +32,8 @@ def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener) -> str
     """Bring a run to its end from here; a chain of it that waits is taken back, one that runs is refused."""
     _refuse_running(directory)
     chained = is_chain(directory)
-    run = remember(
-        directory, read_site(plan.options.slurm), detached=False
-    )  # first: what starts meanwhile is to see it
+    # First: what starts meanwhile is to see it.
+    run = remember(directory, read_site(plan.options.slurm), detached=False)
     if chained:
         cancel_all(directory, run.token)
     return SlurmSupervisor(directory, plan, SlurmEngine(), listener).run()

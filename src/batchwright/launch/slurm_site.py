@@ -263,9 +263,8 @@ class SlurmRun:
         """That of a run; a new one with nothing in it where there is none."""
         deadline = time.monotonic() + READ_SECONDS
         while not isinstance(document := read_json(path := cls.path(directory)), Mapping) and path.exists():
-            if (
-                time.monotonic() > deadline
-            ):  # a file server's moment of weakness passes; a new token would lose the jobs
+            # A file server's moment of weakness passes; a new token would lose the jobs.
+            if time.monotonic() > deadline:
                 raise EnvironmentFault(
                     f"{path} cannot be read; it marks the jobs of this run. Try again, or mend it.",
                     field="dir",
