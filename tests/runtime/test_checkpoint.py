@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -244,6 +245,14 @@ def _hostile(kind: str, mark: Path, folder: Path) -> bytes:
         return b"cbuiltins\nexec\n(S'open(" + repr(str(mark)).encode() + b', "w")' + b"'\ntR."
     if kind == "dotted":  # through an allowed module to what it has imported
         return pickle.dumps("torch.serialization")[:2] + b"\x8c\x13torch.serialization\x8c\x09os.system\x93\x94."
+    if kind == "getattr":  # of an enumeration's class, its members only
+        return b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nS'mro'\ntR(tR."
+    if kind == "getattr of a class":
+        return (
+            b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nS'touch'\ntR(cpathlib\nPosixPath\n(S'"
+            + str(mark).encode()
+            + b"'\ntRtR."
+        )
     if kind == "class":  # BUILD with (None, {...}) sets attributes of a class that the whole process uses
         return b"cpathlib\nPosixPath\n(N(dS'_planted'\nS'x'\nstb."
     if kind == "instance":
@@ -256,7 +265,21 @@ def _hostile(kind: str, mark: Path, folder: Path) -> bytes:
     return pickle.dumps(metadata)
 
 
-@pytest.mark.parametrize("kind", ["reduce", "inside", "builtin", "dotted", "class", "instance", "not metadata", "path"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "reduce",
+        "inside",
+        "builtin",
+        "dotted",
+        "getattr",
+        "getattr of a class",
+        "class",
+        "instance",
+        "not metadata",
+        "path",
+    ],
+)
 def test_a_hostile_metadata_runs_nothing(two, tmp_path, kind):
     checkpoints, _ = two
     path, mark = checkpoints.newest().path, tmp_path / "it ran"
@@ -270,6 +293,28 @@ def test_a_hostile_metadata_runs_nothing(two, tmp_path, kind):
         checkpoints.load(saved, model, optimizer)
     assert not mark.exists() and not hasattr(type(path), "_planted")
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+class _Older(pickle.Pickler):
+    """Python 3.11.0 to 3.11.3, Debian 12's among them, pickle an enumeration's member by getattr."""
+
+    def reducer_override(self, obj: object):
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_metadata_that_an_older_python_wrote_is_read(two):
+    checkpoints, _ = two
+    path = checkpoints.newest().path
+    model, optimizer = made(seed=5)
+    checkpoints.load(checkpoints.newest(), model, optimizer)
+    written = io.BytesIO()
+    _Older(written).dump(pickle.loads((path / "tensors" / ".metadata").read_bytes()))
+    assert b"getattr" in written.getvalue()
+    (path / "tensors" / ".metadata").write_bytes(written.getvalue())
+    resign(path)
+    other, optimizer = made(seed=4)
+    checkpoints.load(checkpoints.newest(), other, optimizer)
+    assert equal(model, other)
 
 
 def test_a_hostile_tensor_runs_nothing(two, tmp_path):

@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import EnumMeta
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
@@ -255,12 +256,21 @@ class _AllowList(pickle._Unpickler):  # the one in Python: C's has no place to l
     dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise RunError(f"asks for {module}.{name}, which no checkpoint's metadata needs.", field=".metadata")
 
     def persistent_load(self, pid: Any) -> Any:
         raise RunError("refers to an object outside of it.", field=".metadata")
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """An enumeration's member, and nothing else that `getattr` could get: Python 3.11.0 to 3.11.3 pickle it that way."""
+    if isinstance(kind, EnumMeta) and name in kind.__members__:
+        return kind[name]
+    raise RunError("asks for builtins.getattr, which no checkpoint's metadata needs for that.", field=".metadata")
 
 
 class _Hashing(FileSystem):
