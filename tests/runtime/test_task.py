@@ -79,7 +79,7 @@ def test_missing_things_are_named_with_the_nearest(write: Any) -> None:
     Path("latin.py").write_bytes("# coding: latin-1\ndef t\xe4sk(): ...\n".encode("latin-1"))
     assert task_file("latin.py:t\xe4sk")[1] == "t\xe4sk"
     Path("binary.py").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RunError, match=r"binary.py cannot be imported: SyntaxError"):
+    with pytest.raises(RunError, match=r"binary.py cannot be imported: "):
         load_task("binary.py")
     write("globals()['ta' + 'sk'] = 3\n", "dynamic.py")
     with pytest.raises(ConfigError, match=r"has no function 'task'. It has: none."):
