@@ -160,9 +160,9 @@ def _report(path: str, peak: int) -> None:
 
     resident = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     try:
-        with open(path + ".part", "w", encoding="utf-8") as file:
+        with open(f"{path}.{os.getpid()}", "x", encoding="utf-8") as file:
             json.dump({"peak_address_space_bytes": peak, "peak_resident_bytes": resident}, file)
-        os.replace(path + ".part", path)
+        os.replace(file.name, path)
     except OSError:  # a full disk costs the report, not the command's end
         pass
 

@@ -363,3 +363,23 @@ def test_what_of_a_site_does_not_concern_a_command_is_said():
     options = Options(engine="slurm", slurm={"container": "image.sif", "partition": "gpu"})
     plan, _ = build(request, wanted, options, command=["train", "{end_sample}"])
     assert "A command is started as it stands, without launch.slurm's container." in plan.notes
+
+
+def test_files_are_never_written_through_a_link_that_somebody_put_there(tmp_path, monkeypatch):
+    """In a directory that others may write to: at the temporary name, at the lock, at what is appended to."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.setattr(os, "urandom", lambda size: bytes(size))  # the name is guessed
+    for suffix in (f"{os.getpid()}.part", f"{os.getpid()}.tmp", f"{bytes(8).hex()}.part"):
+        (run / f".plan.json.{suffix}").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_json(run / "plan.json", {"secret": 1})
+    (run / "lock").symlink_to(victim)
+    with pytest.raises(EnvironmentFault, match="lock is a symbolic link"):
+        RunDirectory(run).lock()
+    (run / "events").mkdir()
+    (run / "events" / "supervisor.jsonl").symlink_to(victim)
+    RunDirectory(run).event("launch", number=1)
+    assert victim.read_text() == "precious"

@@ -465,3 +465,15 @@ def test_half_precision_samples_have_a_digest(value):
 
     assert digest(torch.bfloat16) == digest(torch.bfloat16) != digest(torch.float32)
     assert digest(torch.bfloat16) != dataset_digest([value.to(torch.bfloat16) + 1], 1)
+
+
+def test_a_link_in_place_of_a_half_written_checkpoint_is_not_written_through(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    folder = tmp_path / "checkpoints"
+    first = Checkpoints(folder).save(model, optimizer, step=1, position=8)
+    (folder / f".partial-{first.name.replace('0001-', '0002-')}").symlink_to(elsewhere)
+    saved = Checkpoints(folder).save(model, optimizer, step=2, position=16)
+    assert saved.path.is_dir() and not saved.path.is_symlink() and not list(elsewhere.iterdir())

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -346,6 +347,44 @@ def test_a_spent_budget_and_a_complete_run_stay_so(tmp_path):
 
     ended = train(task(), ramp(), settings(tmp_path / "b"), on_step=signalled)
     assert (ended.state, ended.reason) == ("complete", "end")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_where_the_schedule_has_no_end(tmp_path, number):
+    def signalled(result, model, optimizer):
+        if result.end_sample == 24:
+            os.kill(os.getpid(), number)
+
+    stopped = train(task(), Constant(8).compile(), settings(tmp_path), on_step=signalled)
+    assert (stopped.state, stopped.reason, stopped.signal) == ("stopped", "signal", signal.Signals(number).name)
+    assert (stopped.position, stopped.checkpoint) == (24, "step-000000000003-launch-00000")
+    assert train(task(), Constant(8).compile().until(32), settings(tmp_path)).state == "complete"
+    assert audit(tmp_path).ok and audit(tmp_path).samples == 32
+
+
+@pytest.mark.slow
+def test_a_failing_rank_ends_at_once_with_its_error(tmp_path):
+    spec = tmp_path / "spec.json"
+    wanted = {"directory": str(tmp_path / "run"), "micro_batch_size": 2, "progress": False, "device": "cpu"}
+    target = f"{Path(__file__).parent / 'failing_rank.py'}:task"
+    spec.write_text(json.dumps({"task": target, "schedule": encode(ramp()), "settings": wanted}))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "batchwright.runtime.loop", spec], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(TASK.parent)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = ranks[1].communicate(timeout=300)[1]
+        assert ranks[1].returncode == 1 and "ArithmeticError: rank 1 cannot go on" in said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def test_a_signal_is_answered_by_a_save_and_not_by_an_evaluation_first(tmp_path):

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import json
 import logging
-import os
 import signal
 import sys
 import time
@@ -15,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from batchwright import atomic
 from batchwright.core import codec
 from batchwright.core.errors import BatchwrightError, MissingExtraError, PlanError, RunError
 
@@ -174,9 +174,7 @@ def main(request_file: str, result_file: str) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the caller, however it dies
     document = json.loads(Path(request_file).read_text(encoding="utf-8"))
     result = answer(document["job"], codec.decode(Request, document["request"]))
-    part = Path(result_file + ".part")
-    part.write_text(json.dumps(result), encoding="utf-8")
-    os.replace(part, result_file)
+    atomic.write(Path(result_file), json.dumps(result), sync=False)
 
 
 if __name__ == "__main__":

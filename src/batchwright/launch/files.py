@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from batchwright import atomic
 from batchwright.core import codec
 from batchwright.core.errors import ConfigError, EnvironmentFault
 from batchwright.guard import start_time
@@ -36,16 +37,7 @@ LOCK_PATIENCE = 2.0  # seconds: `--status` holds the lock for an instant to see 
 def write_json(path: Path, document: Any) -> None:
     """Write a document so that a reader sees all of it or the one before; for the owner only."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            json.dump(codec.encode(document), file, ensure_ascii=False, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+    atomic.write(path, json.dumps(codec.encode(document), ensure_ascii=False, indent=1), mode=0o600)
 
 
 def read_json(path: Path) -> Any:
@@ -128,7 +120,7 @@ class RunDirectory:
         line = json.dumps({"kind": kind, "time": round(time.time(), 3), **codec.encode(values)}, ensure_ascii=False)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8", opener=atomic.no_follow) as file:
                 file.write(line + "\n")
         except OSError:
             pass
@@ -160,7 +152,17 @@ class RunDirectory:
         if self._lock is not None:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise EnvironmentFault(
+                f"{self.path}/lock is a symbolic link, and would be written through: remove it, or choose a directory that "
+                "only you may write to.",
+                field="dir",
+                given=str(self.path),
+            ) from None
         deadline = time.monotonic() + LOCK_PATIENCE
         while not (got := _try_lock(descriptor, fcntl.LOCK_EX)):
             owner = _owner(descriptor)

@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import batchwright.guard
+from batchwright import atomic
 from batchwright.core.errors import EnvironmentFault, MissingExtraError
 from batchwright.guard import adopt_orphans, foreign_children, kill_below, kill_orphans, start_time
 
@@ -74,7 +75,7 @@ class LocalEngine:
         self._others = foreign_children()
         reading, writing = os.pipe()
         try:
-            with open(job.directory / "logs" / "launcher.log", "ab") as log:
+            with open(job.directory / "logs" / "launcher.log", "ab", opener=atomic.no_follow) as log:
                 guard = subprocess.Popen(
                     [*_GUARD, json.dumps({"pipe": reading}), *self.command(job)],
                     cwd=job.working_directory,

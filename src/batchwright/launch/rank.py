@@ -19,7 +19,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+from batchwright import atomic
 from batchwright.guard import die_as, die_with, no_core, start_time
 
 _TRACE_SECONDS = 5.0  # for all ranks to write their stacks
@@ -29,9 +31,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 def _write(path: str, document: dict[str, object]) -> None:
     """Whole or not at all; a full disk costs the record, not the rank."""
     try:
-        with open(f"{path}.part", "w", encoding="utf-8") as file:
-            json.dump(document, file)
-        os.replace(f"{path}.part", path)
+        atomic.write(Path(path), json.dumps(document), sync=False)
     except OSError:
         pass
 
@@ -79,7 +79,7 @@ def main(words: list[str]) -> None:
         if not place.isdigit():
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-    log = open(os.path.join(directory, "logs", f"rank-{rank}.log"), "ab", buffering=0)
+    log = open(os.path.join(directory, "logs", f"rank-{rank}.log"), "ab", buffering=0, opener=atomic.no_follow)
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=prepare)
     except OSError as error:

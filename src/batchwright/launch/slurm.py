@@ -9,12 +9,13 @@ one that left no word; it forgets a job soon after its end, which then is no ans
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from batchwright import atomic
 
 from . import sbatch
 from . import slurm_commands as slurm
@@ -189,10 +190,7 @@ def tasks_per_node(site: Site, job: Job) -> int:
 def write_script(path: Path, text: str) -> None:
     """Write a script whole, for its owner only: a prologue may hold secrets."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700), "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(beside, path)
+    atomic.write(path, text, mode=0o700)
 
 
 def write_job(job: Job) -> None:

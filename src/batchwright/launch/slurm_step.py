@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from batchwright import atomic
 from batchwright.core.errors import EnvironmentFault
 from batchwright.guard import die_with
 
@@ -88,7 +89,7 @@ class StepEngine:
         (job.directory / "logs").mkdir(parents=True, exist_ok=True)
         me = os.getpid()
         try:
-            with open(job.directory / "logs" / "launcher.log", "ab") as log:
+            with open(job.directory / "logs" / "launcher.log", "ab", opener=atomic.no_follow) as log:
                 self._process = subprocess.Popen(
                     self.command(job), cwd=job.working_directory, env={**os.environ, **self._variables(job)},
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,

@@ -25,12 +25,14 @@ import torch
 import torch._dynamo  # any optimizer loads it: the libraries' own size is nobody's batch
 from torch import nn
 
+from batchwright import atomic
 from batchwright.core import codec
 from batchwright.core.deaths import death_of
 from batchwright.core.errors import PlanError
 from batchwright.guard import die_with
 from batchwright.probe.kernel import code_below, digest, others_seconds, status_bytes
 from batchwright.probe.timing import Timing
+from batchwright.runtime.device import choose
 from batchwright.runtime.ranks import discover
 from batchwright.runtime.task import Task, load_task
 
@@ -49,19 +51,6 @@ class Worker:
         self.base = status_bytes("VmSize")
         self.device = torch.device("cpu")
         self._free: Callable[[], None] = lambda: None
-
-    def _device(self) -> torch.device:
-        name = self.spec["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-        if name == "cuda" and self.ranks.size > 1:
-            name = f"cuda:{self.ranks.local_rank}"
-        there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        known = ("cpu", *([there.type] if there else []))
-        if name.partition(":")[0] not in known:
-            raise PlanError(
-                f"device={name[:40]!r} is not here: torch {torch.__version__} finds {' and '.join(known)}.",
-                field="device", given=name[:40], nearest=known,
-            )  # fmt: skip
-        return torch.device(name)
 
     def _set_limit(self) -> Callable[[], None]:
         """Enforce the budget; returns what lifts it again, so that a failure can still be written down."""
@@ -90,14 +79,12 @@ class Worker:
 
     def write(self, **more: Any) -> None:
         self.result.update(more)
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text(json.dumps(codec.encode(self.result)), encoding="utf-8")
-        os.replace(part, self.path)
+        atomic.write(self.path, json.dumps(codec.encode(self.result)), sync=False)
 
     def run(self) -> int:
         """The whole trial; the exit status tells torchrun whether to end the other ranks."""
         try:
-            self.device = self._device()
+            self.device = choose(self.spec["device"] or "auto", self.ranks)
             self._free = self._set_limit()
             self.stage("building the task")
             self._build()

@@ -31,10 +31,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from batchwright.atomic import sync_directory
 from batchwright.core.errors import BatchwrightError, EnvironmentFault, PlanError, RunError
 
 from . import generators, tensors
-from .durable import digest_of, read_json, sync_directory, write_fault, write_json
+from .durable import digest_of, read_json, write_fault, write_json
 
 SCHEMA = 1
 _NAME = re.compile(r"step-(\d{12})-launch-(\d{5,})")
@@ -240,9 +241,11 @@ class Checkpoints:
                 field="launch",
                 given=final.name,
             )
+        if partial.is_symlink():  # rmtree leaves a link alone, and mkdir would go through it
+            partial.unlink()
         shutil.rmtree(partial, ignore_errors=True)
-        (partial / "tensors").mkdir(parents=True)
-        (partial / "rng").mkdir()
+        for folder in (partial, partial / "tensors", partial / "rng"):
+            folder.mkdir()
 
     def _sweep(self, name: str) -> None:
         """Remove what earlier launches left half written or half deleted; this one may write, so they may not."""

@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from batchwright import atomic
 from batchwright.core.errors import BatchwrightError, EnvironmentFault, RunError
 
 _BLOCK = 1 << 20
@@ -24,20 +25,7 @@ _REMEDIES = {
 
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     """Write `value` so that a reader sees the old file or the new one, and after a power cut one of the two."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
-    try:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
-    if sync:
-        sync_directory(path.parent)
+    atomic.write(path, json.dumps(value, indent=1, allow_nan=False) + "\n", sync=sync)
 
 
 def read_json(path: Path) -> Any:
@@ -48,15 +36,6 @@ def read_json(path: Path) -> Any:
         raise RunError(f"{path} is missing.", field=path.name) from None
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}.", field=path.name, given=str(path)) from error
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def digest_of(path: Path) -> str:

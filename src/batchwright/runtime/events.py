@@ -29,6 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from batchwright import atomic
 from batchwright.core.errors import MissingExtraError
 
 from .durable import write_fault
@@ -63,7 +64,7 @@ class Events:
         if path is not None:
             try:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-                self._file = open(path, "a", encoding="utf-8")
+                self._file = open(path, "a", encoding="utf-8", opener=atomic.no_follow)
             except OSError as error:
                 raise write_fault(error, "the events", Path(path).parent, "Checkpoints are untouched.") from error
         self._thread = threading.Thread(target=self._work, name="batchwright-events", daemon=True)

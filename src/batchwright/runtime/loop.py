@@ -21,6 +21,7 @@ As a process: `python -m batchwright.runtime.loop SPEC.json`, or the same under 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 import traceback
@@ -29,6 +30,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from batchwright.core.errors import BatchwrightError, PlanError
 from batchwright.core.scaling import scale
@@ -134,7 +136,7 @@ class _Loop(Life):
             if self.on_step is not None:
                 self.on_step(result, self.model, self.optimizer)
             number = world.largest(self.signals.received)
-            if number and self.position < self.schedule.total_samples:  # a run that is complete was not stopped
+            if number and self.position != self.schedule.total_samples:  # a run that is complete was not stopped
                 self.signals.received, reason = number, "signal"
             elif settings.max_tokens is not None and self.tokens >= settings.max_tokens:
                 reason = "tokens"
@@ -286,5 +288,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
+def _run_process() -> None:
+    """Run `main` and end the process with its code; where a group is left over from an error, at once.
+
+    An interpreter that shuts down in the ordinary way destroys the group, which waits for ranks that will never come.
+    """
+    try:
+        code = main()
+    except BaseException as error:
+        if not dist.is_initialized():
+            raise
+        traceback.print_exc()
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            code = error.code
+    if not dist.is_initialized():
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _run_process()

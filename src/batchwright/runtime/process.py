@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.core.errors import PlanError
 
+from .device import choose
 from .ranks import check_rendezvous, discover
 from .settings import Strategy
 
@@ -58,12 +59,14 @@ class World:
 
 @contextmanager
 def joined(device: str, strategy: Strategy) -> Iterator[World]:
-    """Join the group that torchrun or srun describes (or use the one that exists), and leave it in the end."""
+    """Join the group that torchrun or srun describes (or use the one that exists), and leave it after success.
+
+    After an error the group is left as it is: with NCCL, destroying it waits for ranks that sit in a collective and will
+    never come, so that a failing rank would never end.
+    """
     ranks = discover()
-    cuda = torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
-    place = torch.device(
-        f"cuda:{ranks.local_rank}" if cuda and device in ("auto", "cuda") else device if device != "auto" else "cpu"
-    )
+    place = choose(device, ranks)
+    cuda = place.type == "cuda"
     if cuda:
         torch.cuda.set_device(place)
     ours = not dist.is_initialized()
@@ -86,13 +89,11 @@ def joined(device: str, strategy: Strategy) -> Iterator[World]:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     groups = [cast(dist.ProcessGroup, dist.new_group(backend="gloo")) for _ in range(2 if size > 1 else 0)]
     control, saving = groups or (None, None)
-    try:
-        yield World(rank, size, place, control, ranks.local_size is None and size == 1, saving)
-    finally:
-        for group in groups:
-            dist.destroy_process_group(group)
-        if ours and dist.is_initialized():
-            dist.destroy_process_group()
+    yield World(rank, size, place, control, ranks.local_size is None and size == 1, saving)
+    for group in groups:
+        dist.destroy_process_group(group)
+    if ours and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def wrapped(model: nn.Module, strategy: Strategy, world: World, reduce_dtype: torch.dtype | None = None) -> nn.Module:
