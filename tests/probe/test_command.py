@@ -8,7 +8,7 @@ import pytest
 
 from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
 from batchwright.probe import probe
-from batchwright.probe.command import CommandRunner, _Marks
+from batchwright.probe.command import CommandRunner, _Steps
 from batchwright.probe.process import environment
 from batchwright.probe.request import read_request
 
@@ -76,10 +76,36 @@ def test_limit_and_throughput(script, tmp_path, style, steps, options):
     ],
 )
 def test_what_is_a_step(lines, seen):
-    marks = _Marks(None, least=3, seconds=0.0)
+    steps = _Steps(None, least=3, seconds=0.0)
     for when, line in enumerate(lines):
-        marks.see(line, float(when))
-    assert [number for number, _ in marks.seen] == seen
+        steps.see(line, float(when))
+    assert steps.numbers == seen
+
+
+NANOGPT = ["step 0: train loss 4.2874, val loss 4.2823"] + [
+    f"iter {n}: loss 4.{90 - n}, time 99.11ms, mfu -100.00%" for n in range(8)
+]
+WORDS = [
+    f"| epoch {epoch:3d} | {n:5d}/ 2983 batches | lr 20.00 | ms/batch 12.3 | loss  6.77 | ppl   871.16"
+    for epoch in (1, 2)
+    for n in (200, 400, 600)
+]
+
+
+@pytest.mark.parametrize(("lines", "numbers", "seconds"), [(NANOGPT, list(range(8)), 1.0), (WORDS, None, 1 / 200)])
+def test_the_pattern_that_repeats_with_a_growing_number_is_the_step(lines, numbers, seconds):
+    steps = _Steps(None, least=5, seconds=3.0)
+    enough = [steps.see(line, float(when)) for when, line in enumerate(lines)]
+    assert enough == [False] * (len(lines) - enough.count(True)) + [True] * enough.count(True) and enough[-1]
+    assert numbers is None or steps.numbers == numbers
+    assert steps.timing().seconds == pytest.approx(seconds)
+
+
+def test_a_number_too_long_for_a_step_is_none():
+    steps = _Steps(None, least=3, seconds=0.0)
+    for when in range(5):
+        steps.see(f"step {'9' * 400}{when} loss 1", float(when))
+    assert steps.numbers == [] and steps.timing() is None
 
 
 def test_a_size_that_fails_after_its_bars_does_not_fit(tmp_path):
@@ -124,10 +150,12 @@ def test_the_allocator_is_fixed_under_a_budget_only(monkeypatch):
     assert not [name for name in environment(limited=False) if name in ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_")]
 
 
-def test_no_marker_no_throughput_but_a_limit(script, tmp_path):
-    made = probe(script("{micro_batch_size}", "2", "none", "5"), dir=tmp_path / "j")
+def test_no_steps_in_the_output_end_the_search_for_speed_after_one_trial(script, tmp_path):
+    made = probe(script("{micro_batch_size}", "2", "regex", "5"), dir=tmp_path / "j")
     assert made.max_micro_batch_size == 5
     assert made.saturating_micro_batch_size is None
+    assert len([t for t in made.trials if t.purpose == "throughput"]) == 1
+    assert any("ended with: epoch 0 | batch 0 | loss 1.0 / epoch 0 | batch 1" in note for note in made.notes)
     assert any("--step-regex" in note for note in made.notes)
 
 

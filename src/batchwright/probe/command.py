@@ -12,7 +12,7 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,18 @@ from .records import Trial
 from .request import PLACEHOLDER, STEPS, Request
 from .timing import Timing
 
-# What common loops print per step; the first pattern that matches a line is kept for the rest of the trial, and only our
-# own marker replaces it. Bars with a description ("Loading checkpoint shards: 25%|") and a bare "step 3" are not steps:
-# programs print them before training, and a size would fit that has not trained yet.
+# What common loops print per step: the first group is the step's number, further groups (a total) tell apart what may be
+# printed in turns. Bars with a description ("Loading checkpoint shards: 25%|") and a bare "step 3" are not steps: programs
+# print them before training, and a size would fit that has not trained yet.
 MARKERS = (
     r"batchwright: step (\d+)",
     r"completed step: (\d+)",  # MaxText
     r"\biteration\s+(\d+)/",  # Megatron-LM, NeMo
     r"\bglobal_step[ =:]+(\d+)",  # NeMo 2
     r"\bstep[ =:#]+(\d+)\b.*\bloss\b",
-    r"^\s*\d+%\|[^|]*\|\s*(\d+)/\d+ \[",  # tqdm, as in Hugging Face's Trainer
+    r"\biter[ =:#]+(\d+)\b.*\bloss\b",  # nanoGPT, which prints its evaluations as `step`
+    r"(\d+)\s*/\s*(\d+) batches\b",  # PyTorch's word_language_model
+    r"^\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[",  # tqdm, as in Hugging Face's Trainer
 )
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LIMIT_STEPS = 3  # a line may be printed before its step ends; by the third, two steps with optimizer state are done
@@ -79,8 +81,8 @@ class CommandRunner:
 
     def limit(self, size: int) -> Trial:
         """Whether a size runs."""
-        marks = _Marks(self.request.step_regex, least=_LIMIT_STEPS, seconds=0.0)
-        done = self._run(size, _LIMIT_STEPS, marks, limited=True)
+        steps = _Steps(self.request.step_regex, least=_LIMIT_STEPS, seconds=0.0)
+        done = self._run(size, _LIMIT_STEPS, steps, limited=True)
         return self._trial(size, "limit", done)
 
     def evaluation(self, size: int) -> Trial:
@@ -89,7 +91,6 @@ class CommandRunner:
 
     def throughput(self, size: int, contrasts: bool = False) -> Trial:
         """How fast a size is; contrasts would need a look inside."""
-        marks = _Marks(self.request.step_regex, least=_FEW + 3, seconds=self.request.seconds)
         if any(STEPS in word for word in self.request.command) and not self.request.step_regex:
             few = self._run(size, _FEW, None, limited=False)
             many = self._run(size, _MANY, None, limited=False)
@@ -101,10 +102,13 @@ class CommandRunner:
                 timing = Timing(step, max(step / 10, step - slack), step + slack, 0.0, _MANY - _FEW, _FEW)
                 return self._trial(size, "throughput", many, timing)
             return self._trial(size, "throughput", many if few.returncode == 0 else few)
-        done = self._run(size, _MANY, marks, limited=False)
-        return self._trial(size, "throughput", done, marks.timing())
+        seen = _Steps(self.request.step_regex, least=_FEW + 3, seconds=self.request.seconds)
+        done = self._run(size, _MANY, seen, limited=False)
+        timing = seen.timing()
+        trial = self._trial(size, "throughput", done, timing)
+        return trial if timing else replace(trial, last_lines=tuple(done.output.strip().splitlines()[-3:]))
 
-    def _run(self, size: int, steps: int, marks: _Marks | None, limited: bool) -> process.Exit:
+    def _run(self, size: int, steps: int, seen: _Steps | None, limited: bool) -> process.Exit:
         r = self.request
         words = [w.replace(PLACEHOLDER, str(size)).replace(STEPS, str(steps)) for w in r.command]
         done = process.run(
@@ -113,7 +117,7 @@ class CommandRunner:
             timeout=r.timeout,
             scratch=self.scratch,
             address_space=r.memory - r.margin if r.memory and limited else 0,
-            on_line=marks.see if marks else None,
+            on_line=seen.see if seen else None,
             report=True,
         )
         if done.returncode in (126, 127) and done.output.startswith(f"{words[0]}: "):
@@ -134,7 +138,7 @@ class CommandRunner:
                 samples_per_second=size / timing.seconds if timing else None,
             )  # fmt: skip
         if done.returncode is None:
-            death = Death("hang", f"no end within {r.timeout:g} s, and too few steps were seen")
+            death = Death("hang", f"no end within {r.timeout:g} s, and too few steps were seen (see --step-regex)")
         else:
             death = from_exit(done.returncode, done.output)
         traceback = death.traceback or (done.output[-2000:].strip() or None)
@@ -145,37 +149,74 @@ class CommandRunner:
 
 
 _LEAST_TIMES = 3  # for a median with an interval
+_DIGITS = 15  # a longer number is no step
 
 
-class _Marks:
-    """Steps seen in the output, each with its time."""
+@dataclass
+class _Series:
+    """What one pattern has found: the numbers that grew, and the time of a step between two of them."""
+
+    numbers: list[int]
+    first: float
+    last: float
+    times: list[float] = field(default_factory=list)
+
+    def add(self, number: int, when: float) -> None:
+        steps = number - self.numbers[-1]
+        if steps > 0 and when > self.last:  # lines that came together have one time, and tell none
+            self.times.append((when - self.last) / steps)
+        if steps > 0:
+            self.numbers.append(number)
+        elif steps < 0:
+            self.numbers[-1] = number  # an epoch began anew: the growth goes on from here
+        self.last = when if steps else self.last
+
+
+class _Steps:
+    """Steps seen in the output. Every pattern is followed by itself: the one that repeats with a growing number wins.
+
+    As soon as our own marker is seen, nothing else counts.
+    """
 
     def __init__(self, regex: str | None, least: int, seconds: float) -> None:
         self._patterns = [re.compile(p, re.IGNORECASE) for p in ((regex,) if regex else MARKERS)]
-        self._own = self._patterns[0]
         self._least, self._seconds = least, seconds
-        self.seen: list[tuple[int, float]] = []
+        self._series: dict[tuple[Any, ...], _Series] = {}
 
     def see(self, line: str, when: float) -> bool:
         """Take a line; True when there are enough steps over enough time."""
         line = _COLOUR.sub("", line)
         for pattern in self._patterns:
-            if found := pattern.search(line):
-                if pattern is self._own and pattern is not self._patterns[-1]:
-                    self.seen.clear()  # what was counted before the script's own marker may have been anything
-                self._patterns = [self._own] if pattern is self._own else [self._own, pattern]
-                number = int(found[1]) if pattern.groups and found[1].isdigit() else len(self.seen)
-                if not self.seen or number > self.seen[-1][0]:
-                    self.seen.append((number, when))
-                break
-        long = len(self.seen) >= self._least and self.seen[-1][1] - self.seen[0][1] >= self._seconds
-        return long and len(self._times()) >= _LEAST_TIMES
+            found = pattern.search(line)
+            first, *others = (found and found.groups()) or ("",)
+            if not found or (first and first.isdecimal() and len(first) > _DIGITS):
+                continue
+            if pattern is self._patterns[0] and len(self._patterns) > 1:
+                self._patterns = [pattern]
+                self._series.clear()  # what was counted before the script's own marker may have been anything
+            key = (pattern, *others)
+            series = self._series.get(key)
+            count = len(series.numbers) if series else 0
+            number = int(first) if first and first.isdecimal() else count
+            if series:
+                series.add(number, when)
+            else:
+                self._series[key] = _Series([number], when, when)
+        return any(
+            len(s.numbers) >= self._least and s.last - s.first >= self._seconds and len(s.times) >= _LEAST_TIMES
+            for s in self._series.values()
+        )
 
-    def _times(self) -> list[float]:
-        """Of a step, from the time between lines and the steps between them; lines that came together have one time."""
-        return [(t1 - t0) / (n1 - n0) for (n0, t0), (n1, t1) in pairwise(self.seen) if t1 > t0]
+    @property
+    def numbers(self) -> list[int]:
+        """Of the steps."""
+        return self._best.numbers if self._best else []
 
     def timing(self) -> Timing | None:
         """The time of a step, where enough lines came one by one."""
-        times = self._times()
+        times = self._best.times if self._best else []
         return Timing.of(times) if len(times) >= _LEAST_TIMES else None
+
+    @property
+    def _best(self) -> _Series | None:
+        return max(self._series.values(), key=lambda series: len(series.numbers), default=None)

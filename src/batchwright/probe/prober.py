@@ -179,6 +179,8 @@ class _Session:
                 trial = self._trial(self.runner.throughput, size, "throughput", left=len(wanted) - at - bool(r.command))
                 if trial.fits and trial.timing:
                     timed[size] = trial
+                elif trial.fits and trial.last_lines is not None:  # no steps in its output: other sizes would show none either
+                    break
         timings: dict[int, Timing] = {size: t.timing for size, t in timed.items() if t.timing}
         curve = curves.analyse(timings) if timings else None
         recommended = limit.largest
@@ -246,8 +248,13 @@ class _Session:
             self.notes.append(f"micro_batch_size {size} fits, but {what} while its speed was measured ({trial.reason}); "
                               "a smaller one, or a --margin, is safer.")  # fmt: skip
         if r.throughput and not timed and not slow:
-            self.notes.append("no throughput: no step was seen in the output. Print `batchwright: step N`, give "
-                              "--step-regex, or put {steps} into the command.")  # fmt: skip
+            last = [line for trial in self.trials for line in trial.last_lines or ()]
+            shown = f", which ended with: {' / '.join(line.strip()[:160] for line in last)}" if last else ""
+            self.notes.append(
+                f"no throughput: no steps were seen in the output{shown}. Say what a step looks like, such as --step-regex "
+                "'batch (\\d+)', whose group is the number of the step; or print `batchwright: step N`; or put {steps} into "
+                "the command."
+            )
         busy = [s for s, t in timed.items() if t.timing and (t.timing.contention or 0) > CONTENDED]
         if busy:
             self.notes.append(f"other programs used the processors while {len(busy)} of {len(timed)} sizes were timed.")

@@ -47,6 +47,8 @@ class Trial:
     tokens_per_sample: int | None = None
     allocator_retries: int | None = None
     reserved_bytes: int | None = None
+    last_lines: tuple[str, ...] | None = None
+    """Of a command's output, where its speed was to be measured and no steps were seen."""
     resumed: bool = False
 
     @property
