@@ -66,3 +66,26 @@ def test_maxtexts_micro_batch_counts_all_ranks(cli):
     assert cli(*words, "--data-parallel-size", "4", "--json").json["accumulation_steps"] == 8  # batch / micro
     refused = cli(*words, "--data-parallel-size", "8", "--json")
     assert (refused.code, refused.json["error"]["nearest"]) == (2, [8])
+
+
+@pytest.mark.parametrize("given", [("micro_batch_size=2",), ("--micro-batch-size", "2")])
+def test_maxtexts_page_word_for_word(cli, given):
+    found = cli("rl", "batch_size=8", "num_generations=16", *given, "--json").json
+    assert (found["responses_per_update"], found["train_micro_responses"], found["accumulation_steps"]) == (128, 32, 4)
+    assert (found["rollout_micro_prompts"], found["rollout_micro_steps"]) == (2, 4)
+    assert "was read as prompts, as MaxText's code counts" in found["notes"][0]
+    assert "page counts prompt-response pairs: for that reading give train_micro_responses=2" in found["notes"][0]
+
+
+def test_one_micro_batch_for_both(cli):
+    words = ("rl", "batch_size=8", "num_generations=16")
+    off = cli(*words, "micro_batch_size=-1", "--json").json
+    assert (off["accumulation_steps"], off["rollout_micro_steps"]) == (1, 1) and not off["notes"]
+    ranks = cli(*words, "micro_batch_size=4", "--data-parallel-size", "2", "--json").json
+    assert (ranks["train_micro_prompts"], ranks["accumulation_steps"], ranks["rollout_micro_prompts"]) == (2, 2, 4)
+    own = cli(*words, "micro_batch_size=4", "train_micro_batch_size=1", "--json").json
+    assert (own["train_micro_prompts"], own["rollout_micro_prompts"]) == (1, 4)
+    wrong = cli(*words, "micro_batch_size=3", "--json")
+    assert (wrong.code, wrong.json["error"]["field"], wrong.json["error"]["nearest"]) == (2, "micro_batch_size", [2, 4])
+    odd = cli(*words, "micro_batch_size=1", "--data-parallel-size", "16")
+    assert "No number of prompts works: give train_micro_responses" in odd.err

@@ -22,7 +22,7 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
     job = {"prompts": draw(st.integers(1, 48)), "generations": draw(st.integers(1, 8))}
     for name, values in {
         "updates": n, "iterations": st.integers(1, 4), "rounds_ahead": st.integers(0, 3), "data_parallel_size": n,
-        "train_micro_prompts": n, "train_micro_responses": n, "rollout_micro_prompts": n,
+        "train_micro_prompts": n, "train_micro_responses": n, "rollout_micro_prompts": n, "micro_batch_size": n,
     }.items():  # fmt: skip
         if draw(st.booleans()):
             job[name] = draw(values)

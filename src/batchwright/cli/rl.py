@@ -38,6 +38,7 @@ _MAXTEXT = {
 @number("--train-micro-prompts", "Training micro batch of a rank, in prompts; -1 or none: all at once.")
 @number("--train-micro-responses", "The same in responses.")
 @number("--rollout-micro-prompts", "Prompts generated at once; -1 or none: all.")
+@number("--micro-batch-size", "MaxText's one number for both: prompts of all ranks; -1 or none: all at once.")
 @number("--updates", "Optimizer updates that share a round's prompts among them.  [default: 1]")
 @number("--iterations", "Passes over a round.  [default: 1]")
 @number("--rounds-ahead", "Rounds sampled before they are learned from.  [default: 0]")
@@ -47,7 +48,7 @@ def command(words: tuple[str, ...], as_json: bool, **flags: Any) -> None:
     """Batches of reinforcement learning: prompts -> responses -> updates -> micro batches.
 
     The effective batch is prompts × generations. Groups of responses are never split across an update. MaxText's keys
-    (batch_size=32 rl.num_generations=8 train_micro_batch_size=4) are understood too.
+    (batch_size=8 num_generations=16 micro_batch_size=2) are understood too.
     """
     values, sources = _gather(words, flags)
     made = rl(**values)

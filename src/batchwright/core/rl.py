@@ -60,8 +60,11 @@ def rl(
     iterations: int | str = 1,
     rounds_ahead: int | str = 0,
     data_parallel_size: int | str = 1,
+    micro_batch_size: int | str | None = None,
 ) -> RLPlan:
     """The batch of an RL job; a micro batch of None or -1 means no micro-batching.
+
+    `micro_batch_size` is MaxText's one word for both micro batches: prompts of all ranks, sampled and then trained on.
 
     >>> plan = rl(prompts=32, generations=8, train_micro_prompts=4)
     >>> plan.responses_per_update, plan.accumulation_steps, plan.on_policy
@@ -88,10 +91,43 @@ def rl(
         micro_or_none("train_micro_responses", train_micro_responses),
     )
     rollout_prompts = micro_or_none("rollout_micro_prompts", rollout_micro_prompts)
+    both = micro_or_none("micro_batch_size", micro_batch_size)
     passes, ahead = read("iterations", iterations), read("rounds_ahead", rounds_ahead, 0)
     raise_violations(ConfigError, wrong)
     count(sizes.prompts * sizes.generations, "responses_per_round", most=LARGEST)
-    return _graph(sizes, rollout_prompts, passes, ahead)
+    if both is None:
+        return _graph(sizes, rollout_prompts, passes, ahead)
+    if rollout_prompts is None:
+        rollout_prompts = both
+    if sizes.train_micro_prompts is None and sizes.train_micro_responses is None:
+        sizes = replace(sizes, train_micro_prompts=_prompts_of_a_rank(both, sizes))
+    made = _graph(sizes, rollout_prompts, passes, ahead)
+    note = (
+        f"micro_batch_size={both} was read as prompts, as MaxText's code counts: {both} × {sizes.generations} generations = "
+        f"{both * sizes.generations} responses. MaxText's page counts prompt-response pairs: for that reading give "
+        f"train_micro_responses={both}."
+    )
+    return replace(made, notes=(note, *made.notes))
+
+
+def _prompts_of_a_rank(micro: int, sizes: _Sizes) -> int:
+    """A rank's part of a micro batch that is counted over all ranks; it has to be a whole part of an update, too."""
+    ranks, (part, over) = sizes.data_parallel_size, divmod(sizes.prompts, sizes.updates)
+    if over:
+        return 1  # no micro batch helps, and the error is about the updates
+    whole = [ranks * n for n in divisors(part // ranks)] if part % ranks == 0 else []
+    if micro in whole:
+        return micro // ranks
+    near = (*[n for n in whole if n < micro][-1:], *[n for n in whole if n > micro][:1])
+    raise PlanError(
+        f"micro_batch_size={micro} is not a whole part of an update: it counts the prompts of all ranks, an update has "
+        f"{part} prompts, {part} / {micro} = {part / micro:.2f}, and {micro} / {ranks} data_parallel_size = "
+        f"{micro / ranks:.2f}. "
+        + (f"Nearest: {either(near)}." if near else "No number of prompts works: give train_micro_responses."),
+        field="micro_batch_size",
+        given=micro,
+        nearest=near,
+    )
 
 
 @record
