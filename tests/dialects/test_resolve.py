@@ -63,3 +63,19 @@ def test_every_key_of_every_dialect_leads_to_a_field_of_ours():
                 assert resolve([(key, Given(1))]).fields[ours].value == 1
     assert not is_foreign("nodes")
     assert not is_foreign("batch.micro_batch_size")
+
+
+@pytest.mark.parametrize("key", ["model.name", "model.text.encoder_seq_length", "model.vision.micro_batch_size"])
+def test_a_key_that_is_close_to_another_frameworks_is_no_slip(key):
+    nemo = [("model.micro_batch_size", Given(2)), ("model.global_batch_size", Given(2048)), (key, Given("gpt"))]
+    assert resolve(nemo, lenient=True).ignored == (key,)
+    assert resolve([*nemo, ("trainer.devices", Given(8))], lenient=True).fields["devices_per_node"].value == 8
+
+
+def test_a_slip_of_the_framework_that_is_used_is_still_one():
+    nemo = [("model.global_batch_size", Given(2048)), ("model.micro_batch_sise", Given(2))]
+    with pytest.raises(ConfigError, match=r"Did you mean model\.micro_batch_size"):
+        resolve(nemo, lenient=True)
+    maxtext = [("per_device_batch_size", Given(2)), ("model_nam", Given("default"))]
+    with pytest.raises(ConfigError, match="Did you mean model_name"):
+        resolve(maxtext, lenient=True)

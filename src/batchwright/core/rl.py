@@ -97,10 +97,19 @@ def rl(
     count(sizes.prompts * sizes.generations, "responses_per_round", most=LARGEST)
     if both is None:
         return _graph(sizes, rollout_prompts, passes, ahead)
-    if rollout_prompts is None:
-        rollout_prompts = both
     if sizes.train_micro_prompts is None and sizes.train_micro_responses is None:
         sizes = replace(sizes, train_micro_prompts=_prompts_of_a_rank(both, sizes))
+    if rollout_prompts is None:
+        if sizes.prompts % both:
+            near = nearest_divisors(sizes.prompts, both)
+            raise PlanError(
+                f"micro_batch_size={both} does not divide the round's {sizes.prompts} prompts: {sizes.prompts} / {both} = "
+                f"{sizes.prompts / both:.2f}. Nearest: {either(near)}.",
+                field="micro_batch_size",
+                given=both,
+                nearest=near,
+            )
+        rollout_prompts = both
     made = _graph(sizes, rollout_prompts, passes, ahead)
     note = (
         f"micro_batch_size={both} was read as prompts, as MaxText's code counts: {both} × {sizes.generations} generations = "

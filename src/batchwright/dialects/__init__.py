@@ -74,7 +74,8 @@ def resolve(entries: Iterable[tuple[str, Given]], *, own: Collection[str] = READ
     ignored: list[str] = []
     known = dialects()
     used: list[str] = []
-    all_keys = [*own, *(k for d in known for k in (*d.keys, *d.special))]
+    entries = list(entries)
+    candidates = _candidates(own, [key for key, _ in entries])
     for key, given in entries:
         dialect = next((d for d in known if key in d.special), None)
         if dialect is not None:
@@ -87,10 +88,10 @@ def resolve(entries: Iterable[tuple[str, Given]], *, own: Collection[str] = READ
             used.append(dialect.title)
             _put(fields, dialect.keys[key], given, wrong)
         else:
-            if lenient and not _is_a_slip(key, all_keys):
+            if lenient and not _is_a_slip(key, candidates):
                 ignored.append(key)
             else:
-                wrong.append(unknown_key(key, given.value, all_keys))
+                wrong.append(unknown_key(key, given.value, candidates))
     raise_violations(ConfigError, wrong)
     notes: list[str] = []
     for dialect in known:
@@ -115,10 +116,10 @@ def is_about_a_batch(key: str) -> bool:
     return "batch" in name or "accum" in name or name.endswith(("parallelism", "parallel_size", "parallel_degree"))
 
 
-def slips(flags: Iterable[str], own: Collection[str]) -> list[Violation]:
-    """Flags of a pasted line that were left out, and are one letter from one about the batch that we know."""
+def slips(flags: Iterable[str], own: Collection[str], used: Collection[str] = ()) -> list[Violation]:
+    """Flags of a pasted line that were left out, and are a letter from one about the batch; `used` are the line's keys."""
     found: list[Violation] = []
-    known = [*own, *(k for d in dialects() for k in (*d.keys, *d.special))]
+    known = _candidates(own, used)
     for flag in flags:
         key = flag.partition("=")[0].lstrip("-").replace("-", "_")
         other = any(key.endswith(f"_{k}") or k.endswith(f".{key}") for k in known)  # a name of its own
@@ -127,11 +128,21 @@ def slips(flags: Iterable[str], own: Collection[str]) -> list[Violation]:
     return found
 
 
-def _is_a_slip(key: str, known: list[str]) -> bool:
-    """A key that is one letter from one we know was meant to be it, even among many that are not for us."""
+def _candidates(own: Collection[str], used: Collection[str]) -> list[str]:
+    """What a misspelt key may have been meant to be: ours, or one of the frameworks whose keys are used beside it.
+
+    Another framework's key is no misspelling, however close: `model.name` in a file for NeMo is not MaxText's `model_name`.
+    """
+    spoken = [d for d in dialects() if any(key in d.keys or key in d.special for key in used)] or dialects()
+    return [*own, *(key for d in spoken for key in (*d.keys, *d.special))]
+
+
+def _is_a_slip(key: str, candidates: list[str]) -> bool:
+    """A key a letter or two from one that we know, in the same section, was meant to be it."""
     from difflib import get_close_matches
 
-    return bool(get_close_matches(key, known, n=1, cutoff=0.9))
+    level = [name for name in candidates if name.count(".") == key.count(".")]
+    return bool(get_close_matches(key, level, n=1, cutoff=0.9))
 
 
 def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> None:
