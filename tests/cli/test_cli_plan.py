@@ -402,3 +402,11 @@ def test_a_bad_probe_file_is_refused(cli, tmp_path, content):
         ran = cli(verb, "--global-batch-size", "96", "--nodes", "2", "--devices-per-node", "1", "--micro-batch-size", "1",
                   "--from-probe", str(probe), "--json")  # fmt: skip
         assert ran.code == 2 and ran.json["error"]["type"] == "ConfigError"
+
+
+def test_megatrons_expert_flags_as_they_are(cli):
+    line = "--global-batch-size 32 --micro-batch-size 1 --devices 8 --tensor-model-parallel-size 2 " \
+        "--expert-model-parallel-size 8 --expert-tensor-parallel-size"  # fmt: skip
+    assert cli("plan", *line.split(), "1", "--json").json["accumulation_steps"] == 8
+    refused = cli("plan", *line.split(), "2")
+    assert refused.code == 0 and "Megatron refuses 8 devices" in refused.out

@@ -318,3 +318,13 @@ def test_a_target_that_the_budget_does_not_reach_is_said(cli):
     words = ("ramp", "--linear", "256,128,50M", "--global-batch-size", "1024", "--json", "--samples")
     assert any("256 then, and 1024 is not reached" in note for note in cli(*words, "1M").json["notes"])
     assert not any("not reached" in note for note in cli(*words, "60M").json["notes"])
+
+
+def test_experts_choose_nodes_where_they_can_and_are_noted_where_not(cli):
+    words = ("ramp", "--thresholds", "0:48 480:64", "--samples", "1120", "--micro-batch-size", "1", "--nodes", "4",
+             "--devices-per-node", "8", "--node-policy", "constant-work", "--json")  # fmt: skip
+    assert [s["nodes"] for s in cli(*words).json["stages"]] == [3, 4]
+    assert [s["nodes"] for s in cli(*words, "--expert-parallel", "16").json["stages"]] == [2, 4]
+    noted = cli(*words, "--expert-parallel", "64").json
+    assert [s["nodes"] for s in noted["stages"]] == [3, 4]
+    assert any("Megatron refuses" in note for note in noted["notes"])

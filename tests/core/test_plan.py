@@ -165,7 +165,8 @@ def test_every_accepted_plan_satisfies_the_equation_and_the_request(request):
         assert batch == micro * steps * ranks
     assert p.batch_quantum == micro * ranks
     assert p.devices == ranks * p.tensor_parallel * p.pipeline_parallel * p.context_parallel
-    assert ranks % p.expert_parallel == 0
+    group = p.expert_parallel * (p.expert_tensor_parallel or p.tensor_parallel) * p.pipeline_parallel
+    assert any("Megatron refuses" in note for note in p.notes) == (p.expert_parallel > 1 and p.devices % group > 0)
     assert micro <= (request.max_micro_batch_size or micro)
     if request.round is None:
         assert request.global_batch_size in (None, batch)
@@ -217,7 +218,6 @@ SEARCHED = {  # how far brute force looks, by field
     "micro_batch_size": 60,
     "accumulation_steps": 60,
     "pipeline_microbatches": 80,
-    "expert_parallel": 30,
     "devices": 100,
     "nodes": 30,
 }
@@ -240,7 +240,7 @@ def test_every_nearest_is_accepted_and_nothing_lies_between(request):
         name, given_, nearest, violations = error.field, error.given, error.nearest, error.violations
     if len(violations) > 1 or name not in SEARCHED or given_ is None or getattr(request, name) != given_:
         return
-    if name in ("devices", "nodes", "expert_parallel"):  # the batch may not divide there: that is the next error
+    if name in ("devices", "nodes"):  # the batch may not divide there: that is the next error
         for n in nearest:
             assert name not in blamed(replace(request, **{name: n})) - {"nodes"}
         return
@@ -265,21 +265,38 @@ def test_nearest_ranks_that_fill_nodes_equal_brute_force(ranks, per_node, tensor
         plan(request)
     except PlanError as error:
         assume(len(error.violations) == 1 and error.field == "data_parallel_size")
-        full = [n for n in range(1, 300) if n * tensor % per_node == 0 and n % expert == 0]
+        full = [n for n in range(1, 300) if n * tensor % per_node == 0 and (n % expert == 0 or ranks % expert)]
         assert list(error.nearest) == [*[n for n in full if n < ranks][-1:], *[n for n in full if n > ranks][:1]]
         assert all(accepts(replace(request, data_parallel_size=n)) for n in error.nearest)
 
 
+few = st.integers(1, 8)
+
+
 @quick
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_nearest_expert_parallel_equals_brute_force(ranks, expert):
-    request = Request(micro_batch_size=1, data_parallel_size=ranks, expert_parallel=expert)
-    try:
-        assert plan(request).data_parallel_size == ranks  # experts live inside data parallelism and do not reduce it
-        assert ranks % expert == 0
-    except PlanError as error:
-        works = [n for n in range(1, 41) if ranks % n == 0]
-        assert list(error.nearest) == [*[n for n in works if n < expert][-1:], *[n for n in works if n > expert][:1]]
+@given(few, few, few, few, st.integers(1, 16), st.none() | few)
+def test_experts_are_noted_and_never_refused(ranks, tensor, pipeline, context, expert, expert_tensor):
+    request = Request(micro_batch_size=1, data_parallel_size=ranks, tensor_parallel=tensor, pipeline_parallel=pipeline,
+                      context_parallel=context, accumulation_steps=8)  # fmt: skip
+    without = plan(request)
+    p = plan(replace(request, expert_parallel=expert, expert_tensor_parallel=expert_tensor))
+    assert four(p) == four(without) and p.devices == without.devices
+    whole = p.devices % (expert * (expert_tensor or tensor) * pipeline) == 0  # megatron/core/parallel_state.py
+    assert (p.world.expert_refusal() is None) == whole
+
+
+def test_a_legal_world_of_experts_that_was_once_refused():
+    p = batchwright.plan(global_batch_size=32, micro_batch_size=1, devices=8, tensor_parallel=2, expert_parallel=8,
+                         expert_tensor_parallel=1)  # fmt: skip
+    assert four(p) == (1, 8, 4, 32)
+    assert any("it does not reduce data_parallel_size 4." in note for note in p.notes)
+    assert not any("Megatron refuses" in note for note in p.notes)
+
+
+def test_free_ranks_hold_whole_groups_of_experts_where_they_can():
+    assert batchwright.plan(global_batch_size=64, micro_batch_size=4, expert_parallel=8).data_parallel_size == 16
+    p = batchwright.plan(global_batch_size=32, micro_batch_size=16, expert_parallel=8)
+    assert p.data_parallel_size == 2 and any("Megatron refuses 2 devices" in note for note in p.notes)
 
 
 @quick
@@ -329,12 +346,6 @@ def test_contradictions_of_the_world_show_the_product():
     with pytest.raises(PlanError) as caught:  # both at once
         batchwright.plan(micro_batch_size=1, devices=10, nodes=2, devices_per_node=4, data_parallel_size=3)
     assert [v.field for v in caught.value.violations] == ["devices", "data_parallel_size"]
-
-
-def test_a_world_and_its_experts_are_wrong_at_once():
-    with pytest.raises(PlanError) as caught:
-        batchwright.plan(micro_batch_size=1, data_parallel_size=6, devices_per_node=4, expert_parallel=4)
-    assert [v.field for v in caught.value.violations] == ["data_parallel_size", "expert_parallel"]
 
 
 # --- under-determined -------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class StageRules:
     def replicas(self, nodes: int) -> int | None:
         """The data-parallel size on so many nodes, or None where they hold no whole number of (expert) replicas."""
         devices, size = nodes * (self.world.devices_per_node or 1), self.world.model_parallel_size
-        return None if devices % size or devices // size % self.world.expert_parallel else devices // size
+        return None if devices % size or devices // size % self.world.expert_step else devices // size
 
     def fit(self, batch: int, nodes: int) -> Fit | None:
         """How `batch` runs on `nodes`, or None: the equation's best split that fills the pipeline."""
@@ -141,7 +141,8 @@ class StageRules:
         [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (10, 10)]
         """
         per_node, size = self.world.devices_per_node or 1, self.world.model_parallel_size
-        least = size * self.world.expert_parallel // gcd(per_node, size * self.world.expert_parallel)
+        whole = size * self.world.expert_step
+        least = whole // gcd(per_node, whole)
         dp, most = least * per_node // size, self.nodes // least
         unit, found = dp * (self.micro_batch_size or 1), set[int]()
         for batch in set(batches):
@@ -156,12 +157,12 @@ class StageRules:
     def _dividing(self, batch: int) -> Iterator[tuple[int, int]]:
         """Nodes and replicas among which the batch divides, ascending."""
         replicas, over = divmod(batch, (self.micro_batch_size or 1) * (self.accumulation_steps or 1))
-        size, per_node = self.world.model_parallel_size, self.world.devices_per_node or 1
+        size, per_node, step = self.world.model_parallel_size, self.world.devices_per_node or 1, self.world.expert_step
         for dp in () if over else divisors(replicas):
             nodes, rest = divmod(dp * size, per_node)
             if nodes > self.nodes:
                 return
-            if not rest and dp % self.world.expert_parallel == 0:
+            if not rest and dp % step == 0:
                 yield nodes, dp
 
     def violation(self, batch: int, nodes: int, where: str) -> Violation:

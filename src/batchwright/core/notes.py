@@ -60,8 +60,8 @@ def notes_for(plan: Plan, *, chosen: bool) -> tuple[str, ...]:
         notes.extend(_pipeline_notes(plan))
     if plan.expert_parallel > 1:
         notes.append(
-            f"expert_parallel={plan.expert_parallel} spreads experts over data-parallel ranks: it does not reduce "
-            f"data_parallel_size {ranks}."
+            f"expert_parallel={plan.expert_parallel} spreads experts over devices that hold different samples anyway: it does "
+            f"not reduce data_parallel_size {ranks}. {plan.world.expert_refusal() or ''}".rstrip()
         )
     if plan.devices <= 8 and plan.pipeline is None:
         notes.append(

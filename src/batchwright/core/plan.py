@@ -53,6 +53,7 @@ class Plan:
     pipeline_parallel: int
     context_parallel: int
     expert_parallel: int
+    expert_tensor_parallel: int | None
     sequence_length: int | None
     global_batch_size_tokens: int | None
     max_micro_batch_size: int | None
@@ -89,6 +90,7 @@ class Plan:
             self.pipeline_parallel,
             self.context_parallel,
             self.expert_parallel,
+            self.expert_tensor_parallel,
         )
 
 
@@ -104,7 +106,7 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
     ranks = resolve_ranks(request)
     batch = batch_in_samples(request)
     rule = pipeline_rule(request)
-    unknowns = Unknowns(
+    given = Unknowns(
         batch,
         request.micro_batch_size,
         _known_steps(request, rule),
@@ -114,15 +116,17 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
         rule if request.pipeline_style == "accumulation" else None,
         request.sequence_length,
     )
-    notes = list(request.notes)
     raise_violations(PlanError, _unused(request))
     wrong = [] if ranks is None else _world_violations(request, _world(request, ranks))
+    step = rank_step(request, experts=True)
     try:
-        unknowns = rounded_batch(request, unknowns, notes)
-        ragged = ragged_plan(request, unknowns)
-        found = (ragged,) if ragged else solve(unknowns)
+        unknowns, ragged, found, notes = _solved(request, replace(given, rank_step=step))
     except PlanError as error:
-        raise PlanError(violations=[*wrong, *error.violations]) from None
+        if ranks is not None or step == given.rank_step:
+            raise PlanError(violations=[*wrong, *error.violations]) from None
+        unknowns, ragged, found, notes = _solved(
+            request, given
+        )  # no ranks hold whole groups of experts: a note says so
     raise_violations(PlanError, wrong)
     if rule and request.pipeline_style == "inner":  # rather a split whose accumulation steps can be cut into pieces
         pieces = request.pipeline_microbatches or (rule.stages if rule.schedule == "circular" else 1)
@@ -151,6 +155,7 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
         pipeline_parallel=world.pipeline_parallel,
         context_parallel=world.context_parallel,
         expert_parallel=world.expert_parallel,
+        expert_tensor_parallel=world.expert_tensor_parallel,
         sequence_length=request.sequence_length,
         global_batch_size_tokens=size * request.sequence_length if request.sequence_length else None,
         max_micro_batch_size=request.max_micro_batch_size,
@@ -220,10 +225,18 @@ def _known_steps(request: Request, rule: PipelineRule | None) -> int | None:
     return pieces
 
 
-def rank_step(request: Request) -> int:
-    """Ranks that are not given come in multiples of this: whole nodes, and whole groups of experts."""
+def _solved(request: Request, given: Unknowns) -> tuple[Unknowns, Split | None, tuple[Split, ...], list[str]]:
+    """The equation with its batch rounded if asked for, the ragged split or None, every split, and notes."""
+    notes = list(request.notes)
+    unknowns = rounded_batch(request, given, notes)
+    ragged = ragged_plan(request, unknowns)
+    return unknowns, ragged, (ragged,) if ragged else solve(unknowns), notes
+
+
+def rank_step(request: Request, *, experts: bool = False) -> int:
+    """Ranks that are not given come in multiples of this: whole nodes and, where they can, whole groups of experts."""
     world = world_of(request, 1)
-    step = lcm(world.replica_step, world.expert_parallel)
+    step = lcm(world.replica_step, world.expert_step if experts else 1)
     if request.nodes and world.devices_per_node is None:
         step = lcm(step, request.nodes // gcd(request.nodes, world.model_parallel_size))
     return step

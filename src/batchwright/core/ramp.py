@@ -231,7 +231,18 @@ def _placement(
         "stop_every_stage": wanted.stop_every_stage,
     }
     times = _throughput(request, wanted)
-    placed = place(schedule.segments, world, throughput=times, **options)
+    try:
+        placed = place(schedule.segments, world, throughput=times, **options)
+    except ScheduleError:
+        if world.expert_step == 1:
+            raise
+        split = world  # experts do not enter the batch: where they are all that is wrong, a note says so
+        world = replace(world, expert_parallel=1, expert_tensor_parallel=None)
+        placed = place(schedule.segments, world, throughput=times, **options)
+        refusals = (
+            replace(split, data_parallel_size=stage.data_parallel_size).expert_refusal() for stage in placed.stages
+        )
+        placed = replace(placed, notes=(*placed.notes, *list(filter(None, refusals))[:1]))
     if times is None and published and [s.nodes for s in placed.stages] == [s.nodes for s in published.stages]:
         measured = StageSeconds(tuple(stage.iteration_seconds for stage in published.stages))
         placed = place(schedule.segments, world, throughput=measured, **options)

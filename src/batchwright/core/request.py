@@ -43,6 +43,7 @@ class Request:
     pipeline_parallel: int = 1
     context_parallel: int = 1
     expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
     pipeline_schedule: str | None = None
     pipeline_style: str = "accumulation"
     pipeline_microbatches: int | None = None
@@ -116,6 +117,7 @@ READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "pipeline_parallel": _parallel,
     "context_parallel": _parallel,
     "expert_parallel": _parallel,
+    "expert_tensor_parallel": _parallel,
     "pipeline_schedule": choice(*SCHEDULES),
     "pipeline_style": choice("accumulation", "inner"),
     "pipeline_microbatches": _batch,
@@ -242,7 +244,9 @@ def resolve_ranks(request: Request) -> int | None:
     64
     """
     replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
-    whole = replica * request.expert_parallel  # devices of the fewest replicas that the experts spread over
+    whole = (
+        replica * world_of(request, 1).expert_step
+    )  # devices of the fewest replicas that hold whole groups of experts
     split = world_of(request, 1).split() or "1"
     devices, wrong = devices_of(request)
     if request.nodes and request.devices_per_node and devices is not None and devices % replica:
@@ -307,6 +311,7 @@ def world_of(request: Request, ranks: int) -> World:
         request.pipeline_parallel,
         request.context_parallel,
         request.expert_parallel,
+        request.expert_tensor_parallel,
     )
 
 

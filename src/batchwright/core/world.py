@@ -5,13 +5,16 @@ from __future__ import annotations
 from math import gcd, lcm
 
 from .errors import Violation, either
-from .nearest import nearest_divisors
 from .record import record
 
 
 @record
 class World:
-    """`devices = data_parallel_size × tensor × pipeline × context`; expert parallelism lives inside data parallelism.
+    """`devices = data_parallel_size × tensor × pipeline × context`.
+
+    Expert parallelism does not enter that: the experts' layers divide the same devices in another way, into
+    `expert_parallel × expert_tensor_parallel × pipeline` (Megatron's rule; its expert tensor size is the tensor size unless
+    it is given). A world that they do not divide is noted, never refused.
 
     >>> World(data_parallel_size=64, devices_per_node=8, tensor_parallel=2).nodes
     16
@@ -23,6 +26,7 @@ class World:
     pipeline_parallel: int = 1
     context_parallel: int = 1
     expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
 
     @property
     def model_parallel_size(self) -> int:
@@ -65,12 +69,39 @@ class World:
             return 1
         return self.devices_per_node // gcd(self.devices_per_node, self.model_parallel_size)
 
+    @property
+    def expert_step(self) -> int:
+        """Replicas come in multiples of this where their devices are to hold whole groups of experts.
+
+        >>> World(1, expert_parallel=8).expert_step, World(1, tensor_parallel=2, expert_parallel=8).expert_step
+        (8, 8)
+        >>> World(1, tensor_parallel=2, expert_parallel=8, expert_tensor_parallel=1).expert_step
+        4
+        """
+        group = self.expert_parallel * (self.expert_tensor_parallel or self.tensor_parallel)
+        return group // gcd(group, self.tensor_parallel * self.context_parallel)
+
+    def expert_refusal(self) -> str | None:
+        """Why the experts do not divide these devices, as a sentence, or None where they do.
+
+        >>> World(4, tensor_parallel=2, expert_parallel=8).expert_refusal()
+        'Megatron refuses 8 devices / (expert 8 × expert-tensor 2 × pipeline 1) = 0.50 groups of experts.'
+        """
+        if self.data_parallel_size % self.expert_step == 0:
+            return None
+        tensor = self.expert_tensor_parallel or self.tensor_parallel
+        group = self.expert_parallel * tensor * self.pipeline_parallel
+        return (
+            f"Megatron refuses {self.devices} devices / (expert {self.expert_parallel} × expert-tensor {tensor} × pipeline "
+            f"{self.pipeline_parallel}) = {self.devices / group:.2f} groups of experts."
+        )
+
     def violations(self) -> list[Violation]:
-        """What does not divide: devices over nodes, experts over replicas."""
+        """What does not divide: devices over nodes."""
         found: list[Violation] = []
         if self.devices_per_node is not None and self.nodes is None:
-            spread = self.data_parallel_size % self.expert_parallel == 0  # then it has to stay so
-            step = lcm(self.replica_step, self.expert_parallel if spread else 1)
+            spread = self.data_parallel_size % self.expert_step == 0  # then it has to stay so
+            step = lcm(self.replica_step, self.expert_step if spread else 1)
             below = self.data_parallel_size // step * step
             nearest = [n for n in (below, below + step) if n]
             found.append(
@@ -81,18 +112,6 @@ class World:
                     f"Nearest data_parallel_size: {either(nearest)}.",
                     "data_parallel_size",
                     self.data_parallel_size,
-                    tuple(nearest),
-                )
-            )
-        if self.data_parallel_size % self.expert_parallel:
-            nearest = nearest_divisors(self.data_parallel_size, self.expert_parallel)
-            found.append(
-                Violation(
-                    f"expert_parallel={self.expert_parallel} does not divide data_parallel_size={self.data_parallel_size}: "
-                    f"experts are spread over data-parallel ranks, and {self.data_parallel_size} / {self.expert_parallel} = "
-                    f"{self.data_parallel_size / self.expert_parallel:.2f}. Nearest: {either(nearest)}.",
-                    "expert_parallel",
-                    self.expert_parallel,
                     tuple(nearest),
                 )
             )

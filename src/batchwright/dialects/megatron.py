@@ -64,6 +64,7 @@ DIALECT = Dialect(
         "pipeline_model_parallel_size": "pipeline_parallel",
         "context_parallel_size": "context_parallel",
         "expert_model_parallel_size": "expert_parallel",
+        "expert_tensor_parallel_size": "expert_tensor_parallel",
         "num_virtual_stages_per_pipeline_rank": "virtual_stages",
         "microbatch_group_size_per_virtual_pipeline_stage": "pipeline_group",
         "seq_length": "sequence_length",

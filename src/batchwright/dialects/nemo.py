@@ -19,6 +19,7 @@ _PARALLEL = {
     "pipeline_model_parallel_size": "pipeline_parallel",
     "context_parallel_size": "context_parallel",
     "expert_model_parallel_size": "expert_parallel",
+    "expert_tensor_parallel_size": "expert_tensor_parallel",
     "virtual_pipeline_model_parallel_size": "virtual_stages",
 }
 
@@ -109,6 +110,7 @@ def write_recipe(plan: Plan, recipe: Any) -> dict[str, Any]:
         "trainer.strategy.pipeline_model_parallel_size": plan.pipeline_parallel,
         "trainer.strategy.context_parallel_size": plan.context_parallel,
         "trainer.strategy.expert_model_parallel_size": plan.expert_parallel,
+        "trainer.strategy.expert_tensor_parallel_size": plan.expert_tensor_parallel,
         _ACCUMULATE: 1,  # NeMo's own accumulation follows from the batch; this one would multiply it
     }
     # NeMo 1.x keeps the batch and the parallelism in `model`, 2.0 in `data` and `trainer.strategy`.

@@ -179,7 +179,9 @@ class _Session:
                 trial = self._trial(self.runner.throughput, size, "throughput", left=len(wanted) - at - bool(r.command))
                 if trial.fits and trial.timing:
                     timed[size] = trial
-                elif trial.fits and trial.last_lines is not None:  # no steps in its output: other sizes would show none either
+                elif (
+                    trial.fits and trial.last_lines is not None
+                ):  # no steps in its output: other sizes would show none either
                     break
         timings: dict[int, Timing] = {size: t.timing for size, t in timed.items() if t.timing}
         curve = curves.analyse(timings) if timings else None
