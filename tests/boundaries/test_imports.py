@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,14 @@ def test_imports_keep_to_the_rooms(path):
     if room in THIRD_PARTY:
         outside = {name.split(".")[0] for name in used} - set(sys.stdlib_module_names) - {"batchwright"}
         assert outside <= THIRD_PARTY[room]
+
+
+def test_every_extra_installs_only_what_is_imported():
+    project = tomllib.loads((SRC.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    imported = {name.split(".")[0].lower() for path in MODULES for name in imports(path)}
+    for extra, packages in project["optional-dependencies"].items():
+        names = {re.split(r"[^\w-]", package)[0].lower() for package in packages} - {"batchwright"}
+        assert extra == "dev" or names <= imported, extra
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SRC)))

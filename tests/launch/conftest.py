@@ -22,6 +22,15 @@ TASK = f"{HERE / 'tiny.py'}:task"
 PATIENCE = 900.0  # for a machine that is busy with other things
 
 
+@pytest.fixture(autouse=True)
+def _signals_as_at_a_terminal() -> Iterator[None]:
+    """Whatever the suite was started with: nohup ignores SIGHUP, and what a test starts would inherit that."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 class Run:
     """One run directory and the command that works on it."""
 
