@@ -93,6 +93,25 @@ def twice() -> Task:
     )
 
 
+def converted(how: str = "none", tied: bool = False, dtype: str = "float32") -> Task:
+    """Two layers of a dtype, which the model's function converts after it has built them."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(64, 64, dtype=getattr(torch, dtype)) for _ in range(2)))
+        if tied:
+            model[1].weight = model[0].weight
+        convert: dict[str, Any] = {
+            "none": lambda: model, "to": lambda: model.to(torch.bfloat16), "half": lambda: model.half(),
+            "device": lambda: model.to("cpu"), "double": lambda: model.double(),
+        }  # fmt: skip
+        return convert[how]()
+
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        return model(x.to(next(model.parameters()).dtype)).float().square().sum(), len(x)
+
+    return Task(model=build, dataset=torch.zeros(8, 64), loss=loss, optimizer=lambda ps: torch.optim.AdamW(ps))
+
+
 def frozen() -> Task:
     """Half of the model does not train, and the optimizer reads values in its step."""
 

@@ -46,6 +46,18 @@ def test_checkpointing_precision_and_accumulation_move_the_peak(tasks, peaks):
     assert 0.9 < gradients / PARAMETERS < 1.1  # they are held while the second micro batch runs forward
 
 
+@pytest.mark.parametrize(
+    ("how", "dtype"), [("device", "float32"), ("to", "bfloat16"), ("half", "float16"), ("double", "float64")]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_its_function_converts_is_one_of_that_dtype(tasks, how, dtype, tied):
+    def held(**args):
+        made = answer("estimate", Request(f"{tasks}:converted", args={"tied": tied, **args}, micro_batch_sizes=(1, 4)))
+        return [(point["peak_memory_bytes"], point["breakdown"]) for point in made["points"]]
+
+    assert held(how=how) == held(dtype=dtype)
+
+
 def test_shards_divide_what_is_held(tasks, peaks):
     result = answer("estimate", Request(f"{tasks}:gpt", ranks=8, micro_batch_sizes=(2, 4)))
     small, large = result["points"]

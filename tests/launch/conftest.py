@@ -25,7 +25,9 @@ PATIENCE = 900.0  # for a machine that is busy with other things
 @pytest.fixture(autouse=True)
 def _signals_as_at_a_terminal() -> Iterator[None]:
     """Whatever the suite was started with: nohup ignores SIGHUP, and what a test starts would inherit that."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)}
+    before = {
+        number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -5,7 +5,8 @@ The fake device is the CPU: on a build without CUDA, a fake CUDA tensor that req
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +72,30 @@ class ReadsAsOne(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@contextmanager
+def building(mode: FakeTensorMode) -> Iterator[None]:
+    """Fake tensors that `module.to(...)`, `.half()` and the like convert in place.
+
+    torch converts a fake parameter by `swap_tensors`, which refuses one that a weak reference points to; its own fake mode
+    keeps such a reference for every parameter. Assigning the data does the same, and ties stay ties.
+    """
+    swap = torch.utils.swap_tensors
+
+    def assign(old: torch.Tensor, new: torch.Tensor) -> None:
+        if isinstance(old, FakeTensor) and isinstance(new, FakeTensor):
+            old.data = new.data
+            old.fake_device = new.fake_device
+        else:
+            swap(old, new)
+
+    torch.utils.swap_tensors = assign
+    try:
+        with mode:
+            yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
 class NoHandle:
     """Stands where the tracker would put a hook's handle."""
 
@@ -120,7 +145,7 @@ class FakeRuns:
         # In fake mode a model of any size costs nothing. A task whose data are read by value there (`.numpy()`,
         # `.item()` on its own tensors) is loaded again for real: only its model has to be fake.
         try:
-            with self.mode:
+            with building(self.mode):
                 task = load_task(self.request.task, self.args)
             return task, Batches(task, self.mode)
         except PlanError:
@@ -134,7 +159,7 @@ class FakeRuns:
         if self.request.ranks > 1 and isinstance(task.model, nn.Module):
             task = self._load()[0]
         try:
-            with self.mode:
+            with building(self.mode):
                 model = task.build_model(seed=0)
         except REFUSED:  # `.item()` on a table of rates, say: the model is built really, then made fake
             model = task.build_model(seed=0)
