@@ -54,7 +54,7 @@ def test_an_index_beyond_the_devices_is_refused(cuda, name, local_rank):
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "tpu", "cpu:x"])
 def test_a_device_that_is_not_here_is_refused(name):
-    with pytest.raises(PlanError, match="is not here: torch .* finds cpu"):
+    with pytest.raises(PlanError, match=r"is not here: torch .* finds cpu"):
         choose(name, Ranks())
 
 

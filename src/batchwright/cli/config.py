@@ -24,8 +24,8 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     ),
     "world": (
         "data_parallel_size", "devices", "nodes", "devices_per_node", "tensor_parallel", "pipeline_parallel",
-        "context_parallel", "expert_parallel", "expert_tensor_parallel", "pipeline_schedule", "pipeline_style", "pipeline_microbatches",
-        "pipeline_group", "virtual_stages", "delayed_forwarding",
+        "context_parallel", "expert_parallel", "expert_tensor_parallel", "pipeline_schedule", "pipeline_style",
+        "pipeline_microbatches", "pipeline_group", "virtual_stages", "delayed_forwarding",
     ),
     "loading": ("hosts", "expansion_factor", "loading_hosts", "stored_hosts", "equal_rows"),
     "ramp": (
