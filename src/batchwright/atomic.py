@@ -6,6 +6,7 @@ link which somebody has put there is never written through.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -36,10 +37,18 @@ def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot do this to a directory
+            raise
     finally:
         os.close(descriptor)
 
 
 def no_follow(path: str, flags: int) -> int:
     """An `opener` for `open` that refuses a symbolic link at the end of the path: for files that are appended to."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, "it is a symbolic link, which is not written through", path) from None
+        raise

@@ -83,6 +83,9 @@ def test_one_micro_batch_for_both(cli):
     assert (off["accumulation_steps"], off["rollout_micro_steps"]) == (1, 1) and not off["notes"]
     ranks = cli(*words, "micro_batch_size=4", "--data-parallel-size", "2", "--json").json
     assert (ranks["train_micro_prompts"], ranks["accumulation_steps"], ranks["rollout_micro_prompts"]) == (2, 2, 4)
+    assert "for that reading give train_micro_responses=2." in ranks["notes"][0]  # of each rank
+    none = cli(*words, "micro_batch_size=4", "train_micro_batch_size=-1", "--json").json
+    assert (none["accumulation_steps"], none["rollout_micro_steps"]) == (1, 2)
     own = cli(*words, "micro_batch_size=4", "train_micro_batch_size=1", "--json").json
     assert (own["train_micro_prompts"], own["rollout_micro_prompts"]) == (1, 4)
     wrong = cli(*words, "micro_batch_size=3", "--json")

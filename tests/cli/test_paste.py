@@ -107,3 +107,16 @@ def test_no_word_is_lost_or_made_up(words):
         return sorted(parts)
 
     assert pieces([*kept, *left]) == pieces(words)
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("--tensor-modle-parallel-size 2", "tensor_model_parallel_size"),
+        ("--per_device_train_batch_sise 4", "per_device_train_batch_size"),
+    ],
+)
+def test_a_launcher_does_not_hide_a_frameworks_misspelt_flag(cli, slip, meant):
+    line = f"torchrun --nproc-per-node 8 train.py {slip} --micro-batch-size 2 --global-batch-size 64"
+    refused = cli("plan", *line.split())
+    assert refused.code == 2 and f"Did you mean {meant}" in refused.err

@@ -137,6 +137,7 @@ def requests(draw: st.DrawFn) -> Request:
         pipeline_parallel=stages,
         context_parallel=draw(st.sampled_from([1, 1, 1, 2])),
         expert_parallel=draw(one),
+        expert_tensor_parallel=draw(st.none() | st.integers(1, 4)),
         pipeline_schedule=schedule if stages > 1 else None,
         pipeline_style=draw(st.sampled_from(["accumulation", "accumulation", "inner"])),
         pipeline_microbatches=draw(st.none() | st.none() | st.integers(1, 12)),
@@ -166,7 +167,7 @@ def test_every_accepted_plan_satisfies_the_equation_and_the_request(request):
     assert p.batch_quantum == micro * ranks
     assert p.devices == ranks * p.tensor_parallel * p.pipeline_parallel * p.context_parallel
     group = p.expert_parallel * (p.expert_tensor_parallel or p.tensor_parallel) * p.pipeline_parallel
-    assert any("Megatron refuses" in note for note in p.notes) == (p.expert_parallel > 1 and p.devices % group > 0)
+    assert any("Megatron refuses" in note for note in p.notes) == (p.devices % group > 0)
     assert micro <= (request.max_micro_batch_size or micro)
     if request.round is None:
         assert request.global_batch_size in (None, batch)
@@ -295,6 +296,11 @@ def test_a_legal_world_of_experts_that_was_once_refused():
 
 def test_free_ranks_hold_whole_groups_of_experts_where_they_can():
     assert batchwright.plan(global_batch_size=64, micro_batch_size=4, expert_parallel=8).data_parallel_size == 16
+    rounded = batchwright.plan(global_batch_size=18, round="up", micro_batch_size=4, expert_parallel=8)
+    assert rounded.global_batch_size == 20
+    with pytest.raises(PlanError) as caught:
+        batchwright.plan(micro_batch_size=1, devices=7, tensor_parallel=2, expert_parallel=8)
+    assert caught.value.nearest == (6, 8)
     p = batchwright.plan(global_batch_size=32, micro_batch_size=16, expert_parallel=8)
     assert p.data_parallel_size == 2 and any("Megatron refuses 2 devices" in note for note in p.notes)
 

@@ -103,6 +103,7 @@ def converted(how: str = "none", tied: bool = False, dtype: str = "float32") -> 
         convert: dict[str, Any] = {
             "none": lambda: model, "to": lambda: model.to(torch.bfloat16), "half": lambda: model.half(),
             "device": lambda: model.to("cpu"), "double": lambda: model.double(),
+            "meta": lambda: model.to("meta").to_empty(device="cpu"),
         }  # fmt: skip
         return convert[how]()
 

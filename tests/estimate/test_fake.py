@@ -47,7 +47,8 @@ def test_checkpointing_precision_and_accumulation_move_the_peak(tasks, peaks):
 
 
 @pytest.mark.parametrize(
-    ("how", "dtype"), [("device", "float32"), ("to", "bfloat16"), ("half", "float16"), ("double", "float64")]
+    ("how", "dtype"),
+    [("device", "float32"), ("meta", "float32"), ("to", "bfloat16"), ("half", "float16"), ("double", "float64")],
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_that_its_function_converts_is_one_of_that_dtype(tasks, how, dtype, tied):

@@ -101,6 +101,28 @@ def test_the_pattern_that_repeats_with_a_growing_number_is_the_step(lines, numbe
     assert steps.timing().seconds == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("regex", [r"it (\d+) L ([\d.]+)", r"it (\d+) (?:L) (\S+)"])
+def test_a_step_regex_may_have_further_groups(regex):
+    steps = _Steps(regex, least=5, seconds=0.0)
+    assert [steps.see(f"it {n} L {1 / (n + 1):.3f}", float(n)) for n in range(6)][-1]
+    assert steps.numbers == list(range(6))
+
+
+def test_the_series_that_ends_a_trial_is_the_one_that_is_timed():
+    """A bar that runs before training is long and fast, and no step."""
+    steps = _Steps(None, least=5, seconds=2.0)
+    for n in range(100):
+        assert not steps.see(f"  {n}%|#  | {n}/100 [00:01<00:10]", n / 100)
+    assert any(steps.see(f"step {n} loss 1.0", 10.0 + n) for n in range(6))
+    assert steps.timing().seconds == pytest.approx(1.0)
+
+
+def test_batches_without_a_loss_are_no_steps():
+    steps = _Steps(None, least=3, seconds=0.0)
+    assert not any(steps.see(f"tokenized {n}/8 batches", float(n)) for n in range(8))
+    assert not steps.see("9" * 10**6 + " batches", 9.0)
+
+
 def test_a_number_too_long_for_a_step_is_none():
     steps = _Steps(None, least=3, seconds=0.0)
     for when in range(5):

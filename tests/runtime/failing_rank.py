@@ -1,18 +1,24 @@
-"""A task whose second rank raises while the first waits for it, with a group that cannot be destroyed, as NCCL's then."""
+"""A task whose second rank raises while the first waits for it; whatever tears the group down then waits for ever, as NCCL."""
 
 from __future__ import annotations
 
+import atexit
 import threading
 
 import torch
 import torch.distributed as dist
-from loop_tasks import task as plain
 
 from batchwright.runtime.task import Task
 
 
 def task() -> Task:
-    dist.destroy_process_group = lambda group=None: threading.Event().wait()
+    from loop_tasks import task as plain  # beside this file
+
+    def wait(group: object = None) -> None:
+        threading.Event().wait()
+
+    dist.destroy_process_group = wait
+    atexit.register(wait)
     made = plain()
     return Task(model=made.model, dataset=made.dataset, loss=loss, optimizer=made.optimizer)
 

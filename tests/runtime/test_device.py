@@ -52,8 +52,9 @@ def test_an_index_beyond_the_devices_is_refused(cuda, name, local_rank):
     assert caught.value.nearest == ("cuda:0", "cuda:1")
 
 
-@pytest.mark.parametrize("name", ["cuda", "cuda:0", "tpu", "cpu:x"])
-def test_a_device_that_is_not_here_is_refused(name):
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "tpu", "cpu:x", "cpu:9"])
+def test_a_device_that_is_not_here_is_refused(monkeypatch, name):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(PlanError, match=r"is not here: torch .* finds cpu"):
         choose(name, Ranks())
 

@@ -362,6 +362,15 @@ def test_a_signal_saves_where_the_schedule_has_no_end(tmp_path, number):
     assert audit(tmp_path).ok and audit(tmp_path).samples == 32
 
 
+def test_an_error_leaves_no_group_of_one_behind(tmp_path):
+    def fail(result, model, optimizer):
+        raise ArithmeticError("no further")
+
+    with pytest.raises(ArithmeticError):
+        train(task(), ramp(), settings(tmp_path, strategy="fsdp2"), on_step=fail)
+    assert not torch.distributed.is_initialized()
+
+
 @pytest.mark.slow
 def test_a_failing_rank_ends_at_once_with_its_error(tmp_path):
     spec = tmp_path / "spec.json"

@@ -55,7 +55,7 @@ world_options = stack(
     number("--tensor-parallel", "Devices that split each layer."),
     number("--pipeline-parallel", "Pipeline stages."),
     number("--context-parallel", "Devices that split each sequence."),
-    number("--expert-parallel", "Devices that share the experts; it does not change the batch."),
+    number("--expert-parallel", "Devices that share the experts. It does not change the batch."),
     number("--expert-tensor-parallel", "Devices that share one expert.  [default: the tensor-parallel size]"),
 )
 

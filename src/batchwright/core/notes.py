@@ -61,8 +61,10 @@ def notes_for(plan: Plan, *, chosen: bool) -> tuple[str, ...]:
     if plan.expert_parallel > 1:
         notes.append(
             f"expert_parallel={plan.expert_parallel} spreads experts over devices that hold different samples anyway: it does "
-            f"not reduce data_parallel_size {ranks}. {plan.world.expert_refusal() or ''}".rstrip()
+            f"not reduce data_parallel_size {ranks}."
         )
+    if refusal := plan.world.expert_refusal():
+        notes.append(refusal)
     if plan.devices <= 8 and plan.pipeline is None:
         notes.append(
             "Usual ranges for fine-tuning: global batch 32-64, micro batch 1-4 with checkpointed activations, "

@@ -118,15 +118,13 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
     )
     raise_violations(PlanError, _unused(request))
     wrong = [] if ranks is None else _world_violations(request, _world(request, ranks))
-    step = rank_step(request, experts=True)
+    notes = list(request.notes)
     try:
-        unknowns, ragged, found, notes = _solved(request, replace(given, rank_step=step))
+        unknowns = rounded_batch(request, given, notes)
+        ragged = ragged_plan(request, unknowns)
+        found = (ragged,) if ragged else _solved(request, unknowns)
     except PlanError as error:
-        if ranks is not None or step == given.rank_step:
-            raise PlanError(violations=[*wrong, *error.violations]) from None
-        unknowns, ragged, found, notes = _solved(
-            request, given
-        )  # no ranks hold whole groups of experts: a note says so
+        raise PlanError(violations=[*wrong, *error.violations]) from None
     raise_violations(PlanError, wrong)
     if rule and request.pipeline_style == "inner":  # rather a split whose accumulation steps can be cut into pieces
         pieces = request.pipeline_microbatches or (rule.stages if rule.schedule == "circular" else 1)
@@ -225,12 +223,15 @@ def _known_steps(request: Request, rule: PipelineRule | None) -> int | None:
     return pieces
 
 
-def _solved(request: Request, given: Unknowns) -> tuple[Unknowns, Split | None, tuple[Split, ...], list[str]]:
-    """The equation with its batch rounded if asked for, the ragged split or None, every split, and notes."""
-    notes = list(request.notes)
-    unknowns = rounded_batch(request, given, notes)
-    ragged = ragged_plan(request, unknowns)
-    return unknowns, ragged, (ragged,) if ragged else solve(unknowns), notes
+def _solved(request: Request, given: Unknowns) -> tuple[Split, ...]:
+    """Every split, best first: on ranks that hold whole groups of experts where there are any, else on any ranks."""
+    step = rank_step(request, experts=True)
+    if given.data_parallel_size is None and step != given.rank_step:
+        try:
+            return solve(replace(given, rank_step=step))
+        except PlanError:
+            pass  # experts do not enter the batch: a note will say so
+    return solve(given)
 
 
 def rank_step(request: Request, *, experts: bool = False) -> int:

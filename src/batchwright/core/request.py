@@ -244,14 +244,11 @@ def resolve_ranks(request: Request) -> int | None:
     64
     """
     replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
-    whole = (
-        replica * world_of(request, 1).expert_step
-    )  # devices of the fewest replicas that hold whole groups of experts
     split = world_of(request, 1).split() or "1"
     devices, wrong = devices_of(request)
     if request.nodes and request.devices_per_node and devices is not None and devices % replica:
         per_node = request.devices_per_node
-        near = nearest_multiples(whole // gcd(whole, per_node), request.nodes)
+        near = nearest_multiples(replica // gcd(replica, per_node), request.nodes)
         wrong.append(
             Violation(
                 f"nodes={request.nodes} × devices_per_node {per_node} = {devices} devices are not a whole number of "
@@ -264,7 +261,7 @@ def resolve_ranks(request: Request) -> int | None:
         )
         raise_violations(PlanError, wrong)
     if devices is not None and devices % replica:
-        near = nearest_multiples(whole, devices)
+        near = nearest_multiples(replica, devices)
         wrong.append(
             Violation(
                 f"devices={devices} is not a whole number of replicas: {split} = {replica} devices each, and {devices} / "

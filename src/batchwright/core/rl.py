@@ -95,11 +95,13 @@ def rl(
     passes, ahead = read("iterations", iterations), read("rounds_ahead", rounds_ahead, 0)
     raise_violations(ConfigError, wrong)
     count(sizes.prompts * sizes.generations, "responses_per_round", most=LARGEST)
-    if both is None:
+    trains = train_micro_prompts is None and train_micro_responses is None  # -1 is given: none
+    rolls = rollout_micro_prompts is None
+    if both is None or not (trains or rolls):
         return _graph(sizes, rollout_prompts, passes, ahead)
-    if sizes.train_micro_prompts is None and sizes.train_micro_responses is None:
+    if trains:
         sizes = replace(sizes, train_micro_prompts=_prompts_of_a_rank(both, sizes))
-    if rollout_prompts is None:
+    if rolls:
         if sizes.prompts % both:
             near = nearest_divisors(sizes.prompts, both)
             raise PlanError(
@@ -113,17 +115,19 @@ def rl(
     made = _graph(sizes, rollout_prompts, passes, ahead)
     note = (
         f"micro_batch_size={both} was read as prompts, as MaxText's code counts: {both} × {sizes.generations} generations = "
-        f"{both * sizes.generations} responses. MaxText's page counts prompt-response pairs: for that reading give "
-        f"train_micro_responses={both}."
+        f"{both * sizes.generations} responses. MaxText's page counts prompt-response pairs"
     )
-    return replace(made, notes=(note, *made.notes))
+    pairs, over = divmod(both, sizes.data_parallel_size)
+    if trains and not over and made.responses_per_update // sizes.data_parallel_size % pairs == 0:
+        note += f": for that reading give train_micro_responses={pairs}"
+    return replace(made, notes=(f"{note}.", *made.notes))
 
 
 def _prompts_of_a_rank(micro: int, sizes: _Sizes) -> int:
     """A rank's part of a micro batch that is counted over all ranks; it has to be a whole part of an update, too."""
     ranks, (part, over) = sizes.data_parallel_size, divmod(sizes.prompts, sizes.updates)
     if over:
-        return 1  # no micro batch helps, and the error is about the updates
+        return max(1, micro // ranks)  # the error will be about the updates
     whole = [ranks * n for n in divisors(part // ranks)] if part % ranks == 0 else []
     if micro in whole:
         return micro // ranks

@@ -51,7 +51,7 @@ class Resolved:
 
 
 def dialects() -> tuple[Dialect, ...]:
-    """All dialects that are read."""
+    """All dialects that are read; the last is that of the launchers, which start any framework's program."""
     from . import huggingface, launchers, maxtext, megatron, nemo
 
     return (nemo.DIALECT, maxtext.DIALECT, huggingface.DIALECT, megatron.DIALECT, launchers.DIALECT)
@@ -133,8 +133,10 @@ def _candidates(own: Collection[str], used: Collection[str]) -> list[str]:
 
     Another framework's key is no misspelling, however close: `model.name` in a file for NeMo is not MaxText's `model_name`.
     """
-    spoken = [d for d in dialects() if any(key in d.keys or key in d.special for key in used)] or dialects()
-    return [*own, *(key for d in spoken for key in (*d.keys, *d.special))]
+    every = dialects()
+    used = [key for key in used if key not in every[-1].keys]  # a launcher starts any framework's program
+    spoken = [d for d in every[:-1] if any(key in d.keys or key in d.special for key in used)] or every[:-1]
+    return [*own, *(key for d in (*spoken, every[-1]) for key in (*d.keys, *d.special))]
 
 
 def _is_a_slip(key: str, candidates: list[str]) -> bool:

@@ -77,23 +77,23 @@ def building(mode: FakeTensorMode) -> Iterator[None]:
     """Fake tensors that `module.to(...)`, `.half()` and the like convert in place.
 
     torch converts a fake parameter by `swap_tensors`, which refuses one that a weak reference points to; its own fake mode
-    keeps such a reference for every parameter. Assigning the data does the same, and ties stay ties.
+    keeps such a reference for every parameter. Here fake tensors are swapped all the same, and tied ones stay tied.
     """
-    swap = torch.utils.swap_tensors
+    checked = torch.utils.swap_tensors
 
-    def assign(old: torch.Tensor, new: torch.Tensor) -> None:
+    def swap(old: torch.Tensor, new: torch.Tensor) -> None:
         if isinstance(old, FakeTensor) and isinstance(new, FakeTensor):
-            old.data = new.data
-            old.fake_device = new.fake_device
+            old.__dict__, new.__dict__ = new.__dict__, old.__dict__  # pyright: ignore
+            torch._C._swap_tensor_impl(old, new)  # pyright: ignore
         else:
-            swap(old, new)
+            checked(old, new)
 
-    torch.utils.swap_tensors = assign
+    torch.utils.swap_tensors = swap
     try:
         with mode:
             yield
     finally:
-        torch.utils.swap_tensors = swap
+        torch.utils.swap_tensors = checked
 
 
 class NoHandle:

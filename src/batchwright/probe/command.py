@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +36,7 @@ MARKERS = (
     r"\bglobal_step[ =:]+(\d+)",  # NeMo 2
     r"\bstep[ =:#]+(\d+)\b.*\bloss\b",
     r"\biter[ =:#]+(\d+)\b.*\bloss\b",  # nanoGPT, which prints its evaluations as `step`
-    r"(\d+)\s*/\s*(\d+) batches\b",  # PyTorch's word_language_model
+    r"(?<!\d)(\d+)\s*/\s*(\d+) batches\b.*\bloss\b",  # PyTorch's word_language_model
     r"^\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[",  # tqdm, as in Hugging Face's Trainer
 )
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -106,7 +106,7 @@ class CommandRunner:
         done = self._run(size, _MANY, seen, limited=False)
         timing = seen.timing()
         trial = self._trial(size, "throughput", done, timing)
-        return trial if timing else replace(trial, last_lines=tuple(done.output.strip().splitlines()[-3:]))
+        return trial if timing else replace(trial, last_lines=_printable(done.output.strip().splitlines()[-3:]))
 
     def _run(self, size: int, steps: int, seen: _Steps | None, limited: bool) -> process.Exit:
         r = self.request
@@ -148,8 +148,14 @@ class CommandRunner:
         )  # fmt: skip
 
 
+def _printable(lines: Iterable[str]) -> tuple[str, ...]:
+    """Lines to show: without colours, and without what would move a terminal's cursor."""
+    return tuple("".join(c for c in _COLOUR.sub("", line) if c.isprintable()).strip()[:160] for line in lines)
+
+
 _LEAST_TIMES = 3  # for a median with an interval
 _DIGITS = 15  # a longer number is no step
+_LONGEST_LINE = 2000  # a longer one is data, and patterns take time
 
 
 @dataclass
@@ -180,12 +186,14 @@ class _Steps:
 
     def __init__(self, regex: str | None, least: int, seconds: float) -> None:
         self._patterns = [re.compile(p, re.IGNORECASE) for p in ((regex,) if regex else MARKERS)]
+        self._totals = regex is None  # a user's further groups may be anything, a loss say
         self._least, self._seconds = least, seconds
         self._series: dict[tuple[Any, ...], _Series] = {}
+        self._enough: _Series | None = None
 
     def see(self, line: str, when: float) -> bool:
         """Take a line; True when there are enough steps over enough time."""
-        line = _COLOUR.sub("", line)
+        line = _COLOUR.sub("", line[:_LONGEST_LINE])
         for pattern in self._patterns:
             found = pattern.search(line)
             first, *others = (found and found.groups()) or ("",)
@@ -194,7 +202,7 @@ class _Steps:
             if pattern is self._patterns[0] and len(self._patterns) > 1:
                 self._patterns = [pattern]
                 self._series.clear()  # what was counted before the script's own marker may have been anything
-            key = (pattern, *others)
+            key = (pattern, *others) if self._totals else (pattern,)
             series = self._series.get(key)
             count = len(series.numbers) if series else 0
             number = int(first) if first and first.isdecimal() else count
@@ -202,10 +210,11 @@ class _Steps:
                 series.add(number, when)
             else:
                 self._series[key] = _Series([number], when, when)
-        return any(
-            len(s.numbers) >= self._least and s.last - s.first >= self._seconds and len(s.times) >= _LEAST_TIMES
-            for s in self._series.values()
-        )
+            series = self._series[key]
+            long = len(series.numbers) >= self._least and series.last - series.first >= self._seconds
+            if long and len(series.times) >= _LEAST_TIMES:
+                self._enough = self._enough or series
+        return self._enough is not None
 
     @property
     def numbers(self) -> list[int]:
@@ -219,4 +228,5 @@ class _Steps:
 
     @property
     def _best(self) -> _Series | None:
-        return max(self._series.values(), key=lambda series: len(series.numbers), default=None)
+        """The one that was enough to end the trial, or that came nearest to it."""
+        return self._enough or max(self._series.values(), key=lambda series: len(series.numbers), default=None)

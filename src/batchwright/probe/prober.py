@@ -251,11 +251,11 @@ class _Session:
                               "a smaller one, or a --margin, is safer.")  # fmt: skip
         if r.throughput and not timed and not slow:
             last = [line for trial in self.trials for line in trial.last_lines or ()]
-            shown = f", which ended with: {' / '.join(line.strip()[:160] for line in last)}" if last else ""
+            shown = f", which ended with: {' / '.join(last)}" if last else ""
             self.notes.append(
-                f"no throughput: no steps were seen in the output{shown}. Say what a step looks like, such as --step-regex "
-                "'batch (\\d+)', whose group is the number of the step; or print `batchwright: step N`; or put {steps} into "
-                "the command."
+                f"no throughput: too few steps, or none, were seen in the output{shown}. Say what a step looks like, such as "
+                "--step-regex 'batch (\\d+)', whose group is the number of the step; or print `batchwright: step N`; or put "
+                "{steps} into the command."
             )
         busy = [s for s, t in timed.items() if t.timing and (t.timing.contention or 0) > CONTENDED]
         if busy:

@@ -20,7 +20,7 @@ def choose(name: str, ranks: Ranks) -> torch.device:
         name = "cuda" if there is not None and there.type == "cuda" else "cpu"
     known = ("cpu", *([there.type] if there else []))
     kind, _, index = name.partition(":")
-    if kind not in known or (index and not index.isdecimal()):
+    if kind not in known or (index and not index.isdecimal()) or (kind == "cpu" and index not in ("", "0")):
         raise PlanError(
             f"device={name[:40]!r} is not here: torch {torch.__version__} finds {' and '.join(known)}.",
             field="device",
@@ -32,10 +32,13 @@ def choose(name: str, ranks: Ranks) -> torch.device:
     count = torch.accelerator.device_count()
     number = int(index) if index else ranks.local_rank if count > 1 else 0
     if number >= count:
-        asked = f"device={name!r}" if index else f"local rank {number}, which needs {kind}:{number},"
+        asked, remedy = f"device={name!r}", ""
+        if not index:
+            asked = f"local rank {number}, which needs {kind}:{number},"
+            remedy = f" Start at most {count} processes on a node, or let each see more devices."
         raise PlanError(
             f"{asked} is beyond the {count} {kind} device{'s' * (count != 1)} that this process sees: indices are 0 to "
-            f"{count - 1}. Start at most {count} process{'es' * (count != 1)} on a node, or let each see more devices.",
+            f"{count - 1}.{remedy}",
             field="device",
             given=name[:40],
             nearest=tuple(f"{kind}:{i}" for i in range(count)),

@@ -298,14 +298,16 @@ def _run_process() -> None:
     except BaseException as error:
         if not dist.is_initialized():
             raise
-        traceback.print_exc()
+        with suppress(OSError, ValueError):  # a full disk, or a closed file, under the standard error
+            traceback.print_exc()
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        if isinstance(error, SystemExit) and isinstance(error.code, int):
-            code = error.code
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            code = error.code or 0
     if not dist.is_initialized():
         sys.exit(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)
 
 

@@ -61,8 +61,8 @@ class World:
 def joined(device: str, strategy: Strategy) -> Iterator[World]:
     """Join the group that torchrun or srun describes (or use the one that exists), and leave it after success.
 
-    After an error the group is left as it is: with NCCL, destroying it waits for ranks that sit in a collective and will
-    never come, so that a failing rank would never end.
+    After an error a group of several ranks is left as it is: with NCCL, destroying it waits for ranks that sit in a
+    collective and will never come, so that a failing rank would never end.
     """
     ranks = discover()
     place = choose(device, ranks)
@@ -89,11 +89,16 @@ def joined(device: str, strategy: Strategy) -> Iterator[World]:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     groups = [cast(dist.ProcessGroup, dist.new_group(backend="gloo")) for _ in range(2 if size > 1 else 0)]
     control, saving = groups or (None, None)
-    yield World(rank, size, place, control, ranks.local_size is None and size == 1, saving)
-    for group in groups:
-        dist.destroy_process_group(group)
-    if ours and dist.is_initialized():
-        dist.destroy_process_group()
+    succeeded = False
+    try:
+        yield World(rank, size, place, control, ranks.local_size is None and size == 1, saving)
+        succeeded = True
+    finally:
+        if succeeded or size == 1:
+            for group in groups:
+                dist.destroy_process_group(group)
+            if ours and dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def wrapped(model: nn.Module, strategy: Strategy, world: World, reduce_dtype: torch.dtype | None = None) -> nn.Module:
