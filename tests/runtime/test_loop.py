@@ -362,6 +362,7 @@ def test_a_signal_saves_where_the_schedule_has_no_end(tmp_path, number):
     assert audit(tmp_path).ok and audit(tmp_path).samples == 32
 
 
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")  # FSDP2's, about its own wrapping
 def test_an_error_leaves_no_group_of_one_behind(tmp_path):
     def fail(result, model, optimizer):
         raise ArithmeticError("no further")
