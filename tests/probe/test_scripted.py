@@ -341,15 +341,3 @@ def test_the_worker_dies_when_its_guard_is_killed(scripted, tmp_path):
     killer.join()
     assert probe.max_micro_batch_size == 4
     assert not alive(int(seen.read_text().split()[0]))
-
-
-def test_a_journal_is_not_written_through_a_link(tmp_path):
-    from batchwright.probe.journal import Journal
-    from batchwright.probe.records import Trial
-
-    (tmp_path / "victim").touch()
-    (tmp_path / "journal.jsonl").symlink_to(tmp_path / "victim")
-    journal = Journal(tmp_path / "journal.jsonl")
-    journal.add({"model": "x"}, {}, Trial(1, "fits", "limit"))
-    assert journal.error and "symbolic link" in journal.error
-    assert (tmp_path / "victim").read_text() == ""

@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from batchwright import atomic
 from batchwright.core import codec
 
 from .records import Trial
@@ -128,7 +127,7 @@ class Journal:
             return False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a+b", buffering=0, opener=atomic.no_follow) as file:
+            with open(self.path, "a+b", buffering=0) as file:
                 torn = b""
                 if file.seekable() and file.tell() > 0:
                     file.seek(-1, os.SEEK_END)
