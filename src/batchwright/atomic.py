@@ -50,5 +50,7 @@ def no_follow(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(error.errno, "it is a symbolic link, which is not written through", path) from None
+            raise OSError(
+                error.errno, "it is a symbolic link, and batchwright does not write through links", path
+            ) from None
         raise

@@ -11,6 +11,7 @@ import torch
 from batchwright.core.errors import PlanError
 from batchwright.probe.worker import Worker
 from batchwright.runtime.device import choose
+from batchwright.runtime.process import joined
 from batchwright.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.torch
@@ -57,6 +58,12 @@ def test_a_device_that_is_not_here_is_refused(monkeypatch, name):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(PlanError, match=r"is not here: torch .* finds cpu"):
         choose(name, Ranks())
+
+
+def test_training_on_a_device_that_is_not_here_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(PlanError, match="is not here"), joined("cuda", "auto"):
+        pass
 
 
 def test_a_probe_limits_the_memory_of_the_only_gpu(cuda, monkeypatch):

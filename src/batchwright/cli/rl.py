@@ -38,7 +38,9 @@ _MAXTEXT = {
 @number("--train-micro-prompts", "Training micro batch of a rank, in prompts; -1 or none: all at once.")
 @number("--train-micro-responses", "The same in responses.")
 @number("--rollout-micro-prompts", "Prompts generated at once; -1 or none: all.")
-@number("--micro-batch-size", "MaxText's one number for both: prompts of all ranks; -1 or none: all at once.")
+@number(
+    "--micro-batch-size", "Both micro batches, as MaxText counts them: prompts over all ranks; -1 or none: all at once."
+)
 @number("--updates", "Optimizer updates that share a round's prompts among them.  [default: 1]")
 @number("--iterations", "Passes over a round.  [default: 1]")
 @number("--rounds-ahead", "Rounds sampled before they are learned from.  [default: 0]")

@@ -202,8 +202,8 @@ def _refusals(given: Unknowns, split: Split) -> list[str]:
         reasons.append(f"accumulation_steps={split.accumulation_steps} are the pipeline's microbatches, and {refusal}")
     if given.data_parallel_size is None and split.data_parallel_size % given.rank_step:
         reasons.append(
-            f"data_parallel_size={split.data_parallel_size} is not a multiple of {given.rank_step}, which whole nodes "
-            "take"
+            f"data_parallel_size={split.data_parallel_size} is not a multiple of {given.rank_step}, so it does not "
+            "fill whole nodes"
         )
     return reasons
 

@@ -106,7 +106,7 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
     ranks = resolve_ranks(request)
     batch = batch_in_samples(request)
     rule = pipeline_rule(request)
-    given = Unknowns(
+    unknowns = Unknowns(
         batch,
         request.micro_batch_size,
         _known_steps(request, rule),
@@ -120,7 +120,7 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
     wrong = [] if ranks is None else _world_violations(request, _world(request, ranks))
     notes = list(request.notes)
     try:
-        unknowns = rounded_batch(request, given, notes)
+        unknowns = rounded_batch(request, unknowns, notes)
         ragged = ragged_plan(request, unknowns)
         found = (ragged,) if ragged else _solved(request, unknowns)
     except PlanError as error:
@@ -230,7 +230,7 @@ def _solved(request: Request, given: Unknowns) -> tuple[Split, ...]:
         try:
             return solve(replace(given, rank_step=step))
         except PlanError:
-            pass  # experts do not enter the batch: a note will say so
+            pass  # there are no such ranks: a note will name the experts, which do not enter the batch
     return solve(given)
 
 

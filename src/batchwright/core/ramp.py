@@ -236,11 +236,13 @@ def _placement(
     except ScheduleError:
         if world.expert_step == 1:
             raise
-        split = world  # experts do not enter the batch: where they are all that is wrong, a note says so
+        # Experts do not enter the batch. If they are the only reason, the stages are placed without them, with a note.
+        wanted_world = world
         world = replace(world, expert_parallel=1, expert_tensor_parallel=None)
         placed = place(schedule.segments, world, throughput=times, **options)
         refusals = (
-            replace(split, data_parallel_size=stage.data_parallel_size).expert_refusal() for stage in placed.stages
+            replace(wanted_world, data_parallel_size=stage.data_parallel_size).expert_refusal()
+            for stage in placed.stages
         )
         placed = replace(placed, notes=(*placed.notes, *list(filter(None, refusals))[:1]))
     if times is None and published and [s.nodes for s in placed.stages] == [s.nodes for s in published.stages]:

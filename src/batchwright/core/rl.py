@@ -64,7 +64,7 @@ def rl(
 ) -> RLPlan:
     """The batch of an RL job; a micro batch of None or -1 means no micro-batching.
 
-    `micro_batch_size` is MaxText's one word for both micro batches: prompts of all ranks, sampled and then trained on.
+    `micro_batch_size` is MaxText's single key for both micro batches, rollout and training: prompts over all ranks.
 
     >>> plan = rl(prompts=32, generations=8, train_micro_prompts=4)
     >>> plan.responses_per_update, plan.accumulation_steps, plan.on_policy
@@ -95,24 +95,16 @@ def rl(
     passes, ahead = read("iterations", iterations), read("rounds_ahead", rounds_ahead, 0)
     raise_violations(ConfigError, wrong)
     count(sizes.prompts * sizes.generations, "responses_per_round", most=LARGEST)
-    trains = train_micro_prompts is None and train_micro_responses is None  # -1 is given: none
+    trains = train_micro_prompts is None and train_micro_responses is None  # -1 counts as given
     rolls = rollout_micro_prompts is None
     if both is None or not (trains or rolls):
         return _graph(sizes, rollout_prompts, passes, ahead)
     if trains:
         sizes = replace(sizes, train_micro_prompts=_prompts_of_a_rank(both, sizes))
     if rolls:
-        if sizes.prompts % both:
-            near = nearest_divisors(sizes.prompts, both)
-            raise PlanError(
-                f"micro_batch_size={both} does not divide the round's {sizes.prompts} prompts: {sizes.prompts} / {both} = "
-                f"{sizes.prompts / both:.2f}. Nearest: {either(near)}.",
-                field="micro_batch_size",
-                given=both,
-                nearest=near,
-            )
-        rollout_prompts = both
-    made = _graph(sizes, rollout_prompts, passes, ahead)
+        made = _graph(sizes, both, passes, ahead, rollout_name="micro_batch_size")
+    else:
+        made = _graph(sizes, rollout_prompts, passes, ahead)
     note = (
         f"micro_batch_size={both} was read as prompts, as MaxText's code counts: {both} × {sizes.generations} generations = "
         f"{both * sizes.generations} responses. MaxText's page counts prompt-response pairs"
@@ -165,7 +157,13 @@ class _Sizes:
         return (*[n for n in good if n < wanted][-1:], *[n for n in good if n > wanted][:1])
 
 
-def _graph(sizes: _Sizes, rollout_micro_prompts: int | None, iterations: int, rounds_ahead: int) -> RLPlan:
+def _graph(
+    sizes: _Sizes,
+    rollout_micro_prompts: int | None,
+    iterations: int,
+    rounds_ahead: int,
+    rollout_name: str = "rollout_micro_prompts",
+) -> RLPlan:
     prompts, generations, updates = sizes.prompts, sizes.generations, sizes.updates
     data_parallel_size = sizes.data_parallel_size
     train_micro_prompts, train_micro_responses = sizes.train_micro_prompts, sizes.train_micro_responses
@@ -238,9 +236,9 @@ def _graph(sizes: _Sizes, rollout_micro_prompts: int | None, iterations: int, ro
         near = nearest_divisors(prompts, rollout)
         wrong.append(
             Violation(
-                f"rollout_micro_prompts={rollout} does not divide the round's {prompts} prompts: {prompts} / {rollout} "
+                f"{rollout_name}={rollout} does not divide the round's {prompts} prompts: {prompts} / {rollout} "
                 f"= {prompts / rollout:.2f}. Nearest: {either(near)}, or prompts {either(nearest_multiples(rollout, prompts))}.",
-                "rollout_micro_prompts",
+                rollout_name,
                 rollout,
                 near,
             )

@@ -14,7 +14,7 @@ class World:
 
     Expert parallelism does not enter that: the experts' layers divide the same devices in another way, into
     `expert_parallel × expert_tensor_parallel × pipeline` (Megatron's rule; its expert tensor size is the tensor size unless
-    it is given). A world that they do not divide is noted, never refused.
+    it is given). Where that does not divide the devices, there is a note and no error.
 
     >>> World(data_parallel_size=64, devices_per_node=8, tensor_parallel=2).nodes
     16
@@ -85,15 +85,15 @@ class World:
         """Why the experts do not divide these devices, as a sentence, or None where they do.
 
         >>> World(4, tensor_parallel=2, expert_parallel=8).expert_refusal()
-        'Megatron refuses 8 devices / (expert 8 × expert-tensor 2 × pipeline 1) = 0.50 groups of experts.'
+        'Megatron refuses 8 devices: 8 / (expert 8 × expert-tensor 2 × pipeline 1) = 0.50 is not a whole number.'
         """
         if self.data_parallel_size % self.expert_step == 0:
             return None
         tensor = self.expert_tensor_parallel or self.tensor_parallel
         group = self.expert_parallel * tensor * self.pipeline_parallel
         return (
-            f"Megatron refuses {self.devices} devices / (expert {self.expert_parallel} × expert-tensor {tensor} × pipeline "
-            f"{self.pipeline_parallel}) = {self.devices / group:.2f} groups of experts."
+            f"Megatron refuses {self.devices} devices: {self.devices} / (expert {self.expert_parallel} × expert-tensor {tensor} "
+            f"× pipeline {self.pipeline_parallel}) = {self.devices / group:.2f} is not a whole number."
         )
 
     def violations(self) -> list[Violation]:

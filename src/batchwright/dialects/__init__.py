@@ -51,7 +51,7 @@ class Resolved:
 
 
 def dialects() -> tuple[Dialect, ...]:
-    """All dialects that are read; the last is that of the launchers, which start any framework's program."""
+    """All dialects that are read."""
     from . import huggingface, launchers, maxtext, megatron, nemo
 
     return (nemo.DIALECT, maxtext.DIALECT, huggingface.DIALECT, megatron.DIALECT, launchers.DIALECT)
@@ -133,10 +133,11 @@ def _candidates(own: Collection[str], used: Collection[str]) -> list[str]:
 
     Another framework's key is no misspelling, however close: `model.name` in a file for NeMo is not MaxText's `model_name`.
     """
-    every = dialects()
-    used = [key for key in used if key not in every[-1].keys]  # a launcher starts any framework's program
-    spoken = [d for d in every[:-1] if any(key in d.keys or key in d.special for key in used)] or every[:-1]
-    return [*own, *(key for d in (*spoken, every[-1]) for key in (*d.keys, *d.special))]
+    from . import launchers
+
+    frameworks = [d for d in dialects() if d is not launchers.DIALECT]  # a launcher starts any framework's program
+    used_ones = [d for d in frameworks if any(key in d.keys or key in d.special for key in used)]
+    return [*own, *launchers.DIALECT.keys, *(k for d in used_ones or frameworks for k in (*d.keys, *d.special))]
 
 
 def _is_a_slip(key: str, candidates: list[str]) -> bool:

@@ -77,7 +77,7 @@ def building(mode: FakeTensorMode) -> Iterator[None]:
     """Fake tensors that `module.to(...)`, `.half()` and the like convert in place.
 
     torch converts a fake parameter by `swap_tensors`, which refuses one that a weak reference points to; its own fake mode
-    keeps such a reference for every parameter. Here fake tensors are swapped all the same, and tied ones stay tied.
+    keeps such a reference for every parameter. Here fake tensors are swapped without that check; tied ones stay tied.
     """
     checked = torch.utils.swap_tensors
 

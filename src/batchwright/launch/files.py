@@ -158,8 +158,8 @@ class RunDirectory:
             if error.errno != errno.ELOOP:
                 raise
             raise EnvironmentFault(
-                f"{self.path}/lock is a symbolic link, and would be written through: remove it, or choose a directory that "
-                "only you may write to.",
+                f"{self.path}/lock is a symbolic link, and batchwright does not write through links. Remove it, or choose a "
+                "directory that only you may write to.",
                 field="dir",
                 given=str(self.path),
             ) from None

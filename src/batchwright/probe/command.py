@@ -26,9 +26,9 @@ from .records import Trial
 from .request import PLACEHOLDER, STEPS, Request
 from .timing import Timing
 
-# What common loops print per step: the first group is the step's number, further groups (a total) tell apart what may be
-# printed in turns. Bars with a description ("Loading checkpoint shards: 25%|") and a bare "step 3" are not steps: programs
-# print them before training, and a size would fit that has not trained yet.
+# What common loops print per step. The first group is the number of the step; a further group (the total) tells the bar of
+# the training from that of an evaluation. Bars with a description ("Loading checkpoint shards: 25%|") and a bare "step 3"
+# are not steps: programs print them before training, and a size would fit that has not trained yet.
 MARKERS = (
     r"batchwright: step (\d+)",
     r"completed step: (\d+)",  # MaxText
@@ -154,39 +154,40 @@ def _printable(lines: Iterable[str]) -> tuple[str, ...]:
 
 
 _LEAST_TIMES = 3  # for a median with an interval
-_DIGITS = 15  # a longer number is no step
-_LONGEST_LINE = 2000  # a longer one is data, and patterns take time
+_DIGITS = 15  # a number with more digits is not that of a step
+_LONGEST_LINE = 2000  # characters that are searched for a pattern
 
 
 @dataclass
 class _Series:
     """What one pattern has found: the numbers that grew, and the time of a step between two of them."""
 
-    numbers: list[int]
     first: float
     last: float
+    numbers: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
     def add(self, number: int, when: float) -> None:
-        steps = number - self.numbers[-1]
-        if steps > 0 and when > self.last:  # lines that came together have one time, and tell none
+        """Take the number of a step, and when its line came."""
+        steps = number - self.numbers[-1] if self.numbers else 1
+        if self.numbers and steps > 0 and when > self.last:  # lines that come at the same moment tell no time
             self.times.append((when - self.last) / steps)
         if steps > 0:
             self.numbers.append(number)
         elif steps < 0:
-            self.numbers[-1] = number  # an epoch began anew: the growth goes on from here
+            self.numbers[-1] = number  # a new epoch counts from its start
         self.last = when if steps else self.last
 
 
 class _Steps:
-    """Steps seen in the output. Every pattern is followed by itself: the one that repeats with a growing number wins.
+    """Steps seen in the output. Every pattern has a series; the one that repeats with a growing number wins.
 
     As soon as our own marker is seen, nothing else counts.
     """
 
     def __init__(self, regex: str | None, least: int, seconds: float) -> None:
         self._patterns = [re.compile(p, re.IGNORECASE) for p in ((regex,) if regex else MARKERS)]
-        self._totals = regex is None  # a user's further groups may be anything, a loss say
+        self._totals = regex is None  # further groups of a user's pattern may be anything, such as a loss
         self._least, self._seconds = least, seconds
         self._series: dict[tuple[Any, ...], _Series] = {}
         self._enough: _Series | None = None
@@ -196,21 +197,17 @@ class _Steps:
         line = _COLOUR.sub("", line[:_LONGEST_LINE])
         for pattern in self._patterns:
             found = pattern.search(line)
-            first, *others = (found and found.groups()) or ("",)
-            if not found or (first and first.isdecimal() and len(first) > _DIGITS):
+            if found is None:
+                continue
+            first, *others = found.groups("") or ("",)
+            if first.isdecimal() and len(first) > _DIGITS:
                 continue
             if pattern is self._patterns[0] and len(self._patterns) > 1:
                 self._patterns = [pattern]
                 self._series.clear()  # what was counted before the script's own marker may have been anything
             key = (pattern, *others) if self._totals else (pattern,)
-            series = self._series.get(key)
-            count = len(series.numbers) if series else 0
-            number = int(first) if first and first.isdecimal() else count
-            if series:
-                series.add(number, when)
-            else:
-                self._series[key] = _Series([number], when, when)
-            series = self._series[key]
+            series = self._series.setdefault(key, _Series(when, when))
+            series.add(int(first) if first.isdecimal() else len(series.numbers), when)
             long = len(series.numbers) >= self._least and series.last - series.first >= self._seconds
             if long and len(series.times) >= _LEAST_TIMES:
                 self._enough = self._enough or series
@@ -218,7 +215,7 @@ class _Steps:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the steps."""
+        """The numbers of the steps."""
         return self._best.numbers if self._best else []
 
     def timing(self) -> Timing | None:
@@ -228,5 +225,5 @@ class _Steps:
 
     @property
     def _best(self) -> _Series | None:
-        """The one that was enough to end the trial, or that came nearest to it."""
+        """The series that ended the trial, or else the longest."""
         return self._enough or max(self._series.values(), key=lambda series: len(series.numbers), default=None)

@@ -179,10 +179,8 @@ class _Session:
                 trial = self._trial(self.runner.throughput, size, "throughput", left=len(wanted) - at - bool(r.command))
                 if trial.fits and trial.timing:
                     timed[size] = trial
-                elif (
-                    trial.fits and trial.last_lines is not None
-                ):  # no steps in its output: other sizes would show none either
-                    break
+                elif trial.fits and trial.last_lines is not None:
+                    break  # its output shows no steps, so that of other sizes will show none either
         timings: dict[int, Timing] = {size: t.timing for size, t in timed.items() if t.timing}
         curve = curves.analyse(timings) if timings else None
         recommended = limit.largest
@@ -253,9 +251,9 @@ class _Session:
             last = [line for trial in self.trials for line in trial.last_lines or ()]
             shown = f", which ended with: {' / '.join(last)}" if last else ""
             self.notes.append(
-                f"no throughput: too few steps, or none, were seen in the output{shown}. Say what a step looks like, such as "
-                "--step-regex 'batch (\\d+)', whose group is the number of the step; or print `batchwright: step N`; or put "
-                "{steps} into the command."
+                f"no throughput: too few steps were seen in the output{shown}. Describe a step with --step-regex, such as "
+                "'batch (\\d+)', where the group is the number of the step; or print `batchwright: step N`; or put {steps} into "
+                "the command."
             )
         busy = [s for s, t in timed.items() if t.timing and (t.timing.contention or 0) > CONTENDED]
         if busy:

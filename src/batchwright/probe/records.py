@@ -48,7 +48,7 @@ class Trial:
     allocator_retries: int | None = None
     reserved_bytes: int | None = None
     last_lines: tuple[str, ...] | None = None
-    """Of a command's output, where its speed was to be measured and no steps were seen."""
+    """Of a command's output, if its speed was measured and too few steps were seen; else None."""
     resumed: bool = False
 
     @property

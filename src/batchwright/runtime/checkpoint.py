@@ -241,7 +241,7 @@ class Checkpoints:
                 field="launch",
                 given=final.name,
             )
-        if partial.is_symlink():  # rmtree leaves a link alone, and mkdir would go through it
+        if partial.is_symlink():  # rmtree does not remove a symbolic link
             partial.unlink()
         shutil.rmtree(partial, ignore_errors=True)
         for folder in (partial, partial / "tensors", partial / "rng"):

@@ -289,9 +289,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_process() -> None:
-    """Run `main` and end the process with its code; where a group is left over from an error, at once.
+    """Run `main` and end the process with its code.
 
-    An interpreter that shuts down in the ordinary way destroys the group, which waits for ranks that will never come.
+    If an error has left the process group in place, end without shutting the interpreter down: that would destroy the
+    group, which waits for ranks that will never come.
     """
     try:
         code = main()
