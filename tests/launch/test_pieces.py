@@ -383,3 +383,13 @@ def test_files_are_never_written_through_a_link_that_somebody_put_there(tmp_path
     (run / "events" / "supervisor.jsonl").symlink_to(victim)
     RunDirectory(run).event("launch", number=1)
     assert victim.read_text() == "precious"
+
+
+def test_a_ranks_log_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "victim").touch()
+    (tmp_path / "logs" / "rank-0.log").symlink_to(tmp_path / "victim")
+    rank = [sys.executable, "-P", "-m", "batchwright.launch.rank", str(tmp_path), "0", "echo", "hello"]
+    done = subprocess.run(rank, capture_output=True, text=True)
+    assert done.returncode and "does not write through links" in done.stderr
+    assert (tmp_path / "victim").read_text() == ""

@@ -136,3 +136,11 @@ def test_where_events_cannot_be_written_is_said(tmp_path):
     (tmp_path / "events").write_text("a file")
     with pytest.raises(EnvironmentFault, match="the events could not be written to"):
         Events(tmp_path / "events" / "launch-00000.jsonl")
+
+
+def test_events_are_not_written_through_a_link(tmp_path):
+    (tmp_path / "victim").touch()
+    (tmp_path / "events.jsonl").symlink_to(tmp_path / "victim")
+    with pytest.raises(EnvironmentFault, match="does not write through links"):
+        Events(tmp_path / "events.jsonl")
+    assert (tmp_path / "victim").read_text() == ""
