@@ -30,14 +30,14 @@ sys.path[:0] = [str(ROOT / "examples" / "bytegpt"), str(ROOT / "tests" / "runtim
 
 from bytegpt import task  # noqa: E402
 
-from batchwright.core.rules import Constant  # noqa: E402
-from batchwright.runtime import tensors  # noqa: E402
-from batchwright.runtime.audit import _expected, audit  # noqa: E402
-from batchwright.runtime.checkpoint import Checkpoints  # noqa: E402
-from batchwright.runtime.ledger import WIDTH, Ledger, _line  # noqa: E402
-from batchwright.runtime.loop import Settings, train  # noqa: E402
-from batchwright.runtime.order import GlobalOrder  # noqa: E402
-from batchwright.runtime.parallel import StepResult  # noqa: E402
+from batchwright.core.ramp.rules import Constant  # noqa: E402
+from batchwright.runtime.data.order import GlobalOrder  # noqa: E402
+from batchwright.runtime.loop.train import Settings, train  # noqa: E402
+from batchwright.runtime.state import tensors  # noqa: E402
+from batchwright.runtime.state.audit import _expected, audit  # noqa: E402
+from batchwright.runtime.state.checkpoint import Checkpoints  # noqa: E402
+from batchwright.runtime.state.ledger import WIDTH, Ledger, _line  # noqa: E402
+from batchwright.runtime.step.parallel import StepResult  # noqa: E402
 from batchwright.runtime.task import Task  # noqa: E402
 
 BATCH, MICRO = 16, 8

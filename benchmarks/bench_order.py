@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from batchwright.runtime.order import GlobalOrder
+from batchwright.runtime.data.order import GlobalOrder
 
 SPAN = 4096  # samples of one step
 BATCH = 32  # samples of a micro batch in the contenders that skip batches

@@ -59,9 +59,9 @@ def main() -> None:
 
     from fractions import Fraction
 
-    from batchwright.core.nearby import nearby
-    from batchwright.core.plan import plan
-    from batchwright.core.request import Request
+    from batchwright.core.batch.nearby import nearby
+    from batchwright.core.batch.plan import plan
+    from batchwright.core.batch.request import Request
 
     large = Request(global_batch_size=100_000 * 720_720, devices=100_000)
     near = Request(global_batch_size=100_000 * 720, devices=100_000, micro_batch_size=2)

@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from batchwright.core.nodes import place
-from batchwright.core.rules import Linear, Thresholds
-from batchwright.core.throughput import Throughput
-from batchwright.core.world import World
+from batchwright.core.batch.world import World
+from batchwright.core.nodes.policies import place
+from batchwright.core.nodes.throughput import Throughput
+from batchwright.core.ramp.rules import Linear, Thresholds
 
 ROUNDS = 9
 

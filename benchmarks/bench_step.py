@@ -30,7 +30,7 @@ from bench_order import ratio, seconds, table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
-from batchwright.core.rules import Constant
+from batchwright.core.ramp.rules import Constant
 from batchwright.runtime import GlobalOrder, Loader, StepSampler, accumulate
 
 VOCABULARY, IGNORE = 256, -100

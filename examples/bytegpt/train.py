@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from bytegpt import SIZES, Documents, task
 
-from batchwright.core.rules import Thresholds
-from batchwright.core.scaling import SampleSchedule
-from batchwright.runtime.ledger import audit
-from batchwright.runtime.loop import Settings, train
+from batchwright.core.ramp.learning_rate import SampleSchedule
+from batchwright.core.ramp.rules import Thresholds
+from batchwright.runtime.loop.train import Settings, train
+from batchwright.runtime.state.audit import audit
 
 
 def main() -> int:

@@ -6,15 +6,15 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import dialects
-from .core.nearby import Nearby
-from .core.nearby import nearby as _nearby
-from .core.plan import Plan as _Plan
-from .core.plan import plan as _plan
-from .core.request import READERS, Request, read_request
-from .core.units import percentage
+from .core.batch.nearby import Nearby
+from .core.batch.nearby import nearby as _nearby
+from .core.batch.plan import Plan as _Plan
+from .core.batch.plan import plan as _plan
+from .core.batch.request import READERS, Request, read_request
+from .core.numbers import percentage
 
 if TYPE_CHECKING:
-    from .core.ramp import Ramp
+    from .core.ramp.ramp import Ramp
 
 
 class Plan(_Plan):
@@ -79,8 +79,8 @@ def ramp(source: object = None, /, **given: Any) -> Ramp:
     >>> r.at_sample(30_000_000).global_batch_size
     640
     """
-    from .core.ramp import ramp as make
-    from .core.ramp_request import RAMP_READERS, read_ramp
+    from .core.ramp.ramp import ramp as make
+    from .core.ramp.request import RAMP_READERS, read_ramp
 
     resolved = _resolve(source, given, [*READERS, *RAMP_READERS])
     wanted = read_ramp({name: g.value for name, g in resolved.fields.items() if name in RAMP_READERS})

@@ -19,19 +19,22 @@ ROOMS = {p.name for p in SRC.iterdir() if (p / "__init__.py").exists()}
 # What each room may import of the others. `api` and `__main__` are the front door, outside all rooms.
 ALLOWED = {
     "core": {"core"},
+    "rundir": {"core", "rundir"},
+    "processes": {"core", "processes"},
     "dialects": {"core", "dialects"},
-    "report": {"core", "report"},
-    "launch": {"core", "launch"},
-    "probe": {"core", "probe"},
-    "estimate": {"core", "estimate", "runtime"},
-    "runtime": {"core", "runtime"},
-    "adapters": {"core", "runtime", "adapters"},
+    "report": {"core", "rundir", "report"},
+    "launch": {"core", "rundir", "processes", "launch"},
+    "probe": {"core", "rundir", "processes", "probe"},
+    "estimate": {"core", "rundir", "processes", "runtime", "estimate"},
+    "runtime": {"core", "rundir", "processes", "runtime"},
 }
 # The probe's worker is the only file of its room that runs a user's task.
 ALSO = {"probe/worker.py": {"runtime"}}
 HEAVY = {"torch", "jax", "numpy", "yaml", "rich", "plotly", "plotext", "pandas", "transformers"}
 THIRD_PARTY = {
     "core": set(),
+    "rundir": set(),
+    "processes": set(),
     "dialects": {"yaml"},
     "runtime": {"torch", "numpy", "rich", "tensorboard"},  # the last two where a bar or a tracker is asked for
     "launch": {"rich"},

@@ -16,7 +16,7 @@ from batchwright.core.errors import ConfigError, RunError
 
 pytestmark = pytest.mark.torch
 
-TASKS = Path(__file__).parents[1] / "runtime" / "check_tasks.py"
+TASKS = Path(__file__).parents[1] / "runtime" / "check" / "check_tasks.py"
 
 
 @pytest.fixture(autouse=True)
@@ -122,8 +122,8 @@ def test_the_only_traceback_is_the_users():
 
 def written(folder: Path, *, twice: bool = False) -> str:
     """A run of four steps of eight samples; `twice` feeds the second step's samples again in the third."""
-    from batchwright.runtime.ledger import Ledger
-    from batchwright.runtime.order import GlobalOrder
+    from batchwright.runtime.data.order import GlobalOrder
+    from batchwright.runtime.state.ledger import Ledger
 
     order = GlobalOrder(64, seed=1)
     ledger = Ledger(folder / "ledger", order)

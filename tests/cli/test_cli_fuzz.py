@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from batchwright.cli.plan import command as plan_command
 from batchwright.cli.rl import command as rl_command
-from batchwright.core.request import READERS
+from batchwright.core.batch.request import READERS
 from batchwright.dialects import dialects
 from tests.examples import many
 

@@ -10,11 +10,11 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchwright.core.batch.loading import Loading, loading
+from batchwright.core.batch.pipeline import PipelineRule
+from batchwright.core.batch.world import World
 from batchwright.core.codec import decode, encode
-from batchwright.core.loading import Loading, loading
-from batchwright.core.pipeline import PipelineRule
 from batchwright.core.rl import RLPlan, rl
-from batchwright.core.world import World
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.core.nearest import divisors, nearest_divisors, nearest_multiples
+from batchwright.core.numbers import divisors, nearest_divisors, nearest_multiples
 
 
 @given(st.integers(1, 5000))

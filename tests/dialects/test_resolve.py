@@ -53,7 +53,7 @@ def test_nested_mappings_become_dotted_keys():
 
 
 def test_every_key_of_every_dialect_leads_to_a_field_of_ours():
-    from batchwright.core.request import READERS
+    from batchwright.core.batch.request import READERS
 
     for dialect in dialects():
         assert dialect.title

@@ -17,16 +17,17 @@ from pathlib import Path
 import pytest
 
 from batchwright.core import codec
+from batchwright.core.batch.request import Request
 from batchwright.core.errors import ConfigError, EnvironmentFault
-from batchwright.core.ramp_request import read_ramp
-from batchwright.core.request import Request
-from batchwright.launch import files, interrupts
-from batchwright.launch.build import begin, build, refit
+from batchwright.core.ramp.request import read_ramp
+from batchwright.launch import directory as files
+from batchwright.launch import interrupts
+from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Poll, RankLog
 from batchwright.launch.eta import Speeds, remaining_seconds
 from batchwright.launch.failure import explain, memory_advice, stuck
-from batchwright.launch.files import RunDirectory, write_json
 from batchwright.launch.loop_spec import Follower, position
+from batchwright.launch.plan import begin, build, refit
 from batchwright.launch.records import Ending, Failure, Manifest, Options, Progress, RunPlan
 from batchwright.launch.settings import read_options
 from batchwright.launch.show import Bar, Lines, describe

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from batchwright.core import codec
-from batchwright.core.rules import parse_thresholds
+from batchwright.core.ramp.rules import parse_thresholds
 
 pytestmark = pytest.mark.torch
 

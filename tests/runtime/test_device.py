@@ -11,7 +11,7 @@ import torch
 from batchwright.core.errors import PlanError
 from batchwright.probe.worker import Worker
 from batchwright.runtime.device import choose
-from batchwright.runtime.process import joined
+from batchwright.runtime.loop.process import joined
 from batchwright.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.torch

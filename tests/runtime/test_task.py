@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from batchwright.core.errors import ConfigError, PlanError, RunError
-from batchwright.core.target import task_file
+from batchwright.processes.target import task_file
 from batchwright.runtime.task import Feed, Task, leading_size, load_task, windows
 
 GOOD = """

@@ -12,8 +12,8 @@ import click
 from batchwright.core.causes import unknown_causes
 from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import ConfigError, MissingExtraError, PlanError, RunError, raise_violations
-from batchwright.core.rules import parse_thresholds
-from batchwright.core.units import count
+from batchwright.core.numbers import count
+from batchwright.core.ramp.rules import parse_thresholds
 
 from . import text
 from .options import json_option, number, print_json, read_task
@@ -134,7 +134,7 @@ def _audit(directory: str, as_json: bool) -> int:
     if not os.path.isdir(directory):  # before torch is imported, which takes seconds
         raise ConfigError(f"{directory} is not a directory.", field="ledger", given=directory)
     with _torch_needed():
-        from batchwright.runtime.ledger import audit
+        from batchwright.runtime.state.audit import audit
 
     made = audit(directory)
     if as_json:

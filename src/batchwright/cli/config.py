@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
+from batchwright.core.batch.request import READERS, Request, read_request, unknown_key
 from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.numbers import LONGEST
 from batchwright.core.record import record
-from batchwright.core.request import READERS, Request, read_request, unknown_key
-from batchwright.core.units import LONGEST
 
 from .options import FILES
 from .paste import unpaste

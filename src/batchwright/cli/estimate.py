@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.core.errors import BatchwrightError
-from batchwright.core.units import count, positive
+from batchwright.core.numbers import count, positive
 
 from . import text
 from .options import json_option, number, print_json, read_task

@@ -100,7 +100,7 @@ def read_task(target: str, words: tuple[str, ...]) -> tuple[str, dict[str, Any]]
 def _look_for(target: str) -> None:
     """Say that a task's file is not there before torch is imported, which takes seconds."""
     if ".py" in target:
-        from batchwright.core.target import task_file
+        from batchwright.processes.target import task_file
 
         task_file(target)
 

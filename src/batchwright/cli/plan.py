@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.core import codec
+from batchwright.core.batch.pipeline import SCHEDULES
+from batchwright.core.batch.plan import Plan, plan
 from batchwright.core.errors import PlanError, Violation
-from batchwright.core.pipeline import SCHEDULES
-from batchwright.core.plan import Plan, plan
-from batchwright.core.units import percentage
+from batchwright.core.numbers import percentage
 
 from . import text
 from .config import NOT_READ, PasteCommand, gather
 from .options import batch_options, json_option, number, print_json, stack, world_options
 
 if TYPE_CHECKING:
-    from batchwright.core.nearby import Nearby
-    from batchwright.core.request import Request
-    from batchwright.core.throughput import Throughput
+    from batchwright.core.batch.nearby import Nearby
+    from batchwright.core.batch.request import Request
+    from batchwright.core.nodes.throughput import Throughput
 
 _pipeline_options = stack(
     number("--pipeline-schedule", f"{' | '.join(SCHEDULES)}.", "NAME"),
@@ -78,7 +78,7 @@ def command(
         request, times = _probed(request, from_probe)
     near = None
     if tolerance is not None:
-        from batchwright.core.nearby import nearby
+        from batchwright.core.batch.nearby import nearby
 
         near = nearby(request, percentage(tolerance))
     try:
@@ -100,8 +100,8 @@ def command(
 
 def _probed(request: Request, path: str) -> tuple[Request, Throughput]:
     """What a probe measured: the most that fits, and the times."""
-    from batchwright.core.request import within_probe
-    from batchwright.core.throughput import Throughput
+    from batchwright.core.batch.request import within_probe
+    from batchwright.core.nodes.throughput import Throughput
 
     from .config import read_file
 

@@ -9,13 +9,13 @@ from typing import Any
 import click
 
 from batchwright.core import codec
+from batchwright.core.batch.request import READERS, Request
 from batchwright.core.errors import ConfigError
-from batchwright.core.nodes import arrows
-from batchwright.core.ramp import Ramp, ramp
-from batchwright.core.ramp_request import RAMP_READERS, RampRequest, read_ramp
-from batchwright.core.request import READERS, Request
-from batchwright.core.schedule import Step
-from batchwright.core.units import count, human
+from batchwright.core.nodes.policies import arrows
+from batchwright.core.numbers import count, human
+from batchwright.core.ramp.ramp import Ramp, ramp
+from batchwright.core.ramp.request import RAMP_READERS, RampRequest, read_ramp
+from batchwright.core.ramp.schedule import Step
 
 from . import text
 from .config import PasteCommand, gather, read_file
@@ -255,7 +255,7 @@ def _show_step(made: Ramp, step: Step, as_json: bool) -> None:
 
 def _compare(request: Request, wanted: RampRequest, names: str, as_json: bool) -> None:
     """The same numbers as Megatron and as MaxText read them."""
-    from batchwright.core.rules import Linear, PerDevice, compare
+    from batchwright.core.ramp.rules import Linear, PerDevice, compare
 
     if wanted.linear is None or request.global_batch_size is None:
         raise ConfigError(
@@ -304,7 +304,7 @@ def _compare(request: Request, wanted: RampRequest, names: str, as_json: bool) -
 
 
 def _list_recipes(as_json: bool) -> None:
-    from batchwright.core.recipes import RECIPES
+    from batchwright.core.ramp.recipes import RECIPES
 
     if as_json:
         print_json(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from batchwright.core.nodes import POLICIES
+from batchwright.core.nodes.policies import POLICIES
 
 from .options import number, stack
 

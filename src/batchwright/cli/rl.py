@@ -8,11 +8,10 @@ from typing import Any
 import click
 
 from batchwright.core import codec
+from batchwright.core.batch.request import unknown_key
 from batchwright.core.errors import ConfigError, Violation, either, raise_violations
-from batchwright.core.nearest import nearest_multiples
-from batchwright.core.request import unknown_key
+from batchwright.core.numbers import count, nearest_multiples
 from batchwright.core.rl import RLPlan, rl
-from batchwright.core.units import count
 from batchwright.dialects import flatten
 
 from . import text

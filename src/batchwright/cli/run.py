@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.core import codec
+from batchwright.core.batch.request import READERS, unknown_key
 from batchwright.core.errors import ConfigError, RunError, Violation, raise_violations
-from batchwright.core.ramp_request import RAMP_READERS, read_ramp
-from batchwright.core.request import READERS, unknown_key
-from batchwright.core.units import count
+from batchwright.core.numbers import count
+from batchwright.core.ramp.request import RAMP_READERS, read_ramp
 
 from . import GROUPS, text
 from .config import gather, read_file
@@ -23,8 +23,8 @@ from .options import CommandLine, batch_options, json_option, mapping, number, p
 from .ramp_options import node_options, rule_options
 
 if TYPE_CHECKING:
-    from batchwright.core.ramp import Ramp
-    from batchwright.launch.files import RunDirectory
+    from batchwright.core.ramp.ramp import Ramp
+    from batchwright.launch.directory import RunDirectory
     from batchwright.launch.records import RunPlan
     from batchwright.launch.status import RunStatus
 
@@ -98,9 +98,9 @@ def command(
     tells how far it got in the file that BATCHWRIGHT_STATUS_FILE names, or --position-command does. All state is in the
     run directory. Ctrl-C once: checkpoint and stop; twice: stop now.
     """
-    from batchwright.launch.build import begin
+    from batchwright.launch.directory import RunDirectory
     from batchwright.launch.engine import engine
-    from batchwright.launch.files import RunDirectory
+    from batchwright.launch.plan import begin
 
     chosen = [name for name, value in {"--resume": resume, "--status": status_of, "--stop": stop_of}.items() if value]
     if len(chosen) > 1:
@@ -139,8 +139,8 @@ def command(
 
 def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) -> tuple[RunDirectory, RunPlan, Ramp]:
     """A plan from files, overrides and flags."""
-    from batchwright.launch.build import build
-    from batchwright.launch.files import RunDirectory
+    from batchwright.launch.directory import RunDirectory
+    from batchwright.launch.plan import build
     from batchwright.launch.settings import TASK_KEYS, read_options, split_command
 
     targets = [w for w in words if _is_task(w)]
@@ -177,7 +177,7 @@ def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) 
         position_command=split_command(flags["position_command"] or there["position_command"] or ()),
     )  # fmt: skip
     if plan.options.settings and plan.kind == "task":
-        from batchwright.runtime.settings import read_settings
+        from batchwright.runtime.loop.settings import read_settings
 
         read_settings({"directory": "", "micro_batch_size": 1, **plan.options.settings}, "task.settings")
     name = os.path.splitext(os.path.basename(plan.target.rpartition(":")[0] or plan.target))[0]
@@ -186,7 +186,7 @@ def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) 
 
 def _cluster(launch: dict[str, Any], flags: dict[str, Any]) -> None:
     """The site's file and the flags of a cluster, put into `launch.slurm`; refused for other engines."""
-    from batchwright.launch.slurm_site import layers
+    from batchwright.launch.slurm.site import layers
 
     given = [name for name in ("site", "detach", "elastic") if flags[name]]
     name = flags["engine"] or launch.get("engine") or "local"
@@ -229,8 +229,8 @@ def _is_task(word: str) -> bool:
 
 def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, Any]) -> tuple[RunDirectory, RunPlan]:
     """The plan of a run, with the launch settings that are given again."""
-    from batchwright.launch.build import refit
-    from batchwright.launch.files import write_json
+    from batchwright.launch.directory import write_json
+    from batchwright.launch.plan import refit
     from batchwright.launch.settings import read_options
 
     plan = directory.plan()
@@ -262,7 +262,7 @@ def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, A
 
 def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
     """Submit the first job of a chain, or all of them, and leave."""
-    from batchwright.launch.slurm_run import detach
+    from batchwright.launch.slurm.control import detach
 
     directory.unlock()  # the jobs take it
     jobs = detach(directory, plan)
@@ -291,7 +291,7 @@ def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
     shown.note(f"run directory: {directory.path}")
     try:
         if plan.options.engine == "slurm":
-            from batchwright.launch.slurm_run import supervise
+            from batchwright.launch.slurm.control import supervise
 
             state = supervise(directory, plan, shown)
         else:
@@ -309,7 +309,7 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
     plan = plan or directory.plan()
     now, jobs = status(directory, plan), None
     if plan.options.engine == "slurm":
-        from batchwright.launch.slurm_run import seen
+        from batchwright.launch.slurm.control import seen
 
         now, jobs = seen(directory, plan, now)
     ledger = _ledger(directory, plan, now)
@@ -346,7 +346,7 @@ def _ledger(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> dict[str,
     if plan.kind != "task" or not (directory.path / "ledger").is_dir():
         return nothing
     try:
-        from batchwright.runtime.audit import audit
+        from batchwright.runtime.state.audit import audit
     except ImportError:  # looked at from a machine without torch
         return nothing
     try:
@@ -362,8 +362,8 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
 
     plan = directory.plan()
     if plan.options.engine == "slurm":
-        from batchwright.launch.slurm_run import is_chain
-        from batchwright.launch.slurm_run import stop as stop_chain
+        from batchwright.launch.slurm.control import is_chain
+        from batchwright.launch.slurm.control import stop as stop_chain
 
         lost = directory.supervisor() is None and not (directory.path / "outcome.json").exists()
         if is_chain(directory) or lost:
@@ -378,7 +378,7 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
 
 def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) -> None:
     """Every launch as it would be started from its first sample."""
-    from batchwright.launch.slurm_dry import dry_records
+    from batchwright.launch.slurm.dry_run import dry_records
 
     from .ramp import render
 

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .errors import ConfigError, PlanError, Violation, either, raise_violations
-from .nearest import divisors, nearest_divisors, nearest_multiples
+from .numbers import count, divisors, nearest_divisors, nearest_multiples
 from .record import record
-from .units import count
 
 
 @record

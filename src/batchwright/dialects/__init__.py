@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from batchwright.core.batch.request import READERS, unknown_key
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.record import record
-from batchwright.core.request import READERS, unknown_key
 
 
 @record

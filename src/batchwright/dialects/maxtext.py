@@ -11,10 +11,9 @@ from __future__ import annotations
 from fractions import Fraction
 from math import prod
 
+from batchwright.core.batch.request import switch
 from batchwright.core.errors import ConfigError, PlanError, either
-from batchwright.core.nearest import nearest_multiples
-from batchwright.core.request import switch
-from batchwright.core.units import count, fraction, positive
+from batchwright.core.numbers import count, fraction, nearest_multiples, positive
 
 from . import Dialect, Fields, Given
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from batchwright.core.errors import ConfigError
-from batchwright.core.nearest import nearest_multiples
-from batchwright.core.units import count
+from batchwright.core.numbers import count, nearest_multiples
 
 from . import Dialect, Fields, Given
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from batchwright.core.batch.plan import Plan
 from batchwright.core.errors import ConfigError
-from batchwright.core.plan import Plan
 
 from . import Dialect, Fields
 

@@ -3,6 +3,10 @@
 Everything here is a prediction. This side is the standard library only; torch or JAX is loaded in a process of its own.
 """
 
+import sys
+from types import ModuleType
+from typing import Any
+
 from .devices import DEVICES, Device
 from .estimate import estimate, predict_slope
 from .jax_step import JaxStep
@@ -21,3 +25,13 @@ __all__ = [
     "estimate",
     "predict_slope",
 ]
+
+
+class _Room(ModuleType):
+    """`batchwright.estimate` is this package, and it can be called: it stands for its function of the same name."""
+
+    def __call__(self, *args: Any, **given: Any) -> Estimate:
+        return estimate(*args, **given)
+
+
+sys.modules[__name__].__class__ = _Room

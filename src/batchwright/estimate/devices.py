@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from batchwright.core.errors import ConfigError
-from batchwright.core.units import count
+from batchwright.core.numbers import count
 
 GIB = 2**30
 

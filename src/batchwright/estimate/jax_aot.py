@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from batchwright.core.errors import ConfigError, RunError
-from batchwright.core.target import no_function, task_file
+from batchwright.processes.target import no_function, task_file
 
 from .jax_step import JaxStep
 from .records import Point, Request

@@ -14,9 +14,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from batchwright import atomic
 from batchwright.core import codec
 from batchwright.core.errors import BatchwrightError, MissingExtraError, PlanError, RunError
+from batchwright.rundir import atomic
 
 from .devices import human
 from .fit import SAME_SLOPE, largest, settle

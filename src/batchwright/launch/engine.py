@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from batchwright.core.errors import ConfigError
 
-from .files import read_json
+from .directory import read_json
 
 Handle = Mapping[str, Any]
 Wish = Literal["checkpoint", "trace", "kill"]
@@ -94,7 +94,7 @@ def engine(name: str) -> Engine:
 
         return LocalEngine()
     if name == "slurm":
-        from .slurm import SlurmEngine
+        from .slurm.engine import SlurmEngine
 
         return SlurmEngine()
     if name == "kubernetes":

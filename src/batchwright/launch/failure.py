@@ -6,9 +6,9 @@ import re
 import signal
 from collections.abc import Sequence
 
-from batchwright.core.deaths import from_exit
-from batchwright.core.nearest import divisors
-from batchwright.core.nodes import Stage
+from batchwright.core.nodes.policies import Stage
+from batchwright.core.numbers import divisors
+from batchwright.processes.endings import from_exit
 
 from .engine import Poll, RankLog
 from .records import Failure

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchwright.core.nodes import Launch
+from batchwright.core.nodes.policies import Launch
 
+from .directory import RunDirectory
 from .engine import Job
-from .files import RunDirectory
 from .records import RunPlan
 from .work import launch_end, work
 

@@ -20,14 +20,14 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import batchwright.guard
-from batchwright import atomic
+import batchwright.processes.guard
 from batchwright.core.errors import EnvironmentFault, MissingExtraError
-from batchwright.guard import adopt_orphans, foreign_children, kill_below, kill_orphans, start_time
+from batchwright.processes.guard import adopt_orphans, foreign_children, kill_below, kill_orphans, start_time
+from batchwright.rundir import atomic
 
 from .engine import Handle, Job, Poll, RankLog, Wish, process_state, rank_logs
 
-_GUARD = (sys.executable, "-I", "-S", batchwright.guard.__file__)
+_GUARD = (sys.executable, "-I", "-S", batchwright.processes.guard.__file__)
 # Each of these was found the hard way (see docs/run.md):
 TORCHRUN = (
     "--standalone",  # a rendezvous on a free port

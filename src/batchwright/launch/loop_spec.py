@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.core.nodes import Launch, Stage
+from batchwright.core.nodes.policies import Launch, Stage
 
-from .files import RunDirectory, read_json
+from .directory import RunDirectory, read_json
 from .records import Manifest, Progress, RunPlan
 
 MODULE = "batchwright.runtime.loop"

@@ -21,8 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-from batchwright import atomic
-from batchwright.guard import die_as, die_with, no_core, start_time
+from batchwright.processes.guard import die_as, die_with, no_core, start_time
+from batchwright.rundir import atomic
 
 _TRACE_SECONDS = 5.0  # for all ranks to write their stacks
 _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.core.nodes import Launch, Stage
-from batchwright.core.schedule import Schedule
+from batchwright.core.nodes.policies import Launch, Stage
+from batchwright.core.ramp.schedule import Schedule
 
 TASK, COMMAND = "task", "command"
 

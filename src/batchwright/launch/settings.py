@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from batchwright.core.batch.request import choice, unknown_key
 from batchwright.core.errors import ConfigError, Violation, raise_violations
-from batchwright.core.request import choice, unknown_key
-from batchwright.core.units import count, positive
+from batchwright.core.numbers import count, positive
 
 from .engine import ENGINES
 from .records import Options
-from .slurm_site import read_site
+from .slurm.site import read_site
 
 
 def _seconds(value: Any, name: str) -> float:

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any, TextIO
 
-from batchwright.core.units import human
+from batchwright.core.numbers import human
 
 from .eta import duration
 from .records import Ending, Manifest, Progress, RunPlan

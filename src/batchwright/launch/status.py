@@ -10,7 +10,7 @@ from typing import Any
 from batchwright.core import codec
 from batchwright.core.errors import EnvironmentFault
 
-from .files import RunDirectory, read_json, write_json
+from .directory import RunDirectory, read_json, write_json
 from .records import COMMAND, RunPlan
 from .work import work
 

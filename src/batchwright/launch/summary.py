@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.core.units import human
+from batchwright.core.numbers import human
 
+from .directory import RunDirectory
 from .engine import engine
 from .eta import duration
-from .files import RunDirectory
 from .records import RunPlan
 from .status import RunStatus
 from .work import work

@@ -16,12 +16,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from batchwright.core.errors import BatchwrightError, RunError
-from batchwright.core.nodes import Launch
+from batchwright.core.nodes.policies import Launch
 
+from .directory import RunDirectory, read_json, write_json
 from .engine import Engine, Handle, Poll, Wish, tail
 from .eta import Speeds, remaining_seconds
 from .failure import explain, memory_advice, stuck
-from .files import RunDirectory, read_json, write_json
 from .interrupts import Interrupts
 from .records import COMMAND, Ending, Failure, Manifest, Progress, RunPlan
 from .work import Work, launch_end, work

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from batchwright.core.errors import BatchwrightError, RunError
-from batchwright.core.nodes import Launch
-from batchwright.core.units import count
+from batchwright.core.nodes.policies import Launch
+from batchwright.core.numbers import count
 
 from . import loop_spec
+from .directory import RunDirectory, write_json
 from .engine import Job
-from .files import RunDirectory, write_json
 from .local import ENVIRONMENT
 from .records import COMMAND, Manifest, Progress, RunPlan
 from .template import fill

@@ -17,11 +17,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from batchwright.core.deaths import Death, from_exit
 from batchwright.core.errors import EnvironmentFault
+from batchwright.processes.endings import Death, from_exit
 
 from . import process
-from .kernel import file_digest, sources_digest
+from .machine import file_digest, sources_digest
 from .records import Trial
 from .request import PLACEHOLDER, STEPS, Request
 from .timing import Timing

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import batchwright.guard
+import batchwright.processes.guard
 
 from .zygote import Zygote
 
@@ -86,7 +86,14 @@ def run(
 
     def start(pipe: int, output: int) -> Callable[[bool], int]:
         guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", batchwright.guard.__file__, json.dumps({"pipe": pipe, **options}), *command],
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                batchwright.processes.guard.__file__,
+                json.dumps({"pipe": pipe, **options}),
+                *command,
+            ],
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=output,

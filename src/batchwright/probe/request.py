@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core.errors import ConfigError, Violation, raise_violations
-from batchwright.core.target import task_file
-from batchwright.core.units import count, positive
+from batchwright.core.numbers import count, positive
+from batchwright.processes.target import task_file
 
 PLACEHOLDER, STEPS = "{micro_batch_size}", "{steps}"
 _BYTES = re.compile(r"(?<=[kKmMgGtTi])B$")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.core.deaths import Death, from_exit
 from batchwright.core.errors import ConfigError, MissingExtraError
+from batchwright.processes.endings import Death, from_exit
 
 from . import process
 from .records import Trial

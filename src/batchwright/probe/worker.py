@@ -25,16 +25,17 @@ import torch
 import torch._dynamo  # any optimizer loads it: the libraries' own size is nobody's batch
 from torch import nn
 
-from batchwright import atomic
 from batchwright.core import codec
-from batchwright.core.deaths import death_of
 from batchwright.core.errors import PlanError
-from batchwright.guard import die_with
-from batchwright.probe.kernel import code_below, digest, others_seconds, status_bytes
-from batchwright.probe.timing import Timing
+from batchwright.processes.endings import death_of
+from batchwright.processes.guard import die_with
+from batchwright.rundir import atomic
 from batchwright.runtime.device import choose
 from batchwright.runtime.ranks import discover
 from batchwright.runtime.task import Task, load_task
+
+from .machine import code_below, digest, others_seconds, status_bytes
+from .timing import Timing
 
 _SEED = 0
 

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import batchwright.guard
-from batchwright.guard import become_guard, die_as, die_with, see_out
+import batchwright.processes.guard
+from batchwright.processes.guard import become_guard, die_as, die_with, see_out
 
 _PATIENCE = 10.0  # seconds to end what was asked to end
 
@@ -33,7 +33,7 @@ class Zygote:
         self._channel, theirs = socket.socketpair()
         reading, self._pipe = os.pipe()
         options = json.dumps({"pipe": reading, "scratch": str(scratch)})
-        guard = [sys.executable, "-I", "-S", batchwright.guard.__file__, options]
+        guard = [sys.executable, "-I", "-S", batchwright.processes.guard.__file__, options]
         try:
             self._process = subprocess.Popen(
                 [*guard, sys.executable, "-P", "-m", "batchwright.probe.zygote"], env=dict(env), stdin=theirs.fileno(),

@@ -1,59 +1,74 @@
 """Training that can trust its samples and its gradient, on torch's own DDP, FSDP2 and DataLoader.
 
-    order     which sample is at which position: a keyed permutation with random access
-    sampler   which positions this rank trains on in each step
-    loader    one DataLoader for all stages
-    step      the gradient of the whole global batch, however it was split
-    task      what a user's file returns
+    task     what a user's file returns
+    data/    which sample each rank reads in each step
+    step/    the gradient of the whole global batch, however it was split
+    state/   checkpoints, the ledger of samples, and its audit
+    loop/    `train`, which puts these together
+    check/   does a split change the gradient?
 
-The pieces are usable one by one; nothing here needs the others' loop.
+Each piece works alone: docs/own_loop.md builds a loop from them. The names are looked up on first use.
 """
 
 TYPE_CHECKING = False  # type checkers read it as true
 
 if TYPE_CHECKING:
-    from .loader import Loader as Loader
-    from .loader import Micro as Micro
-    from .loop import train as train
-    from .noise import NoiseEstimate as NoiseEstimate
-    from .noise import NoiseScale as NoiseScale
-    from .order import GlobalOrder as GlobalOrder
-    from .parallel import StepResult as StepResult
+    from .data.loader import Loader as Loader
+    from .data.loader import Micro as Micro
+    from .data.order import GlobalOrder as GlobalOrder
+    from .data.sampler import Slice as Slice
+    from .data.sampler import StepSampler as StepSampler
+    from .loop.events import read_events as read_events
+    from .loop.settings import Settings as Settings
+    from .loop.train import train as train
     from .ranks import Ranks as Ranks
     from .ranks import data_parallel as data_parallel
     from .ranks import discover as discover
-    from .sampler import Slice as Slice
-    from .sampler import StepSampler as StepSampler
-    from .settings import Settings as Settings
-    from .step import Accumulator as Accumulator
-    from .step import GradientStep as GradientStep
-    from .step import accumulate as accumulate
+    from .state.audit import LedgerAudit as LedgerAudit
+    from .state.audit import audit as audit
+    from .state.checkpoint import Checkpoints as Checkpoints
+    from .state.ledger import Ledger as Ledger
+    from .state.ledger import next_launch as next_launch
+    from .step.accumulate import Accumulator as Accumulator
+    from .step.accumulate import GradientStep as GradientStep
+    from .step.accumulate import accumulate as accumulate
+    from .step.noise import NoiseEstimate as NoiseEstimate
+    from .step.noise import NoiseScale as NoiseScale
+    from .step.parallel import StepResult as StepResult
     from .task import Task as Task
     from .task import load_task as load_task
     from .task import windows as windows
 
-# Where each name lives; looked up on first use, since FSDP alone takes a second to import.
+# The module of each name; looked up on first use, since FSDP alone takes a second to import.
 _HOMES = {
-    "Accumulator": "step",
-    "GlobalOrder": "order",
-    "GradientStep": "step",
-    "Loader": "loader",
-    "Micro": "loader",
-    "NoiseEstimate": "noise",
-    "NoiseScale": "noise",
+    "Accumulator": "step.accumulate",
+    "Checkpoints": "state.checkpoint",
+    "GlobalOrder": "data.order",
+    "GradientStep": "step.accumulate",
+    "Ledger": "state.ledger",
+    "LedgerAudit": "state.audit",
+    "Loader": "data.loader",
+    "Micro": "data.loader",
+    "NoiseEstimate": "step.noise",
+    "NoiseScale": "step.noise",
     "Ranks": "ranks",
-    "Settings": "settings",
-    "Slice": "sampler",
-    "StepResult": "parallel",
-    "StepSampler": "sampler",
+    "Settings": "loop.settings",
+    "Slice": "data.sampler",
+    "StepResult": "step.parallel",
+    "StepSampler": "data.sampler",
     "Task": "task",
-    "accumulate": "step",
+    "accumulate": "step.accumulate",
+    "audit": "state.audit",
     "data_parallel": "ranks",
     "discover": "ranks",
     "load_task": "task",
-    "train": "loop",
+    "next_launch": "state.ledger",
+    "read_events": "loop.events",
+    "train": "loop.train",
     "windows": "task",
 }
+
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> object:

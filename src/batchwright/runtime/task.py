@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from batchwright.core.errors import ConfigError, PlanError, RunError, Violation, raise_violations
-from batchwright.core.schedule import Step
-from batchwright.core.target import did_you_mean, no_function, task_file
+from batchwright.core.ramp.schedule import Step
+from batchwright.processes.target import did_you_mean, no_function, task_file
 
 Loss = tuple[Tensor, Tensor | float] | tuple[Tensor, Tensor | float, Tensor | None]
 

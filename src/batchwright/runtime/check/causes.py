@@ -18,8 +18,7 @@ from batchwright.core.causes import Cause
 from batchwright.core.errors import RunError
 
 from .gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm, relative_error
-from .structure import Structure, structure
-from .words import (
+from .messages import (
     auxiliary_as_sum,
     auxiliary_in_sum,
     auxiliary_per_batch,
@@ -37,6 +36,7 @@ from .words import (
     unknown_draws,
     weights_do_not_add,
 )
+from .structure import Structure, structure
 
 # What rounding alone leaves. fp64: any fault of logic is far above it. fp32 without fp64 beside it: measured up to
 # 1e-5 on deep networks. Half precision: one rounding is 0.4% (bf16), and a gradient is many of them.

@@ -19,13 +19,13 @@ import torch
 from batchwright.core.causes import unknown_causes
 from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
-from batchwright.core.schedule import Schedule
+from batchwright.core.ramp.schedule import Schedule
 from batchwright.runtime.task import Task
 
 from .causes import Diagnosis, Finding, Measured, scale_of
 from .gradients import Gradient, Rig, Variant, group_errors, norm, relative_error
+from .messages import number
 from .optimizer import accumulator, step_counted
-from .words import number
 
 DEFAULT_BATCH = 16
 _SHOWN = 5  # modules listed per split

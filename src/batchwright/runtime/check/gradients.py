@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
 from batchwright.core.errors import BatchwrightError, RunError
-from batchwright.core.rules import Constant
-from batchwright.runtime.loader import Loader, Micro
-from batchwright.runtime.order import GlobalOrder
-from batchwright.runtime.sampler import StepSampler
-from batchwright.runtime.step import accumulate
+from batchwright.core.ramp.rules import Constant
+from batchwright.runtime.data.loader import Loader, Micro
+from batchwright.runtime.data.order import GlobalOrder
+from batchwright.runtime.data.sampler import StepSampler
+from batchwright.runtime.step.accumulate import accumulate
 from batchwright.runtime.task import Task
 
-from .modes import Exact, Still, frozen_statistics, without_dropout
+from .switches import Exact, Still, frozen_statistics, without_dropout
 
 Gradient = dict[str, Tensor]  # by parameter name, on the CPU in fp64; a parameter without a gradient is left out
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from batchwright.core.scaling import check_horizon
-from batchwright.core.schedule import Schedule
+from batchwright.core.ramp.learning_rate import check_horizon
+from batchwright.core.ramp.schedule import Schedule
 
 from .causes import Finding
 from .gradients import Rig, Variant, users_code
-from .words import number
+from .messages import number
 
 # Accumulation steps for which the error is worked out, beside those that were run.
 LONGER = (16, 64, 256, 1024)

@@ -1,0 +1,160 @@
+"""Who reads the batch: which hosts, how many rows each, and which stored shards a host goes on with.
+
+A host is one reading process. The factor is all hosts / reading hosts:
+
+    factor > 1       a subset reads. The assembled array has global × factor rows, the real ones first, so the readers
+                     are hosts 0, 1, …; rows of hosts that do not read are placeholders and are never trained on
+    factor = 1       every host reads its share
+    0 < factor < 1   fewer hosts go on with what hosts / factor of them stored; the load batch stays the global batch
+
+The order of samples is not decided here: reading hosts only partition a step's span (see the concepts page).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from batchwright.core.errors import PlanError
+from batchwright.core.record import record
+
+
+@record
+class Loading:
+    """The loading part of a plan; `rows_per_loading_host` is a list where the shares are uneven."""
+
+    load_batch_size: int
+    hosts: int
+    loading_hosts: int
+    expansion_factor: Fraction
+    rows_per_loading_host: int | tuple[int, ...]
+    placeholder_rows: int
+    rows_read: int
+    read_amplification: float
+    stored_shards: int | None = None
+    shards_per_host: int | tuple[int, ...] | None = None
+
+    def reads(self, host: int) -> bool:
+        """Whether this host reads at all."""
+        return host < self.loading_hosts
+
+    def rows(self, host: int) -> range:
+        """The rows of a step's batch that this host reads.
+
+        >>> [len(loading(10, hosts=8, loading_hosts=4).rows(h)) for h in range(8)]
+        [3, 3, 2, 2, 0, 0, 0, 0]
+        """
+        total = self.load_batch_size - self.placeholder_rows
+        if not self.reads(host):
+            return range(total, total)
+        each, extra = divmod(total, self.loading_hosts)
+        start = host * each + min(host, extra)
+        return range(start, start + each + (host < extra))
+
+    def shards(self, host: int) -> range:
+        """The stored shards this host goes on with: host, host + hosts, …
+
+        >>> list(loading(512, hosts=128, expansion_factor=Fraction(1, 2)).shards(3))
+        [3, 131]
+        """
+        return range(host, self.stored_shards or 0, self.hosts)
+
+
+def loading(
+    global_batch_size: int,
+    *,
+    hosts: int,
+    expansion_factor: Fraction | None = None,
+    loading_hosts: int | None = None,
+    stored_hosts: int | None = None,
+    equal_rows: bool = False,
+) -> Loading:
+    """Who reads what, from a factor or from host counts; every count of hosts works, not only whole factors.
+
+    `equal_rows` is for loaders that need the same number of rows from every reader (arrays made of equal local
+    parts): each then fetches the largest share, and what is read beyond the batch shows as read amplification.
+
+    >>> loading(512, hosts=8, expansion_factor=Fraction(2)).load_batch_size
+    1024
+    """
+    given = {"expansion_factor": expansion_factor, "loading_hosts": loading_hosts, "stored_hosts": stored_hosts}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise PlanError(
+            f"{' and '.join(named)} say the same thing in different ways: give one of them.",
+            field=named[1],
+            given=given[named[1]],
+        )
+    if expansion_factor is not None and expansion_factor <= 0:
+        raise PlanError(
+            f"expansion_factor={expansion_factor} must be above zero: it is all hosts / reading hosts.",
+            field="expansion_factor",
+            given=str(expansion_factor),
+            nearest=(1,),
+        )
+    if loading_hosts is not None:
+        if loading_hosts > hosts:
+            raise PlanError(
+                f"loading_hosts={loading_hosts} is more than the {hosts} hosts there are. Nearest: {hosts}. To go on "
+                f"with what {loading_hosts} hosts stored, give stored_hosts={loading_hosts}.",
+                field="loading_hosts",
+                given=loading_hosts,
+                nearest=(hosts,),
+            )
+        expansion_factor = Fraction(hosts, loading_hosts)
+    if stored_hosts is not None:
+        if stored_hosts < hosts:
+            raise PlanError(
+                f"stored_hosts={stored_hosts} is fewer than the {hosts} hosts there are, so {hosts - stored_hosts} of "
+                f"them have nothing to go on with. Nearest: {hosts}, or loading_hosts={stored_hosts}.",
+                field="stored_hosts",
+                given=stored_hosts,
+                nearest=(hosts,),
+            )
+        expansion_factor = Fraction(hosts, stored_hosts)
+    factor = Fraction(1) if expansion_factor is None else expansion_factor
+    readers = hosts / max(Fraction(1), factor)
+    if readers.denominator != 1:
+        raise PlanError(
+            f"expansion_factor={factor} does not leave a whole number of reading hosts: {hosts} / {factor} = "
+            f"{float(readers):.2f}. Nearest: {_factors(hosts, readers)}.",
+            field="expansion_factor",
+            given=str(factor),
+            nearest=[str(Fraction(hosts, n)) for n in (readers.__floor__(), readers.__ceil__()) if n],
+        )
+    shards = hosts / factor if factor < 1 else None
+    if shards is not None and shards.denominator != 1:
+        raise PlanError(
+            f"expansion_factor={factor} does not come from a whole number of storing hosts: {hosts} / {factor} = "
+            f"{float(shards):.2f}. Nearest: {_factors(hosts, shards)}.",
+            field="expansion_factor",
+            given=str(factor),
+            nearest=[str(Fraction(hosts, n)) for n in (shards.__floor__(), shards.__ceil__()) if n],
+        )
+    load = (global_batch_size * max(Fraction(1), factor)).__ceil__()
+    rows = _shares(global_batch_size, int(readers))
+    if equal_rows and not isinstance(rows, int):
+        rows = rows[0]
+    rows_read = rows * int(readers) if isinstance(rows, int) else global_batch_size
+    return Loading(
+        load_batch_size=load,
+        hosts=hosts,
+        loading_hosts=int(readers),
+        expansion_factor=factor,
+        rows_per_loading_host=rows,
+        placeholder_rows=load - global_batch_size,
+        rows_read=rows_read,
+        read_amplification=rows_read / global_batch_size,
+        stored_shards=None if shards is None else int(shards),
+        shards_per_host=None if shards is None else _shares(int(shards), hosts),
+    )
+
+
+def _shares(total: int, parts: int) -> int | tuple[int, ...]:
+    each, extra = divmod(total, parts)
+    return each if not extra else (each + 1,) * extra + (each,) * (parts - extra)
+
+
+def _factors(hosts: int, wanted: Fraction) -> str:
+    return " or ".join(
+        f"{Fraction(hosts, n)} ({n} host{'s' * (n > 1)})" for n in (wanted.__floor__(), wanted.__ceil__()) if n
+    )

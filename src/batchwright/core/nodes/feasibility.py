@@ -1,0 +1,225 @@
+"""Which batches run on which nodes: the rules that every stage of a ramp must satisfy, whatever chose its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import gcd
+from typing import NamedTuple
+
+from batchwright.core.batch.equation import Unknowns, ragged_share, splits
+from batchwright.core.batch.pipeline import PipelineRule
+from batchwright.core.batch.world import World
+from batchwright.core.errors import Violation, either
+from batchwright.core.numbers import divisors
+from batchwright.core.record import record
+
+
+class Fit(NamedTuple):
+    """How a batch runs on a number of nodes."""
+
+    nodes: int
+    data_parallel_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    ragged: bool
+
+
+@record
+class StageRules:
+    """What every stage must satisfy, whatever chose its nodes.
+
+    The pipeline's microbatches are the accumulation steps, unless each of those holds `inner_microbatches`.
+
+    >>> rules = StageRules(World(1, devices_per_node=8), nodes=16, micro_batch_size=4)
+    >>> [fit.nodes for fit in rules.fits(1280)]
+    [1, 2, 4, 5, 8, 10]
+    """
+
+    world: World
+    nodes: int
+    micro_batch_size: int | None = None
+    max_micro_batch_size: int | None = None
+    accumulation_steps: int | None = None
+    allow_ragged: bool = False
+    pipeline: PipelineRule | None = None
+    inner_microbatches: int | None = None
+    sequence_length: int | None = None
+
+    def idle(self, steps: int) -> float:
+        """Micro steps that a stage of the pipeline waits in an optimizer step of so many."""
+        if self.pipeline is None:
+            return 0.0
+        waits = float(self.pipeline.idle) / self.pipeline.virtual_stages
+        return waits * steps / self.inner_microbatches if self.inner_microbatches else waits
+
+    def refusal(self, steps: int) -> str | None:
+        """Why the pipeline does not run with so many accumulation steps, or None. A stage has to fill the pipeline."""
+        if self.pipeline is None or self.inner_microbatches:
+            return None
+        stages = self.pipeline.stages
+        few = f"{steps} microbatches are fewer than the {stages} pipeline stages" if steps < stages else None
+        return self.pipeline.refusal(steps) or few
+
+    def replicas(self, nodes: int) -> int | None:
+        """The data-parallel size on so many nodes, or None where they hold no whole number of (expert) replicas."""
+        devices, size = nodes * (self.world.devices_per_node or 1), self.world.model_parallel_size
+        return None if devices % size or devices // size % self.world.expert_step else devices // size
+
+    def fit(self, batch: int, nodes: int) -> Fit | None:
+        """How `batch` runs on `nodes`, or None: the equation's best split that fills the pipeline."""
+        dp = self.replicas(nodes)
+        if not dp:
+            return None
+        if self.micro_batch_size is None:
+            return self._free(batch, nodes, dp)
+        # The equation with one unknown: asked for thousands of times by the optima.
+        steps, over = divmod(batch, self.micro_batch_size * dp)
+        steps += over > 0
+        if (over and not self.allow_ragged) or not self._accepts(self.micro_batch_size, steps):
+            return None
+        return Fit(nodes, dp, self.micro_batch_size, steps, over > 0)
+
+    def _accepts(self, micro: int, steps: int) -> bool:
+        return (
+            steps == (self.accumulation_steps or steps)
+            and micro <= (self.max_micro_batch_size or micro)
+            and self.refusal(steps) is None
+        )
+
+    def _free(self, batch: int, nodes: int, dp: int) -> Fit | None:
+        rule = None if self.inner_microbatches else self.pipeline
+        if batch % dp == 0:
+            known = (batch, None, self.accumulation_steps, dp, self.max_micro_batch_size, 1, rule, self.sequence_length)
+            for split in splits(Unknowns(*known)):
+                if self.refusal(split.accumulation_steps) is None:
+                    return Fit(nodes, dp, split.micro_batch_size, split.accumulation_steps, False)
+        if not self.allow_ragged:
+            return None
+        micro, steps = ragged_share(-(-batch // dp), self.accumulation_steps, self.max_micro_batch_size, rule)
+        return Fit(nodes, dp, micro, steps, True) if self._accepts(micro, steps) else None
+
+    def fits(self, batch: int) -> Iterator[Fit]:
+        """Every legal count of nodes, ascending. Without raggedness only divisors of the batch are looked at."""
+        if self.allow_ragged:
+            counts: Iterable[int] = range(1, self.nodes + 1)
+        else:
+            counts = (nodes for nodes, _ in self._dividing(batch))
+        for nodes in counts:
+            if fit := self.fit(batch, nodes):
+                yield fit
+
+    def choices(self, batches: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+        """For each batch the choices worth a look: (nodes, micro_batch_size, accumulation_steps), ascending.
+
+        >>> rules = StageRules(World(1), nodes=100, micro_batch_size=1, allow_ragged=True)
+        >>> [[nodes for nodes, _, _ in row] for row in rules.choices([5, 6])]
+        [[1, 2, 3, 5, 6], [1, 2, 3, 5, 6]]
+        """
+        corners = self.corners(batches) if self.allow_ragged else None
+        unit, known = self.micro_batch_size or 1, dict[int, tuple[int, int] | None]()
+        for batch in batches:
+            row: list[tuple[int, int, int]] = []
+            for nodes, dp in self._dividing(batch) if corners is None else corners:
+                share = -(-batch // (unit * dp))
+                # The share of a replica decides how it is split; one that is whole, in a way of its own.
+                key = share if batch % dp or self.micro_batch_size else -share
+                if key not in known:
+                    fit = self.fit(batch, nodes)
+                    known[key] = fit and (fit.micro_batch_size, fit.accumulation_steps)
+                if split := known[key]:
+                    row.append((nodes, *split))
+            yield row
+
+    def corners(self, batches: Iterable[int]) -> list[tuple[int, int]]:
+        """The counts of nodes worth a look where any may be legal, with their replicas.
+
+        On fewer nodes with the same accumulation a batch takes no more time, and less of their time. So a run of stages on
+        the same nodes goes down, none the worse, to the next count on which one of `batches` does with fewer steps than
+        on any below.
+
+        >>> StageRules(World(1), nodes=100, micro_batch_size=1, allow_ragged=True).corners([10])
+        [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (10, 10)]
+        """
+        per_node, size = self.world.devices_per_node or 1, self.world.model_parallel_size
+        whole = size * self.world.expert_step
+        least = whole // gcd(per_node, whole)
+        dp, most = least * per_node // size, self.nodes // least
+        unit, found = dp * (self.micro_batch_size or 1), set[int]()
+        for batch in set(batches):
+            k, share = 0, batch + 1
+            while share > 1 and (k := -(-batch // (unit * (share - 1)))) <= most:
+                share = -(-batch // (unit * k))
+                found.add(k)
+                if self.micro_batch_size is None and batch % (unit * k) == 0 and k < most:
+                    found.add(k + 1)  # a whole share here, a ragged one from there on
+        return [(k * least, k * dp) for k in sorted(found)]
+
+    def _dividing(self, batch: int) -> Iterator[tuple[int, int]]:
+        """Nodes and replicas among which the batch divides, ascending."""
+        replicas, over = divmod(batch, (self.micro_batch_size or 1) * (self.accumulation_steps or 1))
+        size, per_node, step = self.world.model_parallel_size, self.world.devices_per_node or 1, self.world.expert_step
+        for dp in () if over else divisors(replicas):
+            nodes, rest = divmod(dp * size, per_node)
+            if nodes > self.nodes:
+                return
+            if not rest and dp % step == 0:
+                yield nodes, dp
+
+    def violation(self, batch: int, nodes: int, where: str) -> Violation:
+        """Why `fit` says no: the arithmetic, the nearest batches on these nodes and the nearest nodes for this batch."""
+        per_node, size, dp = self.world.devices_per_node or 1, self.world.model_parallel_size, self.replicas(nodes)
+        legal = [fit.nodes for fit in self.fits(batch)]
+        near = tuple(sorted(sorted(legal, key=lambda n: (abs(n - nodes), n))[:2]))
+        other = f"; or {either(near)} nodes" if near else ""
+        if not dp:
+            message = (
+                f"{where}: nodes={nodes} hold no whole number of replicas: {nodes} × {per_node} = {nodes * per_node} "
+                f"devices, {size} per replica ({self.world.split() or 'one device'})"
+                f"{f', expert_parallel {self.world.expert_parallel}' if self.world.expert_parallel > 1 else ''}."
+            )
+            return Violation(message + (f" Nearest: {either(near)} nodes." if near else ""), "nodes", nodes, near)
+        nearest = self._nearest(batch, nodes, dp)
+        what = f"{where}: global_batch_size={batch} {self._reason(batch, dp)}"
+        return Violation(f"{what}. Nearest: {either(nearest) or 'none'}{other}.", "global_batch_size", batch, nearest)
+
+    def _reason(self, batch: int, dp: int) -> str:
+        """What is wrong with a batch on so many replicas, as the end of a sentence."""
+        micro, steps, most = self.micro_batch_size, self.accumulation_steps, self.max_micro_batch_size
+        quantum, share = dp * (micro or steps or 1), -(-batch // dp)
+        named = f"batch_quantum {quantum} ({micro} × {dp})" if micro else f"data_parallel_size {dp}"
+        if steps and not micro:
+            named = f"accumulation_steps {steps} × {dp} = {quantum}"
+        if batch < quantum and not self.allow_ragged:
+            return f"is less than one {'micro batch' if micro or not steps else 'sample in every step'} on each replica: {named}"
+        if batch % quantum and not self.allow_ragged:
+            return f"is not a multiple of {named}"
+        needed = -(-share // (micro or 1))
+        if micro and most and micro > most:
+            return f"cannot run in micro_batch_size={micro}: that is more than max_micro_batch_size={most}, the most that fits"
+        if micro and steps and needed != steps:
+            division = f"{batch} / {quantum}{', rounded up' if batch % quantum else ''}"
+            return f"needs accumulation_steps {needed} ({division}), and accumulation_steps={steps} is given"
+        if refusal := self.refusal(steps or needed):
+            return f"gives accumulation_steps={steps or needed} on {named}, and {refusal}"
+        cap = f" with micro_batch_size up to {most}" if most else ""
+        into = f"into accumulation_steps={steps}" if steps else "so that the pipeline runs"
+        return f"gives {share} samples to each of {dp} replicas, which do not split {into}{cap}"
+
+    def _nearest(self, batch: int, nodes: int, dp: int) -> tuple[int, ...]:
+        """The batches next to this one that fit on so many nodes."""
+        micro, steps = self.micro_batch_size, self.accumulation_steps
+        unit = dp * (micro or (1 if self.allow_ragged else steps) or 1)
+        at = -(-batch // unit)
+        # Looking further than a few hundred units would offer a batch that nobody meant.
+        reach = max(512, 2 * (steps or 0))
+        down, up = range(at, max(0, at - reach), -1), range(at, at + reach)
+        if micro and steps:
+            down = up = range(steps, steps + 1)
+        # Ragged: one sample more than k - 1 units needs as many steps as k units.
+        less = (k * unit for k in down)
+        more = (b for k in up for b in (((k - 1) * unit + 1, k * unit) if self.allow_ragged else (k * unit,)))
+        found = (
+            next((b for b in less if b < batch and self.fit(b, nodes)), None),
+            next((b for b in more if b > batch and self.fit(b, nodes)), None),
+        )
+        return tuple(b for b in found if b)

@@ -1,0 +1,296 @@
+"""ramp: a rule, a budget and a world in; every stage with its nodes, its cost and its learning rate out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from batchwright.core import codec
+from batchwright.core.batch.plan import pipeline_rule
+from batchwright.core.batch.request import Request, resolve_ranks, unused_pipeline, within_probe, world_of
+from batchwright.core.errors import ConfigError, ScheduleError, raise_violations
+from batchwright.core.nodes.policies import NodePlan, place
+from batchwright.core.nodes.throughput import StageSeconds, Throughput
+from batchwright.core.numbers import fraction
+from batchwright.core.record import record
+
+from .learning_rate import HorizonCheck, StageRate, Suggestion, check_horizon, stage_rates, suggested_rule
+from .recipes import Recipe, recipe
+from .request import RampRequest, compile_schedule
+from .rules import PerDevice
+from .schedule import Rule, Schedule, Step
+
+
+@record
+class Ramp:
+    """A schedule, where each stage runs, what it costs, and the learning rate beside it."""
+
+    schedule: Schedule
+    rule: Rule
+    placement: NodePlan | None
+    rates: tuple[StageRate, ...]
+    suggestion: Suggestion | None
+    horizon: HorizonCheck | None
+    sources: Mapping[str, str]
+    notes: tuple[str, ...]
+    nodes_known: bool = True
+
+    def at_step(self, step: int) -> Step:
+        """The span of an optimizer step."""
+        return self.schedule.at_step(step)
+
+    def at_sample(self, sample: int) -> Step:
+        """The step that owns a sample."""
+        return self.schedule.at_sample(sample)
+
+    def stages(self) -> list[dict[str, Any]]:
+        """One record per stage, with the keys others rely on; what needs a world is None without one."""
+        rows: list[dict[str, Any]] = []
+        for index, segment in enumerate(self.schedule.segments):
+            placed = self.placement.stages[index] if self.placement else None
+            unknown = () if self.nodes_known else ("nodes", "node_hours")
+            rows.append(
+                {
+                    "index": index,
+                    "global_batch_size": segment.global_batch_size,
+                    "first_step": segment.first_step,
+                    "steps": segment.steps,
+                    "start_sample": segment.start_sample,
+                    "end_sample": segment.end_sample,
+                    "sequence_length": segment.sequence_length,
+                    "start_token": segment.start_token,
+                    "end_token": segment.end_token,
+                }
+                | {name: None if name in unknown else getattr(placed, name, None) for name in _PLACED}
+            )
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        """The ramp as `--json` prints it."""
+        placed = self.placement
+        growth = {name: getattr(self.rule, name, None) for name in ("num_increments", "samples_per_increment")}
+        return {
+            "schema": codec.SCHEMA,
+            "rule": type(self.rule).__name__,
+            **codec.encode(growth),
+            "stages": self.stages(),
+            "total_steps": self.schedule.total_steps,
+            "total_samples": self.schedule.total_samples,
+            "total_tokens": self.schedule.total_tokens,
+            "last_step": self.schedule.last_step,
+            "policy": placed.policy if placed else None,
+            "launches": codec.encode(placed.launches) if placed else None,
+            "hours": placed.hours if placed else None,
+            "node_hours": placed.node_hours if placed and self.nodes_known else None,
+            "full_cluster_hours": placed.full_cluster_hours if placed else None,
+            "full_cluster_node_hours": placed.full_cluster_node_hours if placed else None,
+            "saved_node_hours": placed.saved_node_hours if placed else None,
+            "learning_rate": codec.encode(self.rates),
+            "learning_rate_suggestion": codec.encode(self.suggestion),
+            "learning_rate_horizon": codec.encode(self.horizon),
+            "sources": dict(self.sources),
+            "notes": list(self.notes),
+        }
+
+
+_PLACED = (
+    "nodes", "data_parallel_size", "micro_batch_size", "accumulation_steps", "ragged", "step_seconds", "hours",
+    "node_hours",
+)  # fmt: skip
+
+
+def ramp(request: Request, wanted: RampRequest) -> Ramp:
+    """Compile the rule, check and place every stage, and put the learning rate beside it.
+
+    >>> from batchwright.core.ramp.request import read_ramp
+    >>> r = ramp(Request(global_batch_size=1024), read_ramp({"linear": "256,128,50M"}))
+    >>> [s.global_batch_size for s in r.schedule.segments], r.schedule.ramp_steps
+    ([256, 384, 512, 640, 768, 896, 1024], 103703)
+    """
+    if wanted.probe is not None:
+        longest = max(wanted.sequence_lengths or (), default=None)
+        request = within_probe(request, wanted.probe, longest=longest, synced=wanted.sync_seconds is not None)
+    notes: list[str] = list(request.notes)
+    published = None if wanted.recipe is None else recipe(wanted.recipe)
+    schedule, rule = compile_schedule(request, wanted, published)
+    notes += schedule.notes
+    if isinstance(rule, PerDevice):
+        request = _per_device_world(request, rule, notes)
+    if published:
+        request = _published_world(request, published, notes)
+    placement = _placement(request, wanted, schedule, published, isinstance(rule, PerDevice))
+    rates, suggestion = _rates(wanted, schedule)
+    horizon = _horizon(wanted, schedule)
+    if request.global_batch_size not in (None, schedule.segments[-1].global_batch_size):
+        notes.append(
+            f"The budget ends before the ramp: the batch is {schedule.segments[-1].global_batch_size} then, and "
+            f"{request.global_batch_size} is not reached."
+        )
+    if schedule.ending:
+        notes.append(f"{schedule.ending} (last_step {schedule.last_step})")
+    if placement:
+        notes += placement.notes
+    if suggestion and wanted.lr_scaling is None and len(schedule.segments) > 1:
+        notes.append(f"Suggested lr_scaling: {suggestion.rule}; {suggestion.reason}. Not applied unless asked for.")
+    if horizon:
+        notes.append(f"Learning rate: {horizon.message}")
+    known = request.nodes is not None or request.devices_per_node is not None
+    sources = dict(request.origins)
+    return Ramp(schedule, rule, placement, rates, suggestion, horizon, sources, tuple(notes), known)
+
+
+def _per_device_world(request: Request, rule: PerDevice, notes: list[str]) -> Request:
+    """MaxText's stages change the size per device and nothing else: accumulation stays, END is the most."""
+    replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
+    largest = fraction(rule.end, "end") * replica
+    notes.append(
+        f"num_increments {rule.num_increments}, samples_per_increment {float(rule.samples_per_increment):g}: each stage "
+        "counts its own share."
+    )
+    if rule.accumulation_steps > 1:
+        notes.append("MaxText's ramp manager leaves accumulation out of its sizes; here every size includes it.")
+    return replace(
+        request,
+        micro_batch_size=None,
+        max_micro_batch_size=largest.__ceil__(),
+        accumulation_steps=rule.accumulation_steps,
+    )
+
+
+def _published_world(request: Request, published: Recipe, notes: list[str]) -> Request:
+    """What the report says of the world, where nothing else was given."""
+    if published.tensor_parallel is None or not (request.nodes or request.devices):
+        return request
+    found: dict[str, int | None] = {}
+    if "tensor_parallel" not in request.given:
+        found["tensor_parallel"] = published.tensor_parallel
+    if request.devices_per_node is None:
+        found["devices_per_node"] = published.devices_per_node
+    if request.micro_batch_size is None and request.max_micro_batch_size is None:
+        found["micro_batch_size"] = published.samples_per_replica
+    if found:
+        notes.append("From the report: " + ", ".join(f"{name} {value}" for name, value in found.items()) + ".")
+    return replace(request, **cast("dict[str, Any]", found))
+
+
+def _horizon(wanted: RampRequest, schedule: Schedule) -> HorizonCheck | None:
+    if wanted.lr_horizon_steps is None and wanted.lr_horizon_samples is None:
+        return None
+    if schedule.total_samples is None:
+        raise ScheduleError(
+            "a learning-rate horizon is checked against a budget: give samples or tokens.", field="samples"
+        )
+    return check_horizon(
+        schedule.segments, schedule.total_samples, steps=wanted.lr_horizon_steps, samples=wanted.lr_horizon_samples
+    )
+
+
+def _placement(
+    request: Request, wanted: RampRequest, schedule: Schedule, published: Recipe | None, fixed_devices: bool
+) -> NodePlan | None:
+    raise_violations(ScheduleError, unused_pipeline(request))
+    ranks = resolve_ranks(request)
+    if ranks is None:
+        _refuse_without_world(request, wanted)
+        return None
+    world = world_of(request, ranks)
+    raise_violations(ScheduleError, world.violations())
+    nodes, policy = request.nodes or world.nodes, wanted.node_policy
+    if nodes is None:  # nothing says what a node is: one indivisible world, whose nodes are not counted
+        if policy not in (None, "constant"):
+            raise ScheduleError(f"node_policy={policy} needs nodes and devices_per_node.", field="nodes")
+        world, nodes, policy = replace(world, devices_per_node=world.devices), 1, "constant"
+    if request.micro_batch_size and request.micro_batch_size > (
+        request.max_micro_batch_size or request.micro_batch_size
+    ):
+        raise ScheduleError(
+            f"micro_batch_size={request.micro_batch_size} is more than max_micro_batch_size="
+            f"{request.max_micro_batch_size}, the most that fits. Nearest: {request.max_micro_batch_size}.",
+            field="micro_batch_size",
+            given=request.micro_batch_size,
+            nearest=(request.max_micro_batch_size,),
+        )
+    if policy is None:  # a per-device ramp keeps its devices; the launcher's rule needs a micro batch
+        policy = "constant" if fixed_devices else "launcher" if request.micro_batch_size else "constant-work"
+    rule = pipeline_rule(request)
+    inner = rule is not None and request.pipeline_style == "inner"
+    options: dict[str, Any] = {
+        "nodes": nodes,
+        "micro_batch_size": request.micro_batch_size,
+        "max_micro_batch_size": request.max_micro_batch_size,
+        "accumulation_steps": request.accumulation_steps,
+        "policy": policy,
+        "restart_seconds": wanted.restart_seconds,
+        "deadline_hours": wanted.deadline_hours,
+        "node_hours_budget": wanted.node_hours_budget,
+        "allow_ragged": request.allow_ragged,
+        "pipeline": rule,
+        "inner_microbatches": (request.pipeline_microbatches or request.pipeline_parallel) if inner else None,
+        "sequence_length": request.sequence_length,
+        "stop_every_stage": wanted.stop_every_stage,
+    }
+    times = _throughput(request, wanted)
+    try:
+        placed = place(schedule.segments, world, throughput=times, **options)
+    except ScheduleError:
+        if world.expert_step == 1:
+            raise
+        # Experts do not enter the batch. If they are the only reason, the stages are placed without them, with a note.
+        wanted_world = world
+        world = replace(world, expert_parallel=1, expert_tensor_parallel=None)
+        placed = place(schedule.segments, world, throughput=times, **options)
+        refusals = (
+            replace(wanted_world, data_parallel_size=stage.data_parallel_size).expert_refusal()
+            for stage in placed.stages
+        )
+        placed = replace(placed, notes=(*placed.notes, *list(filter(None, refusals))[:1]))
+    if times is None and published and [s.nodes for s in placed.stages] == [s.nodes for s in published.stages]:
+        measured = StageSeconds(tuple(stage.iteration_seconds for stage in published.stages))
+        placed = place(schedule.segments, world, throughput=measured, **options)
+        return replace(placed, notes=(*placed.notes, "Step times are those of the report, on these nodes."))
+    return placed
+
+
+def _refuse_without_world(request: Request, wanted: RampRequest) -> None:
+    """Without devices nothing is placed: what needs a placement is refused, not dropped."""
+    if request.nodes is not None:
+        raise ScheduleError(
+            f"nodes={request.nodes} needs devices_per_node to place the stages.", field="devices_per_node", nearest=(8,)
+        )
+    needy = ("node_policy", "micro_step_seconds", "stage_seconds", "probe", "deadline_hours", "node_hours_budget")
+    named = [name for name in needy if getattr(wanted, name) is not None]
+    named += [name for name in ("micro_batch_size", "max_micro_batch_size") if getattr(request, name) is not None]
+    if named:
+        raise ScheduleError(
+            f"{', '.join(named)} needs nodes and devices_per_node, the most there are (or devices).", field="nodes"
+        )
+
+
+def _throughput(request: Request, wanted: RampRequest) -> Throughput | StageSeconds | None:
+    named = [name for name in ("micro_step_seconds", "stage_seconds", "probe") if getattr(wanted, name) is not None]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} are two answers to how long a step takes: give one.", field=named[1])
+    latency, volume = (*(wanted.sync_seconds or ()), 0.0, 0.0)[:2]
+    sync: dict[str, Any] = {
+        "sync_latency_seconds": latency,
+        "sync_seconds": volume,
+        "sequence_length": request.sequence_length,
+    }
+    if wanted.stage_seconds:
+        return StageSeconds(wanted.stage_seconds)
+    if wanted.micro_step_seconds:
+        fixed, each = (*wanted.micro_step_seconds, 0.0)[:2]
+        return Throughput(fixed, each, **sync)
+    return None if wanted.probe is None else Throughput.from_probe(wanted.probe, **sync)
+
+
+def _rates(wanted: RampRequest, schedule: Schedule) -> tuple[tuple[StageRate, ...], Suggestion | None]:
+    suggestion = suggested_rule(wanted.optimizer) if wanted.optimizer else None
+    if wanted.lr is None:
+        if wanted.lr_scaling not in (None, "none"):
+            raise ScheduleError(
+                f"lr_scaling={wanted.lr_scaling} needs lr, the rate at the first stage's batch.", field="lr"
+            )
+        return (), suggestion
+    return stage_rates(schedule.segments, wanted.lr_scaling or "none", wanted.lr), suggestion

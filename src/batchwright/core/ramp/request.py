@@ -1,0 +1,249 @@
+"""What is wanted of a ramp, read strictly: the rule, the budget, the policy, the times and the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from batchwright.core.batch.plan import plan
+from batchwright.core.batch.request import (
+    Request,
+    batch_in_samples,
+    choice,
+    resolve_ranks,
+    switch,
+    unknown_key,
+    world_of,
+)
+from batchwright.core.errors import ConfigError, ScheduleError, Violation, raise_violations
+from batchwright.core.nodes.policies import POLICIES
+from batchwright.core.numbers import count, positive
+from batchwright.core.record import record
+
+from .learning_rate import RULES
+from .recipes import Recipe
+from .rules import Constant, Doubling, Linear, PerDevice, parse_thresholds
+from .schedule import POLICIES as LAST_STEPS
+from .schedule import LastStep, Rule, Schedule, Unit
+
+# The flags that name a rule; at most one of them.
+RULE_FLAGS = ("linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling", "recipe")
+
+
+@record
+class RampRequest:
+    """What is wanted beside the batch and the world; at most one rule. Numbers are as `read_ramp` reads them."""
+
+    linear: tuple[str, ...] | None = None
+    per_device: tuple[str, ...] | None = None
+    thresholds: str | None = None
+    thresholds_tokens: str | None = None
+    thresholds_steps: str | None = None
+    doubling: tuple[str, ...] | None = None
+    recipe: str | None = None
+    sequence_lengths: tuple[int, ...] | None = None
+    allow_falling: bool = False
+    samples: int | None = None
+    tokens: int | None = None
+    last_step: str = "shorten"
+    node_policy: str | None = None
+    micro_step_seconds: tuple[float, ...] | None = None
+    sync_seconds: tuple[float, ...] | None = None
+    stage_seconds: tuple[float, ...] | None = None
+    probe: Mapping[str, Any] | None = None
+    restart_seconds: float | None = None
+    deadline_hours: float | None = None
+    node_hours_budget: float | None = None
+    stop_every_stage: bool = False
+    lr: float | None = None
+    lr_scaling: str | None = None
+    optimizer: str | None = None
+    lr_horizon_steps: int | None = None
+    lr_horizon_samples: int | None = None
+
+
+def _words(value: Any, name: str, shape: str) -> list[str]:
+    if isinstance(value, str):
+        return [word.strip() for word in value.strip("[]() ").split(",")]
+    if not isinstance(value, Sequence):
+        raise ConfigError(f"{name}={value!s:.60} is not {shape}.", field=name, given=str(value)[:60])
+    return [str(word) for word in cast("Sequence[Any]", value)]
+
+
+def _parts(least: int, most: int, shape: str) -> Callable[[Any, str], tuple[str, ...]]:
+    def read(value: Any, name: str) -> tuple[str, ...]:
+        words = _words(value, name, shape)
+        if not least <= len(words) <= most:
+            raise ConfigError(f"{name}={value!s:.60} is not {shape}.", field=name, given=str(value)[:60])
+        return tuple(words)
+
+    return read
+
+
+def _seconds(most: int, shape: str) -> Callable[[Any, str], tuple[float, ...]]:
+    def read(value: Any, name: str) -> tuple[float, ...]:
+        return tuple(_not_negative(word, name) for word in _parts(1, most, shape)(value, name))
+
+    return read
+
+
+def _not_negative(value: Any, name: str) -> float:
+    return 0.0 if str(value).strip() in ("0", "0.0") else positive(value, name)
+
+
+def _lengths(value: Any, name: str) -> tuple[int, ...]:
+    return tuple(count(word, name, most=10**9) for word in _words(value, name, "LENGTH,LENGTH,..."))
+
+
+def _text(value: Any, name: str) -> str:
+    return str(value)
+
+
+RAMP_READERS: Mapping[str, Callable[[Any, str], Any]] = {
+    "linear": _parts(3, 3, "START,INCREMENT,SAMPLES"),
+    "per_device": _parts(4, 4, "START,INCREMENT,END,SAMPLES"),
+    "thresholds": _text,
+    "thresholds_tokens": _text,
+    "thresholds_steps": _text,
+    "doubling": _parts(2, 3, "START,EVERY or START,EVERY,samples|tokens|steps"),
+    "recipe": _text,
+    "sequence_lengths": _lengths,
+    "allow_falling": switch,
+    "samples": count,
+    "tokens": partial(count, most=10**18),
+    "last_step": choice(*LAST_STEPS),
+    "node_policy": choice(*POLICIES),
+    "micro_step_seconds": _seconds(2, "FIXED,PER_SAMPLE"),
+    "sync_seconds": _seconds(2, "LATENCY,ALL"),
+    "stage_seconds": _seconds(100_000, "SECONDS,SECONDS,..."),
+    "probe": lambda value, name: value,
+    "restart_seconds": _not_negative,
+    "deadline_hours": positive,
+    "node_hours_budget": positive,
+    "stop_every_stage": switch,
+    "lr": positive,
+    "lr_scaling": choice(*RULES),
+    "optimizer": _text,
+    "lr_horizon_steps": count,
+    "lr_horizon_samples": count,
+}
+
+
+def read_ramp(values: Mapping[str, Any]) -> RampRequest:
+    """A RampRequest from raw values; all that is wrong with them is said at once.
+
+    >>> read_ramp({"linear": "256,128,50M"}).linear
+    ('256', '128', '50M')
+    """
+    wrong: list[Violation] = []
+    read: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name not in RAMP_READERS:
+            wrong.append(unknown_key(name, value, RAMP_READERS))
+            continue
+        try:
+            read[name] = RAMP_READERS[name](value, name)
+        except ConfigError as error:
+            wrong.extend(error.violations)
+    raise_violations(ConfigError, wrong)
+    return RampRequest(**read)
+
+
+UNIT_OF = {"thresholds": "samples", "thresholds_tokens": "tokens", "thresholds_steps": "steps"}
+
+
+def compile_schedule(request: Request, wanted: RampRequest, published: Recipe | None) -> tuple[Schedule, Rule]:
+    """The schedule, and the rule it was compiled from."""
+    named = [name for name in RULE_FLAGS if getattr(wanted, name) is not None]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} are two rules: give one.", field=named[1])
+    if published:
+        budget = wanted.samples or wanted.tokens
+        compiled, rule = (
+            (replace(published, samples=None, tokens=None) if budget else published).schedule(),
+            published.rule,
+        )
+    else:
+        rule = _rule(request, wanted, named[0] if named else None)
+        compiled = rule.compile()
+    _refuse_unused(request, wanted, compiled, named[0] if named else None)
+    if wanted.samples is None and wanted.tokens is None:
+        return compiled, rule
+    policy = cast(LastStep, wanted.last_step)
+    return compiled.until(wanted.samples, tokens=wanted.tokens, last_step=policy), rule
+
+
+def _rule(request: Request, wanted: RampRequest, name: str | None) -> Rule:
+    length = request.sequence_length
+    if name is None:
+        # No rule: a constant batch, from whatever numbers give one.
+        target = batch_in_samples(request)
+        return Constant(plan(request).global_batch_size if target is None else target, length)
+    if wanted.linear:
+        start, increment, samples = wanted.linear
+        return Linear(
+            count(start, "start"),
+            count(increment, "increment", least=0),
+            count(samples, "samples", least=0),
+            _target(request, "a linear ramp"),
+            length,
+            wanted.allow_falling,
+        )
+    if wanted.per_device:
+        start, increment, end, samples = wanted.per_device
+        ramp_samples, steps = count(samples, "samples", least=0), request.accumulation_steps or 1
+        return PerDevice(start, increment, end, ramp_samples, _devices(request), steps, length)
+    if wanted.doubling:
+        start, every, *rest = wanted.doubling
+        unit = cast(Unit, choice("samples", "tokens", "steps")(rest[0], "doubling") if rest else "samples")
+        return Doubling(count(start, "start"), _target(request, "a doubling"), count(every, "every"), unit, length)
+    lengths = wanted.sequence_lengths or length
+    return parse_thresholds(
+        getattr(wanted, name), cast(Unit, UNIT_OF[name]), lengths, allow_falling=wanted.allow_falling
+    )
+
+
+def _target(request: Request, what: str) -> int:
+    target = batch_in_samples(request)
+    if target is None:
+        raise ScheduleError(f"{what} grows to global_batch_size, and it is not given.", field="global_batch_size")
+    return target
+
+
+def _devices(request: Request) -> int:
+    ranks = resolve_ranks(request)
+    if ranks is None:
+        raise ScheduleError(
+            "a per-device ramp needs the number of devices: devices, or nodes and devices_per_node.", field="devices"
+        )
+    return world_of(request, ranks).devices
+
+
+def _refuse_unused(request: Request, wanted: RampRequest, compiled: Schedule, name: str | None) -> None:
+    """What is given and would mean nothing is a mistake of somebody: say so."""
+    wrong: list[Violation] = []
+    target, last = batch_in_samples(request), compiled.segments[-1].global_batch_size
+    if target is not None and target != last:
+        wrong.append(
+            Violation(
+                f"global_batch_size={target} contradicts {name}, which ends at {last}. Nearest: {last}, or leave it out.",
+                "global_batch_size",
+                target,
+                (last,),
+            )
+        )
+    if name == "recipe" and request.sequence_length is not None:
+        lengths = sorted({s.sequence_length for s in compiled.segments if s.sequence_length})
+        if lengths != [request.sequence_length]:
+            message = f"sequence_length={request.sequence_length} contradicts the recipe's {lengths}: leave it out."
+            wrong.append(Violation(message, "sequence_length", request.sequence_length, tuple(lengths)))
+    if wanted.sequence_lengths and name not in UNIT_OF:
+        message = "sequence_lengths are one per threshold: they need a rule of thresholds."
+        wrong.append(Violation(message, "sequence_lengths", str(wanted.sequence_lengths)))
+    if wanted.allow_falling and name in ("per_device", "doubling", "recipe", None):
+        wrong.append(Violation("allow_falling means nothing here: this rule only grows.", "allow_falling", True))
+    raise_violations(ConfigError, wrong)

@@ -1,0 +1,1 @@
+"""Engine `slurm`: launches as jobs, supervised from a login node or as a chain of jobs."""

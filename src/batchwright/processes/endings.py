@@ -1,0 +1,209 @@
+"""One taxonomy of how a trial, or a rank of a run, dies: by the exception's class, then by text, then by signal.
+
+| kind            | status  | what it means                                                         |
+|---|---|---|
+| `device-oom`    | oom     | the accelerator's memory, or a library's workspace on it, is exhausted |
+| `host-oom`      | oom     | the host's memory is: an allocation failed, or the kernel killed it    |
+| `loader-worker` | oom     | a DataLoader worker was killed, mostly for host or shared memory       |
+| `hang`          | timeout | no end within the timeout                                              |
+| `compile`       | crash   | a compiler failed, and not for memory                                  |
+| `crash`         | crash   | anything else: not a matter of size, so the search stops               |
+
+The texts are those that are printed: torch 2.13 on CPU was run to get them, the accelerators' are as printed in
+the trackers of PyTorch, JAX and the libraries.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchwright.core.errors import BatchwrightError, RunError
+
+STATUS = {
+    "device-oom": "oom", "host-oom": "oom", "loader-worker": "oom", "hang": "timeout", "compile": "crash",
+    "crash": "crash",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a trial ended when it did not fit: the kind, the evidence, and the user's own traceback where there is one.
+
+    >>> Death("device-oom", "torch.OutOfMemoryError").status
+    'oom'
+    """
+
+    kind: str
+    reason: str
+    traceback: str | None = None
+
+    @property
+    def status(self) -> str:
+        """The trial's status: oom, timeout or crash."""
+        return STATUS[self.kind]
+
+
+_OURS = str(Path(__file__).resolve().parents[1])
+# Class -> kind. The most derived name of an exception's ancestry that is listed decides.
+_CLASSES = {
+    "OutOfMemoryError": "device-oom",  # torch.OutOfMemoryError, which CUDA, HIP and XPU raise
+    "MemoryError": "host-oom",  # also numpy's _ArrayMemoryError, by inheritance
+}
+# Classes whose text says nothing about memory, whatever words it holds: a mistake in the code.
+_MISTAKES = re.compile(
+    r"^(ValueError|TypeError|KeyError|IndexError|AttributeError|NameError|UnboundLocalError|ImportError|"
+    r"ModuleNotFoundError|AssertionError|NotImplementedError|SyntaxError|FileNotFoundError|ZeroDivisionError)$"
+)
+# Text -> kind, first match wins: the specific before the general.
+_TEXTS: tuple[tuple[str, str], ...] = (
+    (r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) (is killed by signal: (Killed|Bus error|Aborted|Terminated)|"
+     r"exited unexpectedly)", "loader-worker"),
+    (r"unable to (mmap|write to file|open shared memory object).{0,200}(Cannot allocate memory|No space left)",
+     "loader-worker"),
+    (r"(CUDA|HIP|XPU|NPU|MPS backend) out of memory", "device-oom"),
+    (r"(CUDA|HIP)( driver| runtime)? error:? .{0,40}out of memory", "device-oom"),
+    (r"(cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory)", "device-oom"),
+    (r"(UR_RESULT_ERROR_OUT_OF_(DEVICE_MEMORY|RESOURCES)|OUT_OF_DEVICE_MEMORY)", "device-oom"),
+    (r"RESOURCE_EXHAUSTED.{0,400}?(memory|alloc|hbm|vmem)", "device-oom"),
+    (r"CUBLAS_STATUS_ALLOC_FAILED", "device-oom"),
+    (r"CUBLAS_STATUS_NOT_INITIALIZED.{0,60}cublasCreate", "device-oom"),  # the handle's workspace did not fit
+    (r"CUDNN_STATUS_(ALLOC_FAILED|NOT_SUPPORTED)", "device-oom"),  # NOT_SUPPORTED: no engine's workspace fits
+    (r"unable to find an engine to execute this computation", "device-oom"),
+    (r"MIOPEN_STATUS_ALLOC_FAILED|miopenStatusAllocFailed|rocblas_status_memory_error", "device-oom"),
+    (r"(NCCL|nccl|Cuda failure).{0,200}out of memory", "device-oom"),
+    (r"DefaultCPUAllocator: (can't allocate memory|not enough memory)", "host-oom"),  # Linux, Windows
+    (r"alloc_cpu\.cpp.{0,80}(allocate|not enough memory)", "host-oom"),
+    (r"Unable to allocate [\d.]+ \w+ for an array", "host-oom"),  # numpy
+    (r"std::bad_alloc|\bMemoryError\b|Cannot allocate memory|\[Errno 12\]", "host-oom"),
+    # Under a budget of address space a thread's stack may be what no longer fits.
+    (r"Thread creation failed: Resource temporarily unavailable|can't start new thread", "host-oom"),
+    (r"could not create a (memory object|primitive)", "host-oom"),  # oneDNN's scratchpad
+    (r"Signal 9 \(SIGKILL\) received by PID|exits with return code = -9", "host-oom"),  # torchrun, deepspeed of a rank
+    (r"[Oo]ut [Oo]f [Mm]emory: Killed process|oom[-_]kill|OOMKilled|Exceeded job memory limit", "host-oom"),
+    (r"(torch\._inductor|torch\._dynamo|triton\.compiler|BackendCompilerFailed|InductorError|XLA compil)", "compile"),
+    (r"\bout of memory\b", "device-oom"),
+)  # fmt: skip
+_COMPILED = tuple((re.compile(pattern, re.DOTALL), kind) for pattern, kind in _TEXTS)
+# A signal -> kind, when there was no word before it.
+_SIGNALS = {
+    "SIGKILL": ("host-oom", "killed by SIGKILL, as the kernel's out-of-memory killer does"),
+    "SIGBUS": ("host-oom", "killed by SIGBUS, as when shared memory (/dev/shm) is exhausted"),
+}
+
+
+def from_exception(classes: Sequence[str], text: str) -> Death | None:
+    """The death behind an exception: its class and ancestors (most derived first), and its text; None: not known.
+
+    >>> from_exception(["RuntimeError", "Exception"], "CUDA error: out of memory").kind
+    'device-oom'
+    >>> from_exception(["ValueError", "Exception"], "out of memory").kind
+    'crash'
+    """
+    told = from_text(text)
+    for name in classes:
+        if name in _CLASSES:
+            return Death(told.kind if told else _CLASSES[name], _first(text, name))
+    if classes and _MISTAKES.match(classes[0]):
+        return Death("crash", _first(text, classes[0]))
+    return told
+
+
+def from_text(text: str) -> Death | None:
+    """The death that an error text tells of, or None.
+
+    >>> from_text("RESOURCE_EXHAUSTED: Out of memory allocating 597099076 bytes.").kind
+    'device-oom'
+    """
+    for pattern, kind in _COMPILED:
+        if found := pattern.search(text):
+            line = text[text.rfind("\n", 0, found.start()) + 1 :].split("\n", 1)[0]
+            return Death(kind, line.strip()[:300])
+    return None
+
+
+def death_of(error: BaseException) -> Death:
+    """The death behind an exception: its own or its cause's, with the traceback from the user's first frame on."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    shown = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
+    frames = shown.__traceback__
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
+        frames = frames.tb_next
+    words = None
+    if not isinstance(shown, BatchwrightError):  # our own errors say everything in their message
+        words = "".join(traceback.format_exception(type(shown), shown, frames))
+    found = [from_exception([c.__name__ for c in type(e).__mro__], str(e)) for e in chain]
+    out_of_memory = next((d for d in found if d and d.status == "oom"), None)
+    told = out_of_memory or next((d for d in found if d and d.kind == "compile"), None)
+    return Death(told.kind if told else "crash", told.reason if told else f"{type(shown).__name__}: {shown}", words)
+
+
+_RANK = r"(?:\[\w+\]: ?)*"  # torch and torchrun put `[rank1]: ` before every line
+_RAISED = re.compile(
+    rf"^{_RANK}((?:[\w.]+\.)?(_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning))(?::(?: .*)?)?)$", re.MULTILINE
+)
+_LAUNCHERS = {
+    "ChildFailedError",
+    "CalledProcessError",
+}  # what torchrun, accelerate and others raise when a rank has failed
+_TRACEBACK = "Traceback (most recent call last):"
+# What a destructor raised while a process came down: neither the reason nor memory, whatever it says.
+_IGNORED = re.compile(
+    rf"^{_RANK}Exception ignored (?:in|while)[^\n]*\n(?:{_RANK}{re.escape(_TRACEBACK)}[^\n]*\n"
+    rf"(?:(?:\[\w+\]: )*[ \t][^\n]*\n)*)?[^\n]*\n?",
+    re.MULTILINE,
+)
+
+
+def from_exit(returncode: int, output: str) -> Death:
+    """The death of a process that left a return code and its last output: a traceback's class, text, then signal.
+
+    Of several exceptions one that is out of memory wins: launchers and other ranks fail after it, and because of it.
+
+    >>> from_exit(-9, "").kind, from_exit(137, "").kind, from_exit(-11, "").kind
+    ('host-oom', 'host-oom', 'crash')
+    """
+    output = _IGNORED.sub("", output)
+    found, trace = _raised(output) if _TRACEBACK in output else (from_text(output), None)
+    if found and found.kind != "crash":
+        return Death(found.kind, found.reason, trace)
+    number = -returncode if returncode < 0 else returncode - 128  # a shell reports signal n as 128 + n
+    if number in {s.value for s in signal.Signals}:
+        name = signal.Signals(number).name
+        kind, reason = _SIGNALS.get(name, ("crash", f"killed by {name}"))
+        return Death(kind, reason, trace)
+    if found:
+        return Death("crash", found.reason, trace)
+    return Death("crash", f"exit status {returncode}" + (f": {_last(output)}" if output.strip() else ""), trace)
+
+
+def _raised(output: str) -> tuple[Death | None, str]:
+    """The death that the exceptions in an output tell of, and the traceback of the one that does."""
+    raised = list(_RAISED.finditer(output, output.find(_TRACEBACK)))
+    # What follows an exception's line belongs to it: messages have several lines.
+    ends = [*(match.start() for match in raised[1:]), len(output)]
+    texts = [(m, output[m.start(1) : end].split(_TRACEBACK)[0]) for m, end in zip(raised, ends, strict=True)]
+    texts = [(m, text) for m, text in texts if m[2] not in _LAUNCHERS] or texts
+    known = [(m, text, from_exception([m[2], "Exception"], text)) for m, text in texts]
+    if not known:
+        return from_text(output), output[output.rfind(_TRACEBACK) :].strip()
+    match, text, death = next((one for one in known if one[2] and one[2].status == "oom"), known[-1])
+    trace = output[output.rfind(_TRACEBACK, 0, match.start()) : match.start()] + text
+    return death or Death("crash", _first(match[1], "an exception")), trace.strip()
+
+
+def _first(text: str, name: str) -> str:
+    line = text.strip().split("\n", 1)[0][:300]
+    return line if line.startswith(name) or "." in line.split(":")[0] else f"{name}: {line}" if line else name
+
+
+def _last(text: str) -> str:
+    return text.strip().rsplit("\n", 1)[-1][:300]

@@ -1,0 +1,63 @@
+"""`FILE.py:function`, as probe, estimate, check and run all take it."""
+
+from __future__ import annotations
+
+import re
+import tokenize
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from batchwright.core.errors import ConfigError
+
+# A file that does one of these may have names that are not written in it.
+_MAKES_NAMES = re.compile(r"import\s+\*|__getattr__|__dict__|\b(globals|locals|vars|setattr|exec|sys\.modules)\b")
+
+
+def task_file(target: str) -> tuple[Path, str]:
+    """The file and the function (`task` when none is named); the file has to be there, and the name to be in its text.
+
+    Read, not imported: nobody waits for torch, or for a place in a queue, to hear that a name is misspelt.
+
+    >>> task_file("missing.py:task")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    batchwright.core.errors.ConfigError: task file missing.py does not exist (looked for it at ...).
+    """
+    file, separator, name = target.rpartition(":")
+    if not separator or not file.endswith(".py"):
+        file, name = target, "task"
+    path = Path(file).expanduser().absolute()
+    if not path.is_file():
+        raise ConfigError(f"task file {file} does not exist (looked for it at {path}).", field="task", given=target)
+    try:
+        with tokenize.open(path) as source:
+            text = source.read()
+    except (SyntaxError, UnicodeDecodeError):
+        return path, name  # importing it says what is wrong, and where
+    except OSError as error:
+        raise ConfigError(f"task file {file} cannot be read: {error}.", field="task", given=target) from None
+    if not re.search(rf"\b{re.escape(name)}\b", text) and not _MAKES_NAMES.search(text):
+        raise no_function(target, file, name, set(re.findall(r"^(?:async )?def (\w+)", text, re.MULTILINE)))
+    return path, name
+
+
+def no_function(target: str, file: str, name: str, functions: Iterable[str]) -> ConfigError:
+    """The error for a name that a file does not have."""
+    from difflib import get_close_matches  # only wrong input pays for it
+
+    own = sorted(functions)
+    near = get_close_matches(name, own, n=2)
+    return ConfigError(
+        f"{file} has no function {name!r}. It has: {', '.join(own) or 'none'}.{did_you_mean(near)}",
+        field="task",
+        given=target,
+        nearest=[f"{file}:{one}" for one in near],
+    )
+
+
+def did_you_mean(near: Sequence[str]) -> str:
+    """A question at the end of an error.
+
+    >>> did_you_mean(["task"]), did_you_mean([])
+    (' Did you mean task?', '')
+    """
+    return f" Did you mean {' or '.join(near)}?" if near else ""

@@ -1,0 +1,1 @@
+"""Which sample each rank reads in each step: one global order, cut into shares and micro batches."""

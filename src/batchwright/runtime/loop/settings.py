@@ -1,0 +1,201 @@
+"""How a loop runs: one frozen record, which is also the `settings` of a spec file (JSON), and the fence of a run."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from batchwright.core.codec import decode
+from batchwright.core.errors import ConfigError, EnvironmentFault, Violation, raise_violations
+from batchwright.core.ramp.learning_rate import RULES, SampleSchedule
+from batchwright.core.ramp.schedule import Schedule
+from batchwright.rundir.durable import read_json, write_json
+
+Strategy = Literal["auto", "ddp", "fsdp2", "none"]
+AccumulateDtype = Literal["float32", "float64"]
+ACCUMULATE_DTYPES: tuple[AccumulateDtype, ...] = ("float32", "float64")
+STRATEGIES: tuple[Strategy, ...] = ("auto", "ddp", "fsdp2", "none")
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `train` does besides the task and the schedule; every field has a default but the directory.
+
+    >>> Settings(directory="run", micro_batch_size=8).checkpoints
+    PosixPath('run/checkpoints')
+    """
+
+    directory: str
+    """The run directory: checkpoints, ledger, events, status. Going on from it is the default."""
+    micro_batch_size: int | tuple[int, ...] = 1
+    """Samples per rank per forward/backward; or one for each segment of the schedule."""
+    allow_ragged: bool = False
+    seed: int = 0
+    """Of the order, of the model's first weights, and of generators that no checkpoint restores."""
+    shuffle: bool = True
+    strategy: Strategy = "auto"
+    """`ddp` or `fsdp2`; `auto` is DDP for several ranks, and the plain model for one."""
+    device: str = "auto"
+    """`auto` is this rank's CUDA device if there is one, else the CPU."""
+    threads: int | None = None
+    """torch's threads in this process; None leaves what the environment says."""
+    launch: int | None = None
+    """The number of this life of the processes: by default the first one unused."""
+    end_sample: int | None = None
+    """Stop before the step that starts here: where the next launch begins. None runs the whole schedule."""
+    max_tokens: float | None = None
+    """Stop after the step in which the weights of all steps have added up to this."""
+    resume: bool = True
+    """False refuses a directory that has a checkpoint."""
+    accept_changes: bool = False
+    """Go on even where the position has lost its meaning (another dataset, seed or size); never the default."""
+    checkpoint_every: int | None = None
+    """Samples between checkpoints; one is always saved where the loop stops."""
+    keep: int = 2
+    asynchronous: bool = False
+    evaluate_every: int | None = None
+    """Samples between evaluations; one is always made at the end."""
+    evaluation_samples: int = 0
+    """The last so many samples of the dataset are held out and only evaluated."""
+    evaluation_batch_size: int | None = None
+    """Samples per forward in evaluation; by default the first micro batch."""
+    learning_rate: SampleSchedule | None = None
+    """The shape of the rate over samples. Its peak stands for the optimizer's own rate, group by group."""
+    lr_scaling: str = "none"
+    """How a stage's batch multiplies the rate: none, sqrt or linear, against the first stage's batch."""
+    max_norm: float | None = None
+    accumulate_dtype: AccumulateDtype | None = None
+    """Add gradients up, over micro batches and ranks, in (at least) this: float32 for parameters in half precision."""
+    grad_scaler: float | None = None
+    """For fp16 autocast in the loss: a GradScaler that begins at this scale. A sum over N tokens is N times the mean that
+    scalers are made for, so 65536 / N. A step that overflows is skipped: its samples are counted, as skipped."""
+    noise_every: int | None = None
+    """Measure the gradient noise scale on every so-manieth step."""
+    num_workers: int = 0
+    log_every: int = 1
+    """Steps between `step` events."""
+    peak_flops: float | None = None
+    """Of one device, for MFU: 6 × parameters × tokens per second / (ranks × peak)."""
+    tensorboard: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.micro_batch_size, list):
+            object.__setattr__(self, "micro_batch_size", tuple(self.micro_batch_size))
+        found: list[Violation] = []
+        if self.strategy not in STRATEGIES:
+            message = f"strategy={self.strategy!r} is not known. One of: {', '.join(STRATEGIES)}."
+            found.append(Violation(message, "strategy", self.strategy, STRATEGIES))
+        if self.lr_scaling not in RULES:
+            message = f"lr_scaling={self.lr_scaling!r} is not known. One of: {', '.join(RULES)}."
+            found.append(Violation(message, "lr_scaling", self.lr_scaling, RULES))
+        if self.accumulate_dtype not in (None, *ACCUMULATE_DTYPES):
+            message = (
+                f"accumulate_dtype={self.accumulate_dtype!r} is not known. One of: {', '.join(ACCUMULATE_DTYPES)}."
+            )
+            found.append(Violation(message, "accumulate_dtype", self.accumulate_dtype, ACCUMULATE_DTYPES))
+        if self.grad_scaler is not None and not 0 < self.grad_scaler < math.inf:
+            message = f"grad_scaler={self.grad_scaler} is no scale: it must be above zero. Nearest: 65536."
+            found.append(Violation(message, "grad_scaler", self.grad_scaler, (65536.0,)))
+        for name in ("checkpoint_every", "evaluate_every", "noise_every", "log_every", "keep", "threads",
+                     "evaluation_batch_size"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(Violation(f"{name}={value} must be at least 1.", name, value, (1,)))
+        raise_violations(ConfigError, found)
+
+    @property
+    def root(self) -> Path:
+        """The run directory."""
+        return Path(self.directory)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.root / "checkpoints"
+
+    @property
+    def ledger(self) -> Path:
+        """Where the ledger is."""
+        return self.root / "ledger"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A whole training process as one JSON file: `python -m batchwright.runtime.loop SPEC.json`, alone or by torchrun."""
+
+    task: str
+    args: Mapping[str, Any]
+    schedule: Schedule
+    settings: Settings
+
+
+def read_spec(path: Path | str) -> Spec:
+    """Read {"schema": 1, "task": "FILE.py:function", "args": {}, "schedule": {…}, "settings": {…}}.
+
+    `schedule` is `core.codec.encode(schedule)`; `settings` has the fields of `Settings`.
+    """
+    document = read_json(Path(path))
+    if not isinstance(document, dict) or not {"task", "schedule", "settings"} <= set(document):
+        raise ConfigError(f"{path} is no spec: it needs task, schedule and settings.", field="spec", given=str(path))
+    if document.get("schema", SCHEMA) > SCHEMA:
+        raise ConfigError(
+            f"{path} has schema {document['schema']}; known is {SCHEMA}.", field="schema", given=document["schema"]
+        )
+    settings = read_settings(document["settings"], f"{path}: settings")
+    return Spec(document["task"], document.get("args") or {}, decode(Schedule, document["schedule"]), settings)
+
+
+def read_settings(given: Mapping[str, Any], where: str) -> Settings:
+    """`Settings` from raw values; names that it does not have are refused with the nearest."""
+    names = [field.name for field in fields(Settings)]
+    found: list[Violation] = []
+    for name in given:
+        if name not in names:
+            near = tuple(difflib.get_close_matches(name, names))
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            found.append(Violation(f"{where} has no field {name!r}.{hint}", name, name, near))
+    raise_violations(ConfigError, found)
+    try:
+        return decode(Settings, given)
+    except (TypeError, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where} cannot be read: {error}.", field="settings") from None
+
+
+@dataclass(frozen=True)
+class Fence:
+    """`RUN/launch.json`, the number of the launch that may write; called, it says whether that is still this one."""
+
+    path: Path
+    launch: int
+
+    def __call__(self) -> bool:
+        return self.current(self.path) == self.launch
+
+    @staticmethod
+    def current(path: Path) -> int | None:
+        """The launch that may write now, or None before the first."""
+        return int(read_json(path)["launch"]) if path.exists() else None
+
+    def claim(self) -> Fence:
+        """Take over from an earlier launch; refused where a later one has."""
+        current = self.current(self.path)
+        if current is not None and current > self.launch:
+            raise EnvironmentFault(
+                f"launch={self.launch} comes too late: launch {current} has taken over {self.path.parent}. Nothing was "
+                f"changed. Nearest: {current + 1}.",
+                field="launch",
+                given=self.launch,
+                nearest=(current + 1,),
+            )
+        if current != self.launch:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, {"schema": SCHEMA, "launch": self.launch})
+        return self

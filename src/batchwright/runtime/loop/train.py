@@ -1,0 +1,312 @@
+"""The loop: `train(task, schedule, settings)`, from wherever it stopped to its end, a boundary or a signal.
+
+It is, with the pieces of this room and nothing of its own in between (docs/own_loop.md builds it step by step):
+
+    saved = checkpoints.newest();  position = checkpoints.load(saved, …) if saved else 0
+    for step in accumulator.steps(Loader(dataset, order, StepSampler(schedule, …, start=position))):
+        for micro in step:
+            step.backward(*task.loss_of(model, micro.data));  ledger.fed(micro.ids)
+        result = step.apply(optimizer, learning_rate=…)
+        ledger.applied(…);  position = result.end_sample
+        evaluate, save, stop where due
+
+The position moves with the optimizer's step and is saved with the weights; what was prefetched or half accumulated when
+a process dies was never trained.
+
+As a process: `python -m batchwright.runtime.loop SPEC.json`, or the same under torchrun (`settings.py` has the format).
+`RUN/status.json` says why it ended. Exit codes: 0 complete, and always when stopped on purpose under a launcher; bare,
+75 at the end of a launch and 130 after a signal; 2, 4, 5 as everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from batchwright.core.errors import BatchwrightError, PlanError
+from batchwright.core.ramp.learning_rate import scale
+from batchwright.core.ramp.schedule import Schedule, Step
+from batchwright.rundir.status import Status
+from batchwright.runtime.data.loader import Loader
+from batchwright.runtime.data.sampler import StepSampler, micro_steps
+from batchwright.runtime.state.checkpoint import Saved
+from batchwright.runtime.step.accumulate import Accumulator
+from batchwright.runtime.step.parallel import StepResult
+from batchwright.runtime.task import Task, load_task
+
+from .evaluate import evaluate
+from .events import Tracker
+from .process import StopSignals, joined, moved
+from .session import Life, OnStep
+from .settings import Settings, read_spec
+
+__all__ = ["Settings", "Status", "main", "train"]
+
+
+def train(
+    task: Task,
+    schedule: Schedule,
+    settings: Settings,
+    *,
+    evaluation: Any = None,
+    trackers: Sequence[Tracker] = (),
+    may_save: Callable[[], bool] | None = None,
+    on_step: OnStep | None = None,
+) -> Status:
+    """Train `task` along `schedule`, from the newest checkpoint in the directory on; alone, or on every rank of a group.
+
+    `evaluation` is a dataset of its own instead of the held-out part; `may_save` a fence of one's own instead of
+    `RUN/launch.json`; `on_step` sees every result on every rank.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    with ExitStack() as stack:
+        world = stack.enter_context(joined(settings.device, settings.strategy))
+        signals = stack.enter_context(StopSignals())
+        run = _Loop(task, schedule, settings, world, signals, evaluation, trackers, may_save, on_step)
+        try:
+            status = run.run()
+        except BaseException as error:
+            run.failed(error)
+            with suppress(Exception):  # of what could not be closed either, the first cause is raised
+                run.close()
+            raise
+        run.close()
+        return status
+
+
+class _Loop(Life):
+    """A life that trains."""
+
+    def run(self) -> Status:
+        """Set up, train, save, say why it ended."""
+        self.set_up()
+        whole = self.schedule.total_samples
+        limit = self.settings.max_tokens
+        reason = "end" if self.position == whole else "boundary" if self.position == self.settings.end_sample else None
+        if reason is None and limit is not None and self.tokens >= limit:
+            reason = "tokens"
+        if reason is None:
+            reason = self._train()
+        return self._stop(reason)
+
+    def _train(self) -> str:
+        settings, world, ledger = self.settings, self.world, self.ledger
+        assert ledger is not None
+        micro_of = self._micro_batch_size()
+        sampler = StepSampler(
+            self._limited(), micro_of, world.rank, world.ranks, self.position, allow_ragged=settings.allow_ragged
+        )
+        options: dict[str, Any] = {"collate_fn": self.task.collate} if self.task.collate else {}
+        loader = Loader(self.dataset, self.order, sampler, num_workers=settings.num_workers, **options)
+        accumulator = Accumulator(
+            self.model, max_norm=settings.max_norm, noise=self.noise, scaler=self.scaler,
+            accumulate_dtype=None if settings.strategy == "fsdp2" else self.accumulate_dtype,  # there the wrapper's
+        )  # fmt: skip
+        rate, stage, device = self._learning_rate(), None, world.device
+        steps: Any = accumulator.steps(loader)
+        reason, begun, before = None, self.position, time.perf_counter()
+        for step in steps:
+            plan = step.plan
+            if plan.segment != stage:
+                stage = plan.segment
+                size = self.schedule.segments[stage].global_batch_size
+                self.emit("stage", stage=stage, step=plan.step, samples=plan.start_sample, global_batch_size=size)
+            for micro in step:
+                step.backward(*self.task.loss_of(self.model, moved(micro.data, device)))
+                if not micro.filler:
+                    ledger.fed(micro.ids)
+            result = step.apply(self.optimizer, learning_rate=rate)
+            ledger.applied(plan.step, plan.start_sample, plan.global_batch_size, result.outcome)
+            last, self.position, self.step = self.position, result.end_sample, plan.step + 1
+            self.tokens, self.loss = self.tokens + result.weight, result.loss
+            self.skipped_steps += result.skipped
+            now = time.perf_counter()
+            if plan.step % settings.log_every == 0 or last == begun:  # its first: whoever watches sees it train
+                self._step_event(plan, result, now - before, micro_of(plan))
+            if self.on_step is not None:
+                self.on_step(result, self.model, self.optimizer)
+            number = world.largest(self.signals.received)
+            if number and self.position != self.schedule.total_samples:  # a run that is complete was not stopped
+                self.signals.received, reason = number, "signal"
+            elif settings.max_tokens is not None and self.tokens >= settings.max_tokens:
+                reason = "tokens"
+            if reason:
+                break
+            if _crossed(settings.evaluate_every, last, self.position):
+                self._evaluate()
+            if _crossed(settings.checkpoint_every, last, self.position) and not self._at_end():
+                self._save()
+            before = time.perf_counter()
+        steps.close()
+        return reason or ("end" if self.position == self.schedule.total_samples else "boundary")
+
+    def _at_end(self) -> bool:
+        return self.position in (self.schedule.total_samples, self.settings.end_sample)
+
+    def _micro_batch_size(self) -> Callable[[Step], int]:
+        """One number for all, or one for each segment of the schedule as it was given, wherever the past was cut."""
+        given, planned = self.settings.micro_batch_size, self.planned
+        if isinstance(given, int):
+            return lambda step: given
+        if len(given) != len(planned.segments):
+            raise PlanError(
+                f"micro_batch_size has {len(given)} numbers, the schedule {len(planned.segments)} segments. Give one for "
+                "each, or one for all.",
+                field="micro_batch_size",
+                given=str(given),
+            )
+        return lambda step: given[planned.at_sample(step.start_sample).segment]
+
+    def _limited(self) -> Schedule:
+        """The part of the schedule that this launch trains."""
+        end, whole = self.settings.end_sample, self.schedule.total_samples
+        if end is None or end == whole:
+            return self.schedule
+        step = self.schedule.at_sample(end)
+        if step.start_sample != end or end < self.position:
+            raise PlanError(
+                f"end_sample={end:,} is no place to stop: step {step.step:,} owns samples {step.start_sample:,} to "
+                f"{step.end_sample:,}, and the run stands at {self.position:,}. Nearest: {step.start_sample:,} or "
+                f"{step.end_sample:,}.",
+                field="end_sample",
+                given=end,
+                nearest=(step.start_sample, step.end_sample),
+            )
+        return self.schedule.until(end, last_step="drop")
+
+    def _learning_rate(self) -> Callable[[int], float]:
+        shape, rule, schedule = self.settings.learning_rate, self.settings.lr_scaling, self.schedule
+        base = schedule.segments[0].global_batch_size
+
+        def factor(sample: int) -> float:
+            segment = schedule.segments[schedule.at_sample(sample).segment]
+            stage = scale(rule, 1.0, base, segment.global_batch_size)
+            return stage if shape is None else shape.at(sample, stage) / shape.peak_lr
+
+        return factor
+
+    def _step_event(self, plan: Step, result: StepResult, seconds: float, micro: int) -> None:
+        if self.events is None:
+            return
+        world, peak = self.world, self.settings.peak_flops
+        tokens = result.weight / seconds
+        noise = self.noise.estimate().noise_scale if self.noise and self.noise.measures(plan.step) else None
+        self.events.emit(
+            "step", step=plan.step, samples=self.position, tokens=self.tokens, loss=result.loss,
+            auxiliary=result.auxiliary, global_batch_size=plan.global_batch_size, micro_batch_size=micro,
+            accumulation_steps=micro_steps(plan.global_batch_size, world.ranks, micro),
+            samples_per_second=result.samples / seconds, tokens_per_second=tokens, step_seconds=seconds,
+            learning_rate=float(self.optimizer.param_groups[0]["lr"]), grad_norm=result.grad_norm,
+            mfu=6 * self.parameters * tokens / (world.ranks * peak) if peak else None, stage=plan.segment,
+            ranks=world.ranks, noise_scale=noise, outcome=result.outcome,
+            loss_scale=self.scaler.get_scale() if self.scaler else None,
+        )  # fmt: skip
+
+    def _evaluate(self) -> None:
+        if self.evaluated_position == self.position:
+            return
+        before, self.evaluated_position = time.time(), self.position
+        size = self.settings.evaluation_batch_size or self._micro_batch_size()(self.schedule.at_step(0))
+        loss, weight = evaluate(self.task, self.model, self.evaluation, size, self.world, seed=self.settings.seed)
+        self.evaluation_loss = loss if math.isfinite(loss) else None  # JSON, so a checkpoint, holds no NaN
+        seconds = time.time() - before
+        self.times["evaluation_seconds"] += seconds
+        self.emit("evaluation", step=self.step, samples=self.position, loss=loss, weight=weight, seconds=seconds)
+
+    def _save(self, *, wait: bool = False) -> None:
+        if self.saved_position == self.position:
+            self._saved(self.checkpoints.wait(), 0.0)
+            return
+        assert self.ledger is not None
+        before = time.time()
+        self._saved(self.checkpoints.wait(), 0.0)
+        self.ledger.close()
+        state = {
+            "tokens": self.tokens, "fingerprint": self.facts, "evaluation_loss": self.evaluation_loss,
+            "noise": [[t.trace, t.signal] for t in self.noise.terms] if self.noise else [],
+            "skipped_steps": self.skipped_steps, "scaler": self.scaler.state_dict() if self.scaler else None,
+        }  # fmt: skip
+        saved = self.checkpoints.save(
+            self.model, self.optimizer, step=self.step, position=self.position, launch=self.launch, state=state
+        )
+        self.saved_position = self.position
+        saved = self.checkpoints.wait() or saved if wait else saved
+        seconds = time.time() - before
+        self.times["save_seconds"] += seconds
+        self._saved(saved, seconds)
+
+    def _saved(self, saved: Saved | None, seconds: float) -> None:
+        if saved is None:
+            return
+        self.saved = saved
+        self.emit("save", step=saved.step, samples=saved.position, checkpoint=saved.name, seconds=seconds)
+        if self.world.rank == 0:
+            self.write_status(self.status("running", None))
+
+    def _stop(self, reason: str) -> Status:
+        ended = time.time()
+        # Whoever sent a signal may not wait for more than the save: a time limit, a preemption.
+        if reason != "signal" and self.evaluation is not None and self.saved_position != self.position:
+            self._evaluate()
+        self._save(wait=True)
+        self.times["stop_seconds"] = time.time() - ended
+        status = self.status("complete" if reason in ("end", "tokens") else "stopped", reason)
+        self.emit("stop", reason=reason, step=self.step, samples=self.position, next_stage=status.next_stage)
+        if self.world.rank == 0:
+            self.write_status(status)
+        self.world.largest(0)  # the status is written before any rank leaves
+        return status
+
+
+def _crossed(every: int | None, before: int, after: int) -> bool:
+    return every is not None and before // every != after // every
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m batchwright.runtime.loop SPEC.json`; the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if len(given) != 1 or given[0].startswith("-"):
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        spec = read_spec(given[0])
+        return train(load_task(spec.task, spec.args), spec.schedule, spec.settings).exit_code
+    except BatchwrightError as error:
+        if error.__cause__ is not None and error.field == "task":
+            traceback.print_exception(error.__cause__)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def run_process() -> None:
+    """Run `main` and end the process with its code.
+
+    If an error has left the process group in place, end without shutting the interpreter down: that would destroy the
+    group, which waits for ranks that will never come.
+    """
+    try:
+        code = main()
+    except BaseException as error:
+        if not dist.is_initialized():
+            raise
+        with suppress(OSError, ValueError):  # a full disk, or a closed file, under the standard error
+            traceback.print_exc()
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            code = error.code or 0
+    if not dist.is_initialized():
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

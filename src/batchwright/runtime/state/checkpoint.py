@@ -1,0 +1,351 @@
+"""Checkpoints: the position and the weights that belong to it, whole or absent, readable by any number of ranks.
+
+    RUN/checkpoints/step-000000000120-launch-00003/
+        manifest.json            size and SHA-256 of every other file: a checkpoint counts only with all of them
+        state.json               position, step, options of the optimizer, fingerprint, versions: all that is no tensor
+        rng/rank-00000.json      the generators of one rank
+        tensors/                 torch.distributed.checkpoint: reshards over ranks, and between DDP, FSDP2 and plain
+
+It is written in a folder beside and renamed when every file is synced, so a reader sees all of it or nothing. A save
+denotes, with a barrier after each line and all ranks failing if one does:
+
+    may_save() or fail;  write tensors, rng;  write state, manifest;  may_save() or fail;  rename;  delete old ones
+
+`may_save` is the fence: a process that a newer launch has replaced must not write any more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from batchwright.core.errors import BatchwrightError, EnvironmentFault, PlanError, RunError
+from batchwright.rundir.atomic import sync_directory
+from batchwright.rundir.durable import digest_of, read_json, write_fault, write_json
+
+from . import generators, tensors
+
+SCHEMA = 1
+_NAME = re.compile(r"step-(\d{12})-launch-(\d{5,})")
+_PARTIAL = ".partial-"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk; `state` is what was given to `save`, with `rest` of the optimizer beside it.
+
+    >>> Saved(Path("step-000000000012-launch-00003"), step=12, launch=3).name
+    'step-000000000012-launch-00003'
+    """
+
+    path: Path
+    step: int
+    launch: int
+    state: Mapping[str, Any] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+    """Why newer ones were passed over: a message for each, naming the file."""
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.name
+
+    @property
+    def position(self) -> int:
+        """The first sample that was not trained yet."""
+        return int(self.state["position"])
+
+
+class Checkpoints:
+    """The checkpoints of a run: `save`, `newest`, `load`. All ranks call each of them together.
+
+    - `keep`: how many are left after a save; older ones are deleted only then.
+    - `asynchronous`: `save` copies the tensors and returns; writing goes on in a thread. Never two at once, and what
+      went wrong is raised by the next `save` or by `wait`.
+    - `group`: a gloo group of all ranks, for nothing else (a thread uses it); None for one process.
+    - `may_save`: asked before a save and right before it becomes visible.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        keep: int = 2,
+        asynchronous: bool = False,
+        group: dist.ProcessGroup | None = None,
+        may_save: Callable[[], bool] | None = None,
+    ) -> None:
+        if keep < 1:
+            raise PlanError(
+                f"keep={keep} leaves no checkpoint to go on from. Nearest: 1.", field="keep", given=keep, nearest=(1,)
+            )
+        self.directory, self.keep, self.asynchronous = Path(directory), keep, asynchronous
+        self._group, self._may_save = group, may_save or (lambda: True)
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.ranks = dist.get_world_size(group) if group is not None else 1
+        self._thread: threading.Thread | None = None
+        self._outcome: Saved | BaseException | None = None
+        self._damaged: set[str] = set()
+
+    def save(
+        self,
+        model: nn.Module,
+        *optimizers: Optimizer,
+        step: int,
+        position: int,
+        launch: int = 0,
+        state: Mapping[str, Any] | None = None,
+    ) -> Saved | None:
+        """Save after `step` steps, the next of which starts at `position`; None while one is written asynchronously."""
+        self.wait()
+        name = f"step-{step:012d}-launch-{launch:05d}"
+        parts, rest = tensors.split(model, optimizers)
+        content = {
+            "schema": SCHEMA, "step": step, "position": position, "launch": launch, "ranks": self.ranks,
+            "saved_at": time.time(), "optimizer": {k: v for k, v in rest.items()}, **dict(state or {}),
+        }  # fmt: skip
+        job = _Job(name, content, generators.capture())
+        if not self.asynchronous:
+            return self._write(job, parts)
+        copies = tensors.snapshot(parts)
+        self._thread = threading.Thread(target=self._in_background, args=(job, copies), name="batchwright-save")
+        self._thread.start()
+        return None
+
+    def wait(self) -> Saved | None:
+        """Wait for a save in the background; raises what went wrong in it."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, outcome, self._outcome = None, self._outcome, None
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def newest(self, *, verify: bool = True) -> Saved | None:
+        """The newest checkpoint that is complete; a damaged one is passed over with a warning that names the file.
+
+        One of a newer schema raises instead: an older batchwright that went on from before it would fork the run.
+        """
+        found = self._together(lambda: listing(self.directory) if self.rank == 0 else [])[0]
+        skipped: list[str] = []
+        for name, step, launch in found:
+            path = self.directory / name
+            problems = [p for p in self._together(lambda path=path: self._problem(path, verify)) if p]
+            if not problems:
+                return Saved(path, step, launch, read_json(path / "state.json"), tuple(skipped))
+            message = f"checkpoint {name} is damaged and was passed over: {problems[0]}"
+            skipped.append(message)
+            self._damaged.add(name)
+            if self.rank == 0:
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if skipped:
+            raise RunError(
+                f"none of the {len(skipped)} checkpoints in {self.directory} is complete:\n" + "\n".join(skipped) + "\n"
+                "Nothing was loaded or changed. Restore one from a copy, or start in another directory.",
+                field="directory",
+                given=str(self.directory),
+            )
+        return None
+
+    def load(self, saved: Saved, model: nn.Module, *optimizers: Optimizer, restore_generators: bool = True) -> bool:
+        """Put a checkpoint into a model and its optimizers, sharded in any way; whether generators were restored too.
+
+        Generators belong to a rank: they are restored where the number of ranks is that of the save.
+        """
+        self.wait()
+        parts, _ = tensors.split(model, optimizers)
+        self._together(lambda: tensors.SafeReader(saved.path / "tensors").read_metadata() and None)
+        tensors.load(parts, saved.path / "tensors", self._group)
+        tensors.join(model, optimizers, parts, saved.state["optimizer"])
+        if not restore_generators or saved.state["ranks"] != self.ranks:
+            return False
+        return generators.restore(read_json(saved.path / "rng" / f"rank-{self.rank:05d}.json"))
+
+    def _problem(self, path: Path, verify: bool) -> str | None:
+        """What is wrong with a checkpoint, as far as this rank's part of the files says."""
+        try:
+            manifest = read_json(path / "manifest.json")
+        except RunError as error:
+            return str(error)
+        refuse_newer(manifest, path)
+        files = manifest.get("files") if isinstance(manifest, dict) else None
+        if not isinstance(files, dict) or "state.json" not in files:
+            return f"{path / 'manifest.json'} lists no files."
+        for index, (name, facts) in enumerate(sorted(files.items())):
+            file = path / name
+            if ".." in Path(name).parts or Path(name).is_absolute():
+                return f"{path / 'manifest.json'} lists {name}, outside of the checkpoint."
+            size = file.stat().st_size if file.is_file() else None
+            if size is None:
+                return f"{file} is missing."
+            wanted, digest = (facts.get("size"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
+            if not isinstance(wanted, int) or not isinstance(digest, str):
+                return f"{path / 'manifest.json'} has no size and SHA-256 of {name}."
+            if size != wanted:
+                return f"{file} has {size:,} bytes where {wanted:,} were written."
+            mine = name == "state.json" or (verify and index % self.ranks == self.rank)  # the state is small, and read
+            if mine and (found := digest_of(file)) != digest:
+                return f"{file} has SHA-256 {found[:12]}…, not {digest[:12]}…: its content changed."
+        return None
+
+    def _in_background(self, job: _Job, parts: Mapping[str, Tensor]) -> None:
+        try:
+            self._outcome = self._write(job, parts)
+        except BaseException as error:
+            self._outcome = error
+
+    def _write(self, job: _Job, parts: Mapping[str, Tensor]) -> Saved:
+        partial, final = self.directory / f"{_PARTIAL}{job.name}", self.directory / job.name
+        done = False
+        try:
+            self._together(lambda: self._begin(partial, final))
+            listed = self._together(lambda: self._write_generators(job, partial))
+            listed += self._together(lambda: self._write_tensors(parts, partial))
+            self._together(lambda: self._commit(job, listed, partial, final) if self.rank == 0 else None)
+            done = True
+        except BaseException as error:
+            cause, kept = tensors.disk_error(error) or error, "Checkpoints before it are untouched."
+            raise write_fault(cause, f"checkpoint {job.name}", self.directory, kept) from error
+        finally:
+            if not done and self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+        return Saved(final, job.state["step"], job.state["launch"], job.state)
+
+    def _begin(self, partial: Path, final: Path) -> None:
+        if self.rank:
+            return
+        self._fence(final.name)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._sweep(final.name)
+        if final.exists():
+            raise RunError(
+                f"checkpoint {final} exists already, and is never overwritten. A launch number names one life of the "
+                "training processes: give this one the next.",
+                field="launch",
+                given=final.name,
+            )
+        if partial.is_symlink():  # rmtree does not remove a symbolic link
+            partial.unlink()
+        shutil.rmtree(partial, ignore_errors=True)
+        for folder in (partial, partial / "tensors", partial / "rng"):
+            folder.mkdir()
+
+    def _sweep(self, name: str) -> None:
+        """Remove what earlier launches left half written or half deleted; this one may write, so they may not."""
+        launch = int(name.rpartition("-")[2])
+        for path in self.directory.glob(f"{_PARTIAL}*"):
+            match = _NAME.fullmatch(path.name.removeprefix(_PARTIAL))
+            if path.name.startswith(f"{_PARTIAL}old-") or (match and int(match[2]) < launch):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _write_generators(self, job: _Job, partial: Path) -> dict[str, tuple[int, str]]:
+        file = partial / "rng" / f"rank-{self.rank:05d}.json"
+        write_json(file, job.rng)
+        return {f"rng/{file.name}": (file.stat().st_size, digest_of(file))}
+
+    def _write_tensors(self, parts: Mapping[str, Tensor], partial: Path) -> dict[str, tuple[int, str]]:
+        written = tensors.save(parts, partial / "tensors", self._group)
+        return {f"tensors/{name}": facts for name, facts in written.items()}
+
+    def _commit(self, job: _Job, listed: list[dict[str, tuple[int, str]]], partial: Path, final: Path) -> None:
+        write_json(partial / "state.json", job.state)
+        files = {name: facts for part in listed for name, facts in part.items()}
+        files["state.json"] = ((partial / "state.json").stat().st_size, digest_of(partial / "state.json"))
+        entries = {name: {"size": size, "sha256": digest} for name, (size, digest) in sorted(files.items())}
+        write_json(partial / "manifest.json", {"schema": SCHEMA, "files": entries})
+        for folder in (partial / "tensors", partial / "rng", partial):
+            sync_directory(folder)
+        self._fence(final.name)
+        os.rename(partial, final)
+        sync_directory(self.directory)
+        self._prune(final)
+
+    def _prune(self, newest: Path) -> None:
+        kept = 0
+        for name, _, _ in listing(self.directory):
+            sound = name not in self._damaged and self._problem(self.directory / name, verify=False) is None
+            complete = name == newest.name or sound
+            kept += complete
+            if complete and kept > self.keep:  # a damaged one is left for its owner to look at
+                doomed = self.directory / f"{_PARTIAL}old-{name}"
+                os.rename(self.directory / name, doomed)  # at once; deleting takes a while and may be interrupted
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def _fence(self, name: str) -> None:
+        if not self._may_save():
+            raise EnvironmentFault(
+                f"checkpoint {name} was not written: a newer launch has taken over this run. This process stops here; "
+                "nothing was changed.",
+                field="launch",
+                given=name,
+            )
+
+    def _together(self, part: Callable[[], Any]) -> list[Any]:
+        """Every rank's answer; where one rank fails, all do, with its error."""
+        answer, fault = None, None
+        try:
+            answer = part()
+        except BaseException as error:
+            if self._group is None or not isinstance(error, Exception):
+                raise
+            known = error if isinstance(error, BatchwrightError) else tensors.disk_error(error)
+            fault = known or RunError(f"{type(error).__name__}: {error}")
+        if self._group is None:
+            return [answer]
+        gathered: list[Any] = [None] * self.ranks
+        dist.all_gather_object(gathered, (answer, fault), group=self._group)
+        for _, first in gathered:
+            if first is not None:
+                raise first
+        return [answer for answer, _ in gathered]
+
+
+@dataclass(frozen=True)
+class _Job:
+    name: str
+    state: dict[str, Any]
+    rng: dict[str, Any]
+
+
+def listing(directory: Path) -> list[tuple[str, int, int]]:
+    """The checkpoints in a directory as (name, step, launch), newest first: of the latest launch, then step.
+
+    >>> listing(Path("nowhere"))
+    []
+    """
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    found = [(m[0], int(m[1]), int(m[2])) for m in map(_NAME.fullmatch, names) if m]
+    return sorted(found, key=lambda entry: (entry[2], entry[1]), reverse=True)
+
+
+def refuse_newer(document: Any, path: Path) -> None:
+    """Raise when a file says that it was written in a later format than this version knows."""
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise RunError(
+            f"{path} has schema {schema}, but this batchwright knows up to {SCHEMA}: it was written by a newer version. "
+            "Nothing was loaded or changed; update batchwright to go on from it.",
+            field="schema",
+            given=schema,
+            nearest=(SCHEMA,),
+        )

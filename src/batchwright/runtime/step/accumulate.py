@@ -1,0 +1,350 @@
+"""The step: the gradient of the whole global batch, however it was split into micro batches and ranks.
+
+    for step in accumulate(micros, model):
+        for micro in step:
+            loss_sum, weight = loss(model, micro.data)     # a sum, and what it is a sum over (tokens, samples)
+            step.backward(loss_sum, weight)
+        step.apply(optimizer)
+
+denotes, for one process,
+
+    for micros in steps:
+        optimizer.zero_grad()
+        total = 0
+        for micro in micros:
+            loss_sum, weight = loss(model, micro.data)
+            loss_sum.backward()                            # gradients add up unscaled
+            total += weight
+        for p in model.parameters():
+            p.grad /= total                                # divided once, by what was really there
+        optimizer.step()
+
+and on several ranks the same, `total` and gradients being sums over all of them. Never a mean of means; never a look
+at a later micro batch's weight. Per step there is one gradient synchronisation (in parallel.py) and one all-reduce of
+a few numbers that carries weight, loss, samples and the check that all ranks did the same.
+
+An auxiliary mean (a router's balance loss) enters as weight × mean, so that it leaves the division as a mean again,
+at any split. A filler micro batch runs forward and backward, so that collectives match, with loss and weight times 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
+from batchwright.runtime.task import Feed, MicroBatch
+
+from .noise import NoiseScale
+from .parallel import (
+    SHARDED_MEMORY,
+    DataParallel,
+    FlatGradients,
+    Group,
+    Outcome,
+    ShardedMemory,
+    StepResult,
+    Sums,
+    Totals,
+    scale_,
+    total_norm,
+)
+
+Partial = Literal["exact", "drop", "carry"]
+PARTIAL: dict[Partial, str] = {
+    "exact": "a step that ends early is applied, divided by the weight that was there",
+    "drop": "a step that ends early is thrown away: gradients cleared, optimizer untouched",
+    "carry": "a step that ends early stays open: the accumulator's next `steps` goes on with its sums",
+}
+
+
+class Accumulator:
+    """Turns micro batches into steps for one model; holds the options, and a carried step between two `steps`.
+
+    - `group`: the data-parallel ranks, a process group or mesh; by default those of the model's DDP or FSDP2 wrapper.
+    - `partial`: what happens when the micro batches end in mid-step (`PARTIAL`).
+    - `max_norm`: clip the final gradient, once; `math.inf` only measures its norm.
+    - `scaler`: a GradScaler, unscaled once per step.
+    - `loss_scale`: a constant for fp16's range; it cancels, exactly so when a power of two. A sum over N tokens is N
+      times the mean that scalers expect, so 2**-k near 1/N keeps fp16 activations where they were.
+    - `accumulate_dtype`: add gradients up in (at least) this; torch.float32 for parameters that are bf16 themselves.
+      fp32 parameters under autocast need nothing, FSDP2 takes MixedPrecisionPolicy(reduce_dtype=torch.float32).
+    - `noise`: measure the noise scale. `sharded_memory`: FSDP2's trade (`SHARDED_MEMORY`).
+    - `averaged`: False when the wrapper was told to sum over ranks (a divide factor of 1, a comm hook).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        group: Group = "auto",
+        partial: Partial = "exact",
+        max_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        loss_scale: float = 1.0,
+        accumulate_dtype: torch.dtype | None = None,
+        noise: NoiseScale | None = None,
+        sharded_memory: ShardedMemory = "medium",
+        averaged: bool = True,
+    ) -> None:
+        self.parallel = DataParallel.of(model, group)
+        self.parameters = list(model.parameters())
+        self.partial: Partial = partial
+        self.sharded_memory: ShardedMemory = sharded_memory
+        self.max_norm, self.scaler, self.loss_scale = max_norm, scaler, loss_scale
+        self.noise, self.averaged = noise, averaged
+        trainable = [p for p in self.parameters if p.requires_grad]
+        wrapper, several = self.parallel.wrapper, self.parallel.size > 1
+        wider = accumulate_dtype or (torch.float32 if noise is not None and wrapper != "sharded" else None)
+        widened = wider is not None and any(torch.promote_types(p.dtype, wider) != p.dtype for p in trainable)
+        _check_options(self, trainable, widened, self.parallel.left_out(model) if several else [])
+        self.device = trainable[0].device
+        # Every step goes through our own buffer where it has a wider dtype, or where nobody else sums over ranks.
+        self.always_flat = widened or (wrapper == "ours" and several)
+        self.flat = FlatGradients(trainable, wider or torch.float32) if self.always_flat or noise is not None else None
+        self.carried: Sums | None = None
+        self._open: GradientStep | None = None
+        self._handles: list[Any] = []
+        self._segment: int | None = None
+
+    @property
+    def pending(self) -> int:
+        """Micro steps carried over from a step that ended early; `windows(..., first_index=pending)` completes it."""
+        return self.carried.micro_steps if self.carried else 0
+
+    def steps(self, micros: Iterable[MicroBatch]) -> Iterator[GradientStep]:
+        """Group micro batches into steps; each is to be iterated to its end, and applied before the next."""
+        self._leave()
+        feed, latest = Feed(micros), None
+        self._handles = self.flat.attach() if self.flat else []
+        try:
+            while (first := feed.peek()) is not None:
+                self._agree(first)
+                latest = self._open = GradientStep(self, feed, first)
+                yield latest
+                if latest.result is None:
+                    raise _misuse(latest, "was not applied", "call step.apply(optimizer) after its micro steps.")
+        finally:
+            if self._open is latest:  # else a later `steps` has tidied up already: this one was abandoned long ago
+                self._leave()
+
+    def _leave(self) -> None:
+        if self._open is not None and self._open.result is None:  # abandoned: its gradients must not reach the next
+            self.parallel.forget()
+        self.parallel.synchronise(True, self.sharded_memory)
+        for handle in self._handles:
+            handle.remove()
+        self._open, self._handles = None, []
+
+    def clear(self) -> None:
+        """Forget all gradients, and a carried step."""
+        self.carried = None
+        for p in self.parameters:
+            p.grad = None
+        if self.flat:
+            self.flat.clear()
+
+    def _agree(self, first: MicroBatch) -> None:
+        # FSDP2 gathers parameters in every forward, so ranks with unequal counts would wait for each other forever.
+        # Counts depend on the segment only: asked where it changes, this costs nothing in between.
+        if self.parallel.wrapper == "sharded" and first.step.segment != self._segment:
+            self.parallel.agree("micro steps", first.count, first.step, self.device)
+            self._segment = first.step.segment
+
+
+def accumulate(micros: Iterable[MicroBatch], model: nn.Module, **options: Any) -> Iterator[GradientStep]:
+    """The steps that `micros` make up: `Accumulator(model, **options).steps(micros)`.
+
+    >>> from batchwright.runtime.task import windows
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> batches = [torch.ones(3, 1), torch.ones(1, 1)]  # uneven: 3 samples, then 1
+    >>> for step in accumulate(windows(batches, accumulation_steps=2), model):
+    ...     for micro in step:
+    ...         step.backward(model(micro.data).sum(), weight=len(micro.data))
+    ...     result = step.apply(optimizer)
+    >>> result.samples, result.weight, model.weight.grad.item()
+    (4, 4.0, 1.0)
+    """
+    return Accumulator(model, **options).steps(micros)
+
+
+class GradientStep:
+    """One optimizer step in the making: iterate its micro batches, call `backward` for each, then `apply`."""
+
+    def __init__(self, owner: Accumulator, feed: Feed, first: MicroBatch) -> None:
+        self.plan = first.step
+        self.result: StepResult | None = None
+        self._owner, self._feed, self._first = owner, feed, first
+        self._micro: MicroBatch | None = None  # the one whose backward is due
+        self._ended: Literal["", "full", "early"] = ""
+        sums = owner.carried
+        if sums is None:
+            owner.clear()
+            measured = owner.noise is not None and owner.noise.measures(self.plan.step)
+            sums = Sums(self.plan.start_sample, measured, owner.flat if measured or owner.always_flat else None)
+        owner.carried, self._sums = None, sums
+
+    @property
+    def skipped(self) -> bool:
+        """Whether `apply` was skipped by the GradScaler."""
+        return self.result is not None and self.result.skipped
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        owner, sums, feed = self._owner, self._sums, self._feed
+        if owner.flat:
+            owner.flat.active, owner.flat.measure = sums.flat is not None, sums.measured
+        index = self._first.index
+        if index not in (0, sums.micro_steps):
+            raise _misuse(self, f"begins with micro step {index}", f"begin at 0, or at the {sums.micro_steps} carried.")
+        while not self._ended:
+            micro = feed.take()
+            if micro.index != index or (micro.step is not self.plan and micro.step != self.plan):
+                raise _misuse(self, f"has micro step {micro.index} where {index} is due", "yield them in order.")
+            index += 1
+            if index == micro.count:
+                self._ended = "full"
+            elif not feed.continues(self.plan):
+                self._ended = "early"
+            together = bool(self._ended) and not (self._ended == "early" and owner.partial == "carry")
+            if sums.flat is not None:  # our buffer is reduced in `apply`; sharded gradients are whole only if reduced
+                together = owner.parallel.wrapper == "sharded"
+            owner.parallel.synchronise(together, owner.sharded_memory)
+            self._micro = micro
+            yield micro
+            if self._micro is not None:
+                raise _misuse(self, f"had no backward in micro step {micro.index}", "call step.backward once for each.")
+
+    def backward(self, loss_sum: Tensor, weight: Tensor | float, auxiliary_mean: Tensor | None = None) -> None:
+        """Add the gradient of one micro batch's loss: a sum, what it is a sum over, and optionally a mean beside it."""
+        micro, self._micro = self._micro, None
+        if micro is None:
+            raise _misuse(self, "has no micro step waiting for a backward", "call step.backward once for each.")
+        auxiliary = None if auxiliary_mean is None else weight * auxiliary_mean
+        objective = loss_sum if auxiliary is None else loss_sum + auxiliary
+        if objective.numel() != 1:
+            raise _misuse(self, f"got a loss of shape {tuple(objective.shape)}", "sum it, and give what it sums over.")
+        if micro.filler:
+            self._sums.add(0.0, 0.0, 0.0, samples=0)
+        else:
+            self._sums.add(loss_sum, weight, 0.0 if auxiliary is None else auxiliary, samples=len(micro.ids))
+        factor = 0.0 if micro.filler else self._owner.loss_scale
+        objective = objective if factor == 1.0 else objective * factor
+        scaler = self._owner.scaler
+        (objective if scaler is None else scaler.scale(objective)).backward()
+
+    def apply(self, *optimizers: Optimizer, learning_rate: Callable[[int], float] | None = None) -> StepResult:
+        """Divide the gradient by the step's weight, clip it, and step; `learning_rate` is a function of samples.
+
+        `learning_rate(start_sample)` multiplies each parameter group's own rate (torch's `initial_lr`).
+        """
+        owner, sums = self._owner, self._sums
+        if self.result is not None or not self._ended or self._micro is not None:
+            state = "is applied twice" if self.result else f"is applied after {sums.micro_steps} micro steps, too early"
+            raise _misuse(self, state, "iterate the step to its end, then apply it once.")
+        known = {id(p) for p in owner.parameters}
+        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        if (foreign := sum(id(p) not in known for p in held)) or not held:
+            what = f"has an optimizer of which {foreign} of {len(held)} parameters are not the model's"
+            raise _misuse(self, what, "make it after wrapping the model, of the model's parameters", "optimizer")
+        totals = sums.totals(owner.parallel, owner.device, self.plan)
+        norm = rate = None
+        if self._ended == "early" and owner.partial == "carry":
+            outcome, owner.carried = "carried", sums
+        elif self._ended == "early" and owner.partial == "drop":
+            outcome = "dropped"
+            owner.clear()
+        elif totals.weight == 0:
+            micro_steps = f"{sums.micro_steps} micro steps × {owner.parallel.size} ranks"
+            raise _misuse(self, f"has no weight: its {micro_steps} add up to 0", "is every token masked?", "weight")
+        else:
+            if learning_rate is not None:
+                rate = _set_learning_rate(optimizers, learning_rate(self.plan.start_sample))
+            norm = self._finish(totals, optimizers)
+            outcome = _advance(optimizers, owner.scaler)
+        weight = totals.weight or math.nan
+        self.result = StepResult(
+            self.plan.step, outcome, totals.loss / weight, totals.auxiliary / weight, totals.weight, totals.samples,
+            sums.micro_steps, norm, rate, sums.start_sample + (0 if outcome == "carried" else totals.samples),
+        )  # fmt: skip
+        return self.result
+
+    def _finish(self, totals: Totals, optimizers: tuple[Optimizer, ...]) -> float | None:
+        """Turn summed gradients into the final ones, in `p.grad`; the norm before clipping, where it is wanted."""
+        owner, flat, measured = self._owner, self._sums.flat, self._sums.measured
+        ours = flat is not None and owner.parallel.wrapper != "sharded"
+        if flat is not None and ours:
+            flat.reduce(owner.parallel)
+        pairs = flat.gradients() if flat else [(p, p.grad) for p in owner.parameters if p.grad is not None]
+        gradients, scale = [gradient for _, gradient in pairs], owner.loss_scale
+        ranks = 1 if ours or not owner.averaged else owner.parallel.size
+        factor = ranks / (totals.weight * scale)
+        if owner.scaler is not None:
+            scale *= owner.scaler.get_scale()
+            for p, gradient in pairs:
+                p.grad = gradient
+            for optimizer in optimizers:
+                owner.scaler.unscale_(optimizer)
+        norm = float(total_norm(gradients)) * factor if owner.max_norm is not None or measured else None
+        if owner.noise is not None and measured and norm is not None:
+            squares = totals.square_sum * (ranks / scale) ** 2
+            owner.noise.observe(totals.weight, (norm * totals.weight) ** 2, squares, totals.weight_square_sum)
+        if owner.max_norm is not None and norm is not None:
+            factor *= min(1.0, owner.max_norm / (norm + 1e-6))  # torch's own rule and constant
+        scale_(gradients, factor)  # the one division, by the step's weight; clipping rides along
+        for p, gradient in pairs if flat else ():
+            p.grad = gradient.to(p.dtype)
+        return norm
+
+
+def _advance(optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler | None) -> Outcome:
+    if scaler is None:
+        for optimizer in optimizers:
+            optimizer.step()
+        return "applied"
+    before = scaler.get_scale()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    return "skipped" if scaler.get_scale() < before else "applied"  # it backs off exactly when it met an overflow
+
+
+def _set_learning_rate(optimizers: Iterable[Optimizer], factor: float) -> float:
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        held = group["lr"]
+        rate = float(group.setdefault("initial_lr", float(held))) * factor  # where torch's schedulers keep the base too
+        group["lr"] = held.fill_(rate) if isinstance(held, Tensor) else rate  # a compiled optimizer holds that tensor
+    return factor
+
+
+def _misuse(step: GradientStep, what: str, remedy: str, field: str = "step") -> RunError:
+    return RunError(f"step {step.plan.step} {what}: {remedy}", field=field, given=step.plan.step)
+
+
+def _check_options(owner: Accumulator, trainable: list[nn.Parameter], widened: bool, alone: list[str]) -> None:
+    sharded, dims = owner.parallel.wrapper == "sharded", owner.parallel.groups
+    scale, norm = owner.loss_scale, owner.max_norm
+    faults = (
+        (not trainable, "model", None, "the model has no parameter that requires a gradient."),
+        (bool(alone), "model", None, f"the wrapper leaves out {', '.join(alone[:5])}: wrap all {len(alone)}, or freeze."),
+        (owner.partial not in PARTIAL, "partial", owner.partial, f"is none of {', '.join(PARTIAL)}."),
+        (owner.sharded_memory not in SHARDED_MEMORY, "sharded_memory", owner.sharded_memory,
+         f"is none of {', '.join(SHARDED_MEMORY)}."),
+        (not (scale > 0 and math.isfinite(scale)), "loss_scale", scale, "must be above zero. Nearest: 1.0."),
+        (norm is not None and not norm > 0, "max_norm", norm, "must be above zero; None does not clip."),
+        (widened and sharded, "accumulate_dtype", None, "accumulate_dtype is FSDP2's business: fully_shard(..., "
+         "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)) adds and reduces in fp32."),
+        (widened and owner.scaler is not None, "scaler", None, "a scaler does not go with half-precision parameters: it "
+         "is for fp16 autocast over fp32 parameters, whose gradients are fp32 already."),
+        (sharded and owner.noise is not None and len(dims) > 1, "noise", None, f"noise is not measured on a mesh of "
+         f"{len(dims)} dimensions: replicas would count twice."),
+    )  # fmt: skip
+    raise_violations(PlanError, [
+        Violation(message if given is None else f"{field}={given!r} {message}", field, given)
+        for wrong, field, given, message in faults if wrong
+    ])  # fmt: skip

@@ -1,0 +1,164 @@
+"""Who reads what: every row once, every stored shard once, for any number of hosts."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchwright
+from batchwright.core.batch.loading import Loading, loading
+from batchwright.core.codec import decode, encode
+from batchwright.core.errors import PlanError
+from tests.examples import many
+
+hosts = st.integers(1, 40)
+batches = st.integers(1, 600)
+
+
+def shares(rows: int | tuple[int, ...], parts: int) -> list[int]:
+    return [rows] * parts if isinstance(rows, int) else list(rows)
+
+
+@given(batches, hosts, st.data())
+def test_rows_are_partitioned_exactly_for_any_number_of_readers(batch, hosts, data):
+    readers = data.draw(st.integers(1, hosts))
+    load = loading(batch, hosts=hosts, loading_hosts=readers)
+    rows = [row for host in range(hosts) for row in load.rows(host)]
+    assert rows == list(range(batch))  # each once, in order
+    each = shares(load.rows_per_loading_host, readers)
+    assert each == [len(load.rows(h)) for h in range(readers)]
+    assert max(each) - min(each) <= 1
+    assert isinstance(load.rows_per_loading_host, int) == (batch % readers == 0)
+    assert [load.reads(h) for h in range(hosts)] == [h < readers for h in range(hosts)]
+    assert load.expansion_factor == Fraction(hosts, readers)
+    assert load.load_batch_size == -(-batch * hosts // readers)  # global × factor, never less than the batch
+    assert load.placeholder_rows == load.load_batch_size - batch
+    assert load.rows_read == batch
+    assert load.read_amplification == 1
+
+
+@given(batches, hosts, st.data())
+def test_equal_rows_show_what_is_read_in_excess(batch, hosts, data):
+    readers = data.draw(st.integers(1, hosts))
+    load = loading(batch, hosts=hosts, loading_hosts=readers, equal_rows=True)
+    assert load.rows_per_loading_host == -(-batch // readers)
+    assert load.rows_read == -(-batch // readers) * readers
+    assert load.read_amplification == load.rows_read / batch >= 1
+    assert sum(len(load.rows(h)) for h in range(hosts)) == batch
+
+
+@given(batches, hosts, st.integers(0, 60))
+def test_stored_shards_are_partitioned_exactly_and_the_load_batch_stays(batch, hosts, more):
+    stored = hosts + more
+    load = loading(batch, hosts=hosts, stored_hosts=stored)
+    assert load.load_batch_size == batch
+    assert load.loading_hosts == hosts
+    assert load.placeholder_rows == 0
+    if more:
+        taken = [list(load.shards(h)) for h in range(hosts)]
+        assert sorted(shard for each in taken for shard in each) == list(range(stored))
+        assert [len(each) for each in taken] == shares(load.shards_per_host, hosts)
+        assert all(shard % hosts == h for h, each in enumerate(taken) for shard in each)
+        assert load.stored_shards == stored
+    else:
+        assert load.stored_shards is None
+
+
+@given(batches, hosts, st.builds(Fraction, st.integers(1, 24), st.integers(1, 12)))
+def test_a_factor_is_the_same_as_counting_hosts(batch, hosts, factor):
+    readers, stored = Fraction(hosts) / max(1, factor), Fraction(hosts) / min(1, factor)
+    if readers.denominator == 1 and stored.denominator == 1:
+        by_count = (
+            loading(batch, hosts=hosts, loading_hosts=int(readers))
+            if factor >= 1
+            else loading(batch, hosts=hosts, stored_hosts=int(stored))
+        )
+        assert loading(batch, hosts=hosts, expansion_factor=factor) == by_count
+        return
+    with pytest.raises(PlanError) as caught:
+        loading(batch, hosts=hosts, expansion_factor=factor)
+    counts = range(1, hosts + 1) if factor > 1 else range(hosts, 20 * hosts + 2)
+    works = sorted(Fraction(hosts, n) for n in counts)  # every factor that leaves whole hosts
+    expected = {*[f for f in works if f < factor][-1:], *[f for f in works if f > factor][:1]}
+    assert {Fraction(near) for near in caught.value.nearest} == expected
+    assert all(loading(batch, hosts=hosts, expansion_factor=Fraction(near)) for near in caught.value.nearest)
+
+
+def test_factors_that_are_none():
+    for wrong in (Fraction(0), Fraction(-1), Fraction(-1, 2)):
+        with pytest.raises(PlanError) as caught:
+            loading(8, hosts=4, expansion_factor=wrong)
+        assert caught.value.field == "expansion_factor"
+    with pytest.raises(PlanError) as caught:
+        loading(8, hosts=4, loading_hosts=5)
+    assert caught.value.nearest == (4,)
+    with pytest.raises(PlanError) as caught:
+        loading(8, hosts=4, stored_hosts=3)
+    assert caught.value.nearest == (4,)
+    with pytest.raises(PlanError, match="expansion_factor and loading_hosts say the same thing"):
+        loading(8, hosts=4, loading_hosts=2, expansion_factor=Fraction(2))
+
+
+@settings(max_examples=many(50))
+@given(batches, hosts)
+def test_every_loading_survives_json(batch, hosts):
+    for load in (loading(batch, hosts=hosts), loading(batch, hosts=hosts, stored_hosts=hosts + 3)):
+        assert decode(Loading, json.loads(json.dumps(encode(load)))) == load
+
+
+# --- what goes wrong in MaxText ---------------------------------------------------------------------------------------
+
+
+def maxtext(**keys: object) -> Loading:
+    return batchwright.plan({"per_device_batch_size": 2, **keys}, devices=256, hosts=64).loading
+
+
+def test_half_the_hosts_do_not_halve_the_load_batch():
+    load = maxtext(expansion_factor_real_data=0.5)
+    assert load.load_batch_size == 512  # MaxText: 256
+    assert load.rows_per_loading_host == 8  # MaxText: 4
+    assert load.stored_shards == 128
+    assert list(load.shards(3)) == [3, 67]
+
+
+def test_no_number_is_a_float_that_could_get_into_a_name():
+    for factor in (-1, 1, 2, 4, 0.5, 0.25):
+        load = maxtext(expansion_factor_real_data=factor)
+        for name in ("loading_hosts", "load_batch_size", "rows_read", "placeholder_rows"):
+            assert type(getattr(load, name)) is int
+        assert type(load.stored_shards) in (int, type(None))
+        names = [
+            f"process_{host}-of-{load.stored_shards or load.loading_hosts}.json" for host in range(load.loading_hosts)
+        ]
+        assert not any("." in name.removesuffix(".json") for name in names)
+
+
+def test_accumulation_is_part_of_the_load_batch():
+    assert maxtext(gradient_accumulation_steps=4).load_batch_size == 2048
+    assert maxtext(gradient_accumulation_steps=4, expansion_factor_real_data=2).load_batch_size == 4096
+    assert maxtext(gradient_accumulation_steps=4, expansion_factor_real_data=0.5).load_batch_size == 2048
+
+
+def test_below_one_row_per_device_no_row_is_thrown_away():
+    p = batchwright.plan({"per_device_batch_size": 0.5, "ici_tensor_parallelism": 2}, devices=64, hosts=16)
+    assert p.loading.load_batch_size == p.global_batch_size == 32  # MaxText reads 64
+    assert p.loading.read_amplification == 1
+
+
+def test_minus_one_means_that_every_host_reads():
+    assert maxtext(expansion_factor_real_data=-1) == maxtext()
+
+
+def test_a_plan_reads_with_its_nodes_unless_hosts_are_given():
+    by_nodes = batchwright.plan(micro_batch_size=1, nodes=3, devices_per_node=8)
+    assert (by_nodes.loading.hosts, by_nodes.loading.rows_per_loading_host) == (3, 8)
+    assert batchwright.plan(micro_batch_size=1, nodes=3, devices_per_node=8, hosts=5).loading.rows_per_loading_host == (
+        5, 5, 5, 5, 4,
+    )  # fmt: skip
+    subset = batchwright.plan(micro_batch_size=1, nodes=4, devices_per_node=8, expansion_factor=2)
+    assert (subset.loading.load_batch_size, subset.loading.placeholder_rows) == (64, 32)
+    assert any("2 of 4 hosts read; 32 placeholder rows" in note for note in subset.notes)

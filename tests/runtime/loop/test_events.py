@@ -1,0 +1,146 @@
+"""Events: written off the hot path, read back over restarts, shown as a bar or as lines, plotted by TensorBoard."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+
+import pytest
+
+from batchwright.core.errors import EnvironmentFault
+from batchwright.runtime.loop.events import Events, TensorBoard, read_events
+from batchwright.runtime.loop.progress import Progress
+
+STEP = {"step": 3, "samples": 32, "tokens": 64.0, "loss": 1.5, "global_batch_size": 8, "stage": 0, "ranks": 2,
+        "tokens_per_second": 1234.5}  # fmt: skip
+
+
+class Kept:
+    def __init__(self, fails: bool = False) -> None:
+        self.seen, self.closed, self.fails = [], False, fails
+
+    def event(self, event) -> None:
+        if self.fails:
+            raise OSError("no plot")
+        self.seen.append(event)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_events_reach_the_file_and_the_trackers_in_order(tmp_path):
+    kept = Kept()
+    events = Events(tmp_path / "events" / "launch-00002.jsonl", [Kept(fails=True), kept], launch=2)
+    for step in range(1000):
+        events.emit("step", step=step, samples=step * 8, loss=float("nan") if step == 5 else 1.0)
+    events.close()
+    events.close()
+    read = read_events(tmp_path)
+    steps = [e for e in read if e["kind"] == "step"]
+    assert [e["step"] for e in steps] == list(range(1000)) and all(e["launch"] == 2 and e["time"] > 0 for e in steps)
+    assert steps[5]["loss"] == "nan"
+    assert [e["error"] for e in read if e["kind"] == "tracker"] == ["no plot"]  # dropped, and said
+    assert len(kept.seen) == 1000 and kept.closed
+
+
+def test_emit_only_appends(tmp_path):
+    class Slow(Kept):
+        def event(self, event) -> None:
+            time.sleep(0.2)
+
+    events = Events(tmp_path / "launch-00000.jsonl", [Slow()])
+    before = time.thread_time()
+    for _ in range(3):
+        events.emit("step", step=1)
+    assert time.thread_time() - before < 0.1  # this thread waited for none of them
+    events.close()
+
+
+def test_steps_that_a_later_launch_did_again_are_left_out(tmp_path):
+    folder = tmp_path / "events"
+    folder.mkdir()
+    first = [{"kind": "launch", "samples": 0}, *({"kind": "step", "samples": 8 * n, "loss": 1.0} for n in (1, 2, 3))]
+    (folder / "launch-00000.jsonl").write_text("".join(json.dumps(e) + "\n" for e in first) + '{"kind": "st')
+    again = [{"kind": "launch", "samples": 16}, {"kind": "step", "samples": 24, "loss": 2.0}]
+    (folder / "launch-00001.jsonl").write_text("".join(json.dumps(e) + "\n" for e in again))
+    assert [(e["samples"], e["loss"]) for e in read_events(tmp_path) if e["kind"] == "step"] == [
+        (8, 1.0),
+        (16, 1.0),
+        (24, 2.0),
+    ]
+    assert len([e for e in read_events(tmp_path, lineage=False) if e["kind"] == "step"]) == 4
+
+
+def test_lines_where_there_is_no_terminal():
+    stream = io.StringIO()
+    progress = Progress(64, stream, every=1000)
+    progress._last = float("-inf")
+    progress.event({"kind": "launch", "launch": 1, "ranks": 2, "strategy": "ddp", "samples": 0})
+    progress.event({"kind": "step", **STEP})
+    progress.event({"kind": "step", **STEP, "step": 4})  # too soon after the last
+    progress.event({"kind": "evaluation", "samples": 32, "loss": 1.25})
+    progress.event({"kind": "stop", "samples": 64, "reason": "end"})
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "launch 1: 2 ranks, ddp, from sample 0",
+        "step 3 · 32 of 64 samples · loss 1.5000 · batch 8 · stage 0 · 2 ranks · 1,234 tokens/s",
+        "evaluation at 32 samples: loss 1.2500",
+        "stopped at 64 of 64 samples: end",
+    ]
+
+
+def test_a_bar_on_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    progress = Progress(64, stream)
+    progress.event({"kind": "step", **STEP})
+    progress.event({"kind": "evaluation", "samples": 32, "loss": 1.25})
+    progress.close()
+    assert "step 3" in stream.getvalue() and "50%" in stream.getvalue() and "loss 1.2500" in stream.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_has_the_numbers_over_samples(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path)
+    board.event({"kind": "step", "time": 1.0, **STEP})
+    board.event({"kind": "evaluation", "time": 2.0, "samples": 40, "loss": 0.5})
+    board.event({"kind": "launch", "time": 3.0, "samples": 40, "lost_seconds": 2.5})
+    board.event({"kind": "save", "time": 3.0})
+    board.close()
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(32, 1.5)]
+    assert [(e.step, e.value) for e in found.Scalars("evaluation/loss")] == [(40, 0.5)]
+    assert [e.value for e in found.Scalars("launch/lost_seconds")] == [2.5]
+
+
+def test_a_tracker_that_fails_to_close_is_no_reason_to_fail(tmp_path):
+    class Stuck(Kept):
+        def close(self) -> None:
+            raise OSError("no room")
+
+    kept = Kept()
+    events = Events(tmp_path / "events" / "launch-00000.jsonl", [Stuck(), kept])
+    events.emit("step", step=1, samples=8)
+    events.close()
+    assert kept.closed and [e.get("error") for e in read_events(tmp_path)] == [None, "no room"]
+
+
+def test_where_events_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "events").write_text("a file")
+    with pytest.raises(EnvironmentFault, match="the events could not be written to"):
+        Events(tmp_path / "events" / "launch-00000.jsonl")
+
+
+def test_events_are_not_written_through_a_link(tmp_path):
+    (tmp_path / "victim").touch()
+    (tmp_path / "events.jsonl").symlink_to(tmp_path / "victim")
+    with pytest.raises(EnvironmentFault, match="does not write through links"):
+        Events(tmp_path / "events.jsonl")
+    assert (tmp_path / "victim").read_text() == ""

@@ -1,0 +1,238 @@
+"""The ledger proves that every sample entered one step; and it can fail: every fault planted here is found."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchwright.core.errors import EnvironmentFault, RunError
+from batchwright.core.ramp.rules import Constant, Linear
+from batchwright.core.ramp.schedule import Schedule, Step
+from batchwright.runtime.data.order import GlobalOrder
+from batchwright.runtime.data.sampler import StepSampler
+from batchwright.runtime.state.audit import LedgerAudit, _expected, audit
+from batchwright.runtime.state.ledger import WIDTH, Ledger, _line, combine, marks, next_launch, span_hash
+
+ORDER = GlobalOrder(100, seed=3)
+SCHEDULE = Linear(start=8, increment=8, samples=64, target=24).compile().until(250)
+
+
+def record(
+    root: Path, start: int, stop: int, *, launch: int, ranks: int = 2, parent: int | None = None, saves: tuple[int, ...] = (),
+    feed=lambda step, rank, ids: ids, order: GlobalOrder = ORDER, schedule: Schedule = SCHEDULE, micro: int = 3,
+    outcome=lambda step: "applied",
+) -> None:  # fmt: skip
+    """What the ranks of a launch write while they train samples `start` to `stop`, saving at `saves` and at the end."""
+    first = schedule.at_sample(start)
+    for rank in range(ranks):
+        ledger = Ledger(
+            root / "ledger", order, launch=launch, rank=rank, ranks=ranks, start=(first.step, start), parent=parent
+        )
+        for part in StepSampler(schedule.until(stop), micro, rank, ranks, start, allow_ragged=True):
+            if not part.filler:
+                ledger.fed(feed(part.step, rank, order.ids(part.positions)))
+            if part.index + 1 == part.count:
+                ledger.applied(part.step.step, part.step.start_sample, part.step.global_batch_size, outcome(part.step))
+                if part.step.end_sample in saves:
+                    ledger.close()
+        ledger.finish()
+
+
+def checkpoint(root: Path, position: int, launch: int) -> None:
+    step = SCHEDULE.at_sample(position - 1).step + 1
+    folder = root / "checkpoints" / f"step-{step:012d}-launch-{launch:05d}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps({"position": position, "step": step, "launch": launch}))
+
+
+def test_a_lineage_over_restarts_and_worlds_is_exact(tmp_path):
+    ends = [SCHEDULE.at_step(n).start_sample for n in range(10)]
+    record(tmp_path, 0, ends[6], launch=0, ranks=1, saves=(ends[2], ends[4]))  # saved at 2 and 4, killed after 6
+    record(tmp_path, ends[4], ends[5], launch=1, ranks=4, parent=0)  # killed before it saved
+    record(tmp_path, ends[4], ends[9], launch=2, ranks=3, parent=0, saves=(ends[8],), micro=2)
+    checkpoint(tmp_path, ends[8], 2)
+    found = audit(tmp_path)
+    lost = (ends[6] - ends[4]) + (ends[5] - ends[4])
+    assert found == LedgerAudit(
+        ok=True, samples=ends[8], gaps=0, repeats=0, discarded_samples=lost, unsaved_samples=ends[9] - ends[8],
+        steps=8, launches=3, lineage=(0, 2),
+    )  # fmt: skip
+    record(tmp_path, ends[8], 250, launch=3, ranks=2, parent=2)
+    checkpoint(tmp_path, 250, 3)
+    found = audit(tmp_path)
+    assert (found.ok, found.samples, found.unsaved_samples) == (True, 250, 0)
+    assert found.discarded_samples == lost + ends[9] - ends[8]
+    assert found.lineage == (0, 2, 3)
+    assert audit(tmp_path / "ledger").ok  # its folder is as good
+    assert next_launch(tmp_path / "ledger") == 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (lambda step, rank, ids: ids[:-1] if step.step == 5 and rank == 1 else ids, "count"),  # one is missing
+        (lambda step, rank, ids: np.append(ids, ids[-1]) if step.step == 5 and rank == 1 else ids, "count"),  # one twice
+        (lambda step, rank, ids: np.where(ids == ids[0], ids[-1], ids) if step.step == 5 and rank == 1 else ids, "ids"),
+        (lambda step, rank, ids: (ids + 1) % 100 if step.step == 5 and rank == 1 else ids, "ids"),  # another sample
+        (lambda step, rank, ids: ORDER.ids(range(step.start_sample, step.start_sample + len(ids))) if rank == 1 else ids, "ids"),
+    ],
+)  # fmt: skip
+def test_a_wrong_missing_or_repeated_sample_is_found_and_the_rank_named(tmp_path, fault, cause):
+    record(tmp_path, 0, 250, launch=0, ranks=2, feed=fault)
+    checkpoint(tmp_path, 250, 0)
+    found = audit(tmp_path)
+    assert not found.ok
+    assert found.wrong_runs >= 1
+    assert cause in {f.cause for f in found.findings}
+    named = next(f for f in found.findings if f.cause == "ids")
+    assert "on rank 1 of 2" in named.message and named.launch == 0
+
+
+def test_two_samples_in_each_others_step_are_found(tmp_path):
+    """The sum over a run does not forgive what moved between its steps: a mark holds the step, too."""
+    schedule = Constant(4).compile().until(40)
+    swap = {int(ORDER.ids([4])[0]): int(ORDER.ids([8])[0]), int(ORDER.ids([8])[0]): int(ORDER.ids([4])[0])}
+    record(tmp_path, 0, 40, launch=0, ranks=1, schedule=schedule,
+           feed=lambda step, rank, ids: np.array([swap.get(int(i), int(i)) for i in ids]))  # fmt: skip
+    checkpoint(tmp_path, 40, 0)
+    assert audit(tmp_path, recompute=False).ok
+    assert [f.cause for f in audit(tmp_path).findings] == ["ids"]
+
+
+def test_gaps_overlaps_and_missing_files_are_found(tmp_path):
+    ends = [SCHEDULE.at_step(n).start_sample for n in range(10)]
+    record(tmp_path / "gap", 0, ends[4], launch=0)
+    record(tmp_path / "gap", ends[5], ends[8], launch=1, parent=0)
+    checkpoint(tmp_path / "gap", ends[8], 1)
+    found = audit(tmp_path / "gap")
+    assert (found.ok, found.gaps, found.repeats) == (False, ends[5] - ends[4], 0)
+    record(tmp_path / "rank", 0, ends[4], launch=0, ranks=4)
+    checkpoint(tmp_path / "rank", ends[4], 0)
+    (tmp_path / "rank" / "ledger" / "launch-00000-rank-00002.jsonl").unlink()
+    found = audit(tmp_path / "rank")
+    assert not found.ok and found.gaps > 0 and "no ledger of rank 2 of 4" in found.findings[0].message
+    record(tmp_path / "launch", ends[4], ends[6], launch=1, parent=0)
+    checkpoint(tmp_path / "launch", ends[6], 1)
+    found = audit(tmp_path / "launch")
+    assert (found.ok, found.gaps) == (False, ends[4])
+    assert "the ledger of launch 0 is missing" in found.findings[0].message
+    record(tmp_path / "order", 0, ends[4], launch=0)
+    record(tmp_path / "order", ends[4], ends[6], launch=1, parent=0, order=GlobalOrder(100, seed=4))
+    checkpoint(tmp_path / "order", ends[6], 1)
+    assert [f.cause for f in audit(tmp_path / "order").findings] == ["order"]
+
+
+def test_a_damaged_checkpoint_that_was_passed_over_is_not_the_tip(tmp_path):
+    ends = [SCHEDULE.at_step(n).start_sample for n in range(10)]
+    record(tmp_path, 0, ends[6], launch=0, saves=(ends[4], ends[6]))
+    checkpoint(tmp_path, ends[4], 0)
+    checkpoint(tmp_path, ends[6], 0)  # damaged: launch 1 went on from the one before
+    record(tmp_path, ends[4], ends[5], launch=1, parent=0)
+    found = audit(tmp_path)
+    assert (found.ok, found.samples, found.lineage) == (True, ends[4], (0,))
+    assert (found.discarded_samples, found.unsaved_samples) == (ends[6] - ends[4], ends[5] - ends[4])
+
+
+def test_skipped_steps_are_recorded_as_such(tmp_path):
+    record(tmp_path, 0, 250, launch=0, outcome=lambda step: "skipped" if step.step in (3, 4) else "applied")
+    checkpoint(tmp_path, 250, 0)
+    found = audit(tmp_path)
+    skipped = sum(SCHEDULE.at_step(n).global_batch_size for n in (3, 4))
+    assert (found.ok, found.samples, found.skipped_samples) == (True, 250, skipped)
+
+
+def test_a_line_cut_short_shows_as_a_gap_not_as_a_crash(tmp_path):
+    record(tmp_path, 0, 250, launch=0)
+    checkpoint(tmp_path, 250, 0)
+    file = tmp_path / "ledger" / "launch-00000-rank-00001.jsonl"
+    file.write_bytes(file.read_bytes()[: -WIDTH - 100])
+    found = audit(tmp_path)
+    assert not found.ok and found.gaps > 0
+
+
+def test_no_ledger_and_a_launch_twice(tmp_path):
+    with pytest.raises(RunError, match="holds no ledger"):
+        audit(tmp_path)
+    Ledger(tmp_path, ORDER, launch=4).finish()
+    with pytest.raises(RunError, match="launch=4 has run in") as caught:
+        Ledger(tmp_path, ORDER, launch=4)
+    assert caught.value.nearest == (5,)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 2**48), min_size=1, max_size=50), st.integers(0, 10**9), st.integers(1, 7), st.data())
+def test_marks_add_up_over_any_partition_and_tell_everything_apart(ids, step, parts, data):
+    whole = np.array(ids, np.int64)
+    total = combine(*marks(step, whole))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), min_size=parts, max_size=parts)))
+    pieces = [combine(*marks(step, piece)) for piece in np.split(data.draw(st.permutations(ids)), cuts)]
+    assert tuple(sum(lane) % 2**64 for lane in zip(*pieces, strict=True)) == total
+    assert span_hash(whole, step, len(ids)) == total
+    assert combine(*marks(step + 1, whole)) != total
+    assert combine(*marks(step, whole[1:])) != total
+    assert combine(*marks(step, np.append(whole, whole[0]))) != total
+
+
+def test_the_hash_is_the_documented_one():
+    """Written down independently: files of today have to audit in ten years."""
+    mask = 2**64 - 1
+
+    def mix(x, a, b, c, d, e):
+        x = (x ^ (x >> a)) * b & mask
+        x = (x ^ (x >> c)) * d & mask
+        return x ^ (x >> e)
+
+    low = (30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31)
+    high = (27, 0x3C79AC492BA7B653, 33, 0x1C69B3F74AC4AE35, 27)
+    x = (12346 * 0x9E3779B97F4A7C15 + mix(679 * 0x9E3779B97F4A7C15 & mask, *high)) & mask
+    assert combine(*marks(678, np.array([12345]))) == (mix(x, *low), mix(x, *high))
+
+
+def test_a_million_steps_are_a_thousand_lines(tmp_path):
+    """Written as the ledger writes; audited whole. How long it takes is in benchmarks/bench_loop.py."""
+    steps, batch, root = 1_000_000, 2, tmp_path / "ledger"
+    order = GlobalOrder(10**9, seed=1)
+    ledger = Ledger(root, order, launch=0)
+    for first in range(0, steps, 1000):
+        hash_ = _expected(order, first * batch, (first + 1000) * batch, first, batch)
+        step = Step(first, first * batch, batch, 0)
+        ledger.applied(step.step, step.start_sample, batch)
+        run = ledger._run
+        run.steps, run.samples, run.low, run.high = 1000, 1000 * batch, hash_ % 2**64, hash_ >> 64
+        ledger.close(sync=False)
+        os.pwrite(ledger._file, _line(run), ledger._offset - WIDTH)
+    ledger.finish()
+    assert ledger.path.stat().st_size < 400_000
+    state = {"position": steps * batch, "step": steps, "launch": 0}
+    folder = tmp_path / "checkpoints" / f"step-{steps:012d}-launch-00000"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps(state))
+    found = audit(tmp_path)
+    assert (found.ok, found.samples, found.steps) == (True, steps * batch, steps)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_full_disk_is_an_environment_fault(tmp_path, monkeypatch, call):
+    ledger = Ledger(tmp_path, ORDER)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(EnvironmentFault, match=r"the ledger .* could not be written") as caught:
+            ledger.applied(0, 0, 8)
+            ledger.finish()
+    assert caught.value.exit_code == 4
+    ledger.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda file, line, offset: len(line) - 1)
+        with pytest.raises(EnvironmentFault, match="No space left"):
+            Ledger(tmp_path, ORDER, launch=1)
