@@ -1,13 +1,6 @@
-"""The run directory: every file is written whole or not at all, one supervisor holds the lock, one number may save.
+"""The run directory as its supervisor uses it: the plan, the launches, the events and the lock.
 
-RUN/plan.json                 what to run, and how (owner only: it holds environment values)
-RUN/lock                      held by the supervisor (flock), with its process and host
-RUN/launch.json               the fence: the launch number that may save; any other is old
-RUN/stop.json                 there when somebody asked the run to stop
-RUN/outcome.json              how the last supervisor left
-RUN/events/supervisor.jsonl   launches, endings, boundaries
-RUN/launches/0001/            manifest.json, spec.json, status.json, ending.json, ranks/, logs/
-RUN/checkpoints/, ledger/     the training loop's own, as are status.json, status/ and events/launch-*.jsonl
+Every file is written whole or not at all; `rundir/names.py` lists them.
 """
 
 from __future__ import annotations
@@ -25,7 +18,9 @@ from typing import Any, TypeVar
 from batchwright.core import codec
 from batchwright.core.errors import ConfigError, EnvironmentFault
 from batchwright.processes.guard import start_time
-from batchwright.rundir import atomic
+from batchwright.rundir import atomic, files, names
+from batchwright.rundir.fence import Fence
+from batchwright.rundir.files import find_json
 
 from .records import Ending, Manifest, RunPlan
 
@@ -35,17 +30,8 @@ LOCK_PATIENCE = 2.0  # seconds: `--status` holds the lock for an instant to see 
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a document so that a reader sees all of it or the one before; for the owner only."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write(path, json.dumps(codec.encode(document), ensure_ascii=False, indent=1), mode=0o600)
-
-
-def read_json(path: Path) -> Any:
-    """A document, or None where there is none that can be read: it may be somebody else's, or half a one."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    """Write a document of a run, for the owner only: it may hold environment values."""
+    files.write_json(path, document, mode=0o600)
 
 
 class RunDirectory:
@@ -58,21 +44,21 @@ class RunDirectory:
     @property
     def exists(self) -> bool:
         """Whether a run was ever begun here."""
-        return (self.path / "plan.json").exists()
+        return (self.path / names.PLAN).exists()
 
     def launch(self, number: int) -> Path:
         """The directory of one start."""
-        return self.path / "launches" / f"{number:04d}"
+        return self.path / names.launch(number)
 
     def numbers(self) -> list[int]:
         """The numbers of all starts, in order."""
-        folder = self.path / "launches"
-        names = os.listdir(folder) if folder.is_dir() else []
-        return sorted(int(name) for name in names if name.isdigit() and (folder / name / "manifest.json").exists())
+        folder = self.path / names.LAUNCHES
+        found = [int(name) for name in names.listed(folder) if name.isdigit()]
+        return sorted(number for number in found if (self.launch(number) / "manifest.json").exists())
 
     def plan(self) -> RunPlan:
         """The plan of the run, or an error that says what this directory is instead."""
-        document = read_json(self.path / "plan.json")
+        document = find_json(self.path / names.PLAN)
         if not isinstance(document, Mapping):
             what = "holds no run" if self.path.is_dir() else "does not exist"
             raise ConfigError(
@@ -104,7 +90,7 @@ class RunDirectory:
         return self._record(Ending, number, "ending.json")
 
     def _record(self, kind: type[T], number: int, name: str) -> T | None:
-        document = read_json(self.launch(number) / name)
+        document = find_json(self.launch(number) / name)
         try:
             return codec.decode(kind, document) if isinstance(document, Mapping) else None
         except (TypeError, KeyError, AttributeError, ValueError):
@@ -112,7 +98,7 @@ class RunDirectory:
 
     def fence(self, number: int) -> None:
         """From now on only this launch number may save."""
-        write_json(self.path / "launch.json", {"schema": codec.SCHEMA, "launch": number})
+        Fence(self.path, number).take()
 
     def event(self, kind: str, **values: Any) -> None:
         """Append a line to the supervisor's events. A full disk loses the line, not the run."""
@@ -153,7 +139,7 @@ class RunDirectory:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(self.path / names.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -184,7 +170,7 @@ class RunDirectory:
             pass
         self._lock = descriptor
         if fresh:
-            (self.path / "stop.json").unlink(missing_ok=True)
+            (self.path / names.STOP).unlink(missing_ok=True)
 
     def unlock(self) -> None:
         """Stop being its supervisor."""
@@ -196,7 +182,7 @@ class RunDirectory:
     def supervisor(self) -> int | None:
         """The process that holds the lock, 0 where it does not say who it is, or None."""
         try:
-            descriptor = os.open(self.path / "lock", os.O_RDONLY)
+            descriptor = os.open(self.path / names.LOCK, os.O_RDONLY)
         except OSError:
             return None
         try:

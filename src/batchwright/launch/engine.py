@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from batchwright.core.errors import ConfigError
-
-from .directory import read_json
+from batchwright.rundir.files import find_json
 
 Handle = Mapping[str, Any]
 Wish = Literal["checkpoint", "trace", "kill"]
@@ -112,8 +111,8 @@ def rank_logs(directory: Path, *, alive: bool = True) -> tuple[RankLog, ...]:
     found: list[RankLog] = []
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for rank in sorted(int(n[:-5]) for n in names if n.endswith(".json") and n[:-5].isdigit()):
-        begun = read_json(folder / f"{rank}.json") or {}
-        ended = read_json(folder / f"{rank}.exit.json") or {}
+        begun = find_json(folder / f"{rank}.json") or {}
+        ended = find_json(folder / f"{rank}.exit.json") or {}
         pid = begun.get("pid")
         state = process_state(pid, begun.get("start_time")) if alive and pid and "code" not in ended else None
         path = directory / "logs" / f"rank-{rank}.log"

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
 from batchwright.core.nodes.policies import Launch, Stage
+from batchwright.rundir import names
+from batchwright.rundir.checkpoint import positions
 
-from .directory import RunDirectory, read_json
+from .directory import RunDirectory
 from .records import Manifest, Progress, RunPlan
 
 MODULE = "batchwright.runtime.loop"
 SAVES = 20  # in a whole run, where nobody says otherwise; boundaries come on top
-_CHECKPOINT = re.compile(r"step-(\d{12})-launch-(\d{5,})")
 
 
 def spec(directory: RunDirectory, plan: RunPlan, launch: Launch, number: int, end: int) -> dict[str, Any]:
@@ -55,32 +52,7 @@ def _cut(stage: Stage) -> bool:
 
 def position(directory: RunDirectory, *, verify: bool = False) -> int:
     """The position of the newest checkpoint whose files are all there, and, to verify, unchanged; 0 without one."""
-    folder = directory.path / "checkpoints"
-    names = os.listdir(folder) if folder.is_dir() else []
-    found = [(int(m[2]), int(m[1]), m[0]) for m in map(_CHECKPOINT.fullmatch, names) if m]
-    for _, _, name in sorted(found, reverse=True):
-        state = _complete(folder / name, verify)
-        if state is not None:
-            return state
-    return 0
-
-
-def _complete(path: Path, verify: bool) -> int | None:
-    """Its position, if every file of the manifest has its size, and its hash where that is to be read, too."""
-    manifest, state = read_json(path / "manifest.json"), read_json(path / "state.json")
-    try:
-        for name, facts in manifest["files"].items():
-            if (path / name).stat().st_size != facts["size"] or (verify and _digest(path / name) != facts["sha256"]):
-                return None
-        return int(state["position"])
-    except (OSError, TypeError, KeyError, ValueError):
-        pass
-    return None
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return next(positions(directory.path / names.CHECKPOINTS, verify=verify), 0)
 
 
 class Follower:
@@ -88,7 +60,7 @@ class Follower:
 
     def __init__(self, directory: RunDirectory, manifest: Manifest) -> None:
         self.number = manifest.number
-        self._path = directory.path / "events" / f"launch-{manifest.number:05d}.jsonl"
+        self._path = directory.path / names.EVENTS / names.events(manifest.number)
         self._progress = Progress(manifest.start_sample)
         self._offset, self._rest = 0, b""
 

@@ -15,6 +15,7 @@ from batchwright.core.numbers import divisors
 from batchwright.core.ramp.ramp import Ramp, ramp
 from batchwright.core.ramp.request import RampRequest
 from batchwright.processes.target import task_file
+from batchwright.rundir import names
 
 from . import template
 from .directory import RunDirectory, write_json
@@ -133,6 +134,6 @@ def begin(directory: RunDirectory, plan: RunPlan) -> None:
         if directory.exists:
             directory.unlock()
             raise taken
-        write_json(directory.path / "plan.json", plan)
+        write_json(directory.path / names.PLAN, plan)
     except OSError as error:
         raise EnvironmentFault(f"{directory.path} cannot be written: {error}.", field="dir") from None

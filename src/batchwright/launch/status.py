@@ -9,8 +9,10 @@ from typing import Any
 
 from batchwright.core import codec
 from batchwright.core.errors import EnvironmentFault
+from batchwright.rundir import names
+from batchwright.rundir.files import find_json
 
-from .directory import RunDirectory, read_json, write_json
+from .directory import RunDirectory, write_json
 from .records import COMMAND, RunPlan
 from .work import work
 
@@ -61,7 +63,7 @@ def status(directory: RunDirectory, plan: RunPlan | None = None) -> RunStatus:
     consumed = saved
     if supervisor is not None and numbers and (manifest := directory.manifest(numbers[-1])) is not None:
         consumed = max(saved, doing.progress(manifest).position)
-    left = read_json(directory.path / "outcome.json") or {}
+    left = find_json(directory.path / names.OUTCOME) or {}
     reason = None
     if supervisor is not None:
         state = "running"
@@ -126,7 +128,7 @@ def _start(directory: RunDirectory, number: int) -> dict[str, Any]:
 
 def stop(directory: RunDirectory, plan: RunPlan, now: bool = False) -> None:
     """Ask the supervisor to end, with a checkpoint unless it is to be now, and wait until it has."""
-    write_json(directory.path / "stop.json", {"now": now})
+    write_json(directory.path / names.STOP, {"now": now})
     patience = plan.options.grace_seconds + 60
     deadline = time.monotonic() + patience
     while (supervisor := directory.supervisor()) is not None:

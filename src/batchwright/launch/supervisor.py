@@ -17,8 +17,10 @@ from typing import Protocol
 
 from batchwright.core.errors import BatchwrightError, RunError
 from batchwright.core.nodes.policies import Launch
+from batchwright.rundir import names
+from batchwright.rundir.files import find_json
 
-from .directory import RunDirectory, read_json, write_json
+from .directory import RunDirectory, write_json
 from .engine import Engine, Handle, Poll, Wish, tail
 from .eta import Speeds, remaining_seconds
 from .failure import explain, memory_advice, stuck
@@ -69,7 +71,7 @@ class Supervisor:
         self._directory.lock(fresh=True)
         try:
             with self._interrupts:
-                (self._directory.path / "outcome.json").unlink(missing_ok=True)
+                (self._directory.path / names.OUTCOME).unlink(missing_ok=True)
                 self._directory.event("supervising", launches=len(self._plan.launches))
                 try:
                     state, failure = self._walk()
@@ -318,10 +320,10 @@ class Supervisor:
     def _wishes(self) -> int:
         """0: go on; 1: save and stop; 2: stop now."""
         wishes = min(2, self._interrupts.wishes)
-        path = self._directory.path / "stop.json"
+        path = self._directory.path / names.STOP
         if wishes > 1 or not path.exists():
             return wishes
-        return 2 if (read_json(path) or {}).get("now") else 1
+        return 2 if (find_json(path) or {}).get("now") else 1
 
     def _back_off(self, failures: int) -> None:
         options = self._plan.options
@@ -339,7 +341,7 @@ class Supervisor:
     def _finish(self, state: str, failure: Failure | None) -> None:
         self._directory.event("finished", state=state, failure=failure)
         try:
-            write_json(self._directory.path / "outcome.json", {"state": state, "failure": failure})
+            write_json(self._directory.path / names.OUTCOME, {"state": state, "failure": failure})
         except OSError as error:
             if state == "failed":
                 raise RunError(f"the run failed, and even that could not be written: {error}.") from None

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core.codec import encode
-from batchwright.core.errors import BatchwrightError, RunError
+from batchwright.core.errors import BatchwrightError
 
-from .durable import read_json, write_fault, write_json
+from . import names
+from .files import find_json, write_fault, write_json
 
 STOPPED_AT_BOUNDARY, INTERRUPTED = 75, 130
 
@@ -62,9 +63,8 @@ def write_status(root: Path, status: Status) -> None:
         if document[name] is not None and not math.isfinite(document[name]):
             document[name] = None
     try:
-        (root / "status").mkdir(exist_ok=True)
-        write_json(root / "status" / f"launch-{status.launch:05d}.json", document)
-        write_json(root / "status.json", document)
+        write_json(root / names.status(status.launch), document)
+        write_json(root / names.STATUS, document)
     except OSError as error:
         raise write_fault(error, "the status", root, "Checkpoints are untouched.") from error
 
@@ -78,13 +78,11 @@ def error_record(error: BaseException, rank: int) -> dict[str, Any]:
 
 def last_seen(root: Path, launch: int) -> dict[str, Any]:
     """When the launch before this one did its last step, and what its status says of its times."""
-    files = [p for p in (root / "ledger").glob("launch-*-rank-*.jsonl") if int(p.name.split("-")[1]) < launch]
-    if not files:
+    folder = root / names.LEDGER
+    found = [(numbers[0], name) for name in names.listed(folder) if (numbers := names.read_ledger(name))]
+    latest = max((number for number, _ in found if number < launch), default=None)
+    if latest is None:
         return {}
-    latest = max(p.name.split("-")[1] for p in files)
-    seen = max(p.stat().st_mtime for p in files if p.name.split("-")[1] == latest)
-    try:
-        status = read_json(root / "status" / f"launch-{latest}.json")
-    except RunError:
-        status = {}
-    return {"time": seen, "times": status.get("times", {})}
+    seen = max((folder / name).stat().st_mtime for number, name in found if number == latest)
+    status = find_json(root / names.status(latest))
+    return {"time": seen, "times": status.get("times", {}) if isinstance(status, dict) else {}}

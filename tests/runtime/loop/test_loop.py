@@ -24,9 +24,10 @@ from batchwright.core.codec import encode
 from batchwright.core.errors import ConfigError, EnvironmentFault, PlanError, RunError
 from batchwright.core.ramp.learning_rate import SampleSchedule
 from batchwright.core.ramp.rules import Constant, Thresholds
+from batchwright.rundir.fence import Fence
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.loop.events import read_events
-from batchwright.runtime.loop.settings import Fence, Settings
+from batchwright.runtime.loop.settings import Settings
 from batchwright.runtime.loop.train import main, train
 from batchwright.runtime.state.audit import audit
 
@@ -275,13 +276,13 @@ def test_a_micro_batch_for_each_stage_follows_the_schedule_that_is_extended_or_e
 def test_the_fence_keeps_an_old_launch_from_writing(tmp_path):
     def takes_over(result, model, optimizer):
         if result.step == 3:
-            Fence(tmp_path / "launch.json", 5).claim()
+            Fence(tmp_path, 5).claim()
 
     with pytest.raises(EnvironmentFault, match="a newer launch has taken over"):
         train(task(), ramp(), settings(tmp_path, launch=2, checkpoint_every=16), on_step=takes_over)
     assert not [p for p in (tmp_path / "checkpoints").iterdir() if "partial" in p.name]
     assert status(tmp_path)["state"] == "running"  # of launch 2's last save; it may not even say that it failed
-    with pytest.raises(EnvironmentFault, match="launch=4 comes too late: launch 5"):
+    with pytest.raises(EnvironmentFault, match="launch=4 is too late: launch 5"):
         train(task(), ramp(), settings(tmp_path, launch=4))
     assert train(task(), ramp(), settings(tmp_path)).launch == 6
     assert audit(tmp_path).ok
@@ -430,7 +431,7 @@ def test_a_refused_start_leaves_a_live_run_alone(tmp_path):
 
 
 def test_a_launch_that_claimed_and_did_no_more_has_used_its_number(tmp_path):
-    Fence(tmp_path / "launch.json", 0).claim()
+    Fence(tmp_path, 0).claim()
     assert train(task(), ramp(), settings(tmp_path, end_sample=8)).launch == 1
 
 

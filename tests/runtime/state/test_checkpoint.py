@@ -26,7 +26,7 @@ from loop_runs import call
 
 from batchwright.core.errors import EnvironmentFault, PlanError, RunError
 from batchwright.core.ramp.rules import Constant
-from batchwright.rundir.durable import digest_of, write_json
+from batchwright.rundir.files import digest_of, write_json
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.state import generators, tensors
 from batchwright.runtime.state.checkpoint import Checkpoints

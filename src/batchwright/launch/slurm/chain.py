@@ -20,13 +20,15 @@ from types import FrameType
 
 from batchwright.core.errors import BatchwrightError, EnvironmentFault
 from batchwright.core.nodes.policies import Launch
-from batchwright.launch.directory import RunDirectory, read_json, write_json
+from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Poll
 from batchwright.launch.interrupts import Interrupts
 from batchwright.launch.records import Ending, Failure, Manifest, RunPlan
 from batchwright.launch.show import Lines
 from batchwright.launch.supervisor import Supervisor
 from batchwright.launch.work import launch_end, work
+from batchwright.rundir import names
+from batchwright.rundir.files import find_json
 
 from . import commands as slurm
 from . import sbatch
@@ -130,7 +132,7 @@ def begin(directory: RunDirectory, plan: RunPlan, run: SlurmRun) -> list[str]:
 
 def stop(directory: RunDirectory, *, now: bool = False) -> None:
     """End a chain: what waits is taken back, what runs saves and stops."""
-    write_json(directory.path / "stop.json", {"now": now})
+    write_json(directory.path / names.STOP, {"now": now})
     try:
         known = slurm.jobs(SlurmRun.load(directory).token)
     except slurm.Unreachable as error:
@@ -190,7 +192,7 @@ class Link(Supervisor):
     def _not_ours(self) -> str | None:
         if not SlurmRun.load(self._directory).detached:
             return "this run is supervised from elsewhere"
-        if (self._directory.path / "stop.json").exists():
+        if (self._directory.path / names.STOP).exists():
             return "the run is to stop"
         for number in self._directory.numbers()[-1:]:
             manifest = self._directory.manifest(number)
@@ -227,7 +229,7 @@ class Link(Supervisor):
     def _lock_is_stale(self) -> bool:
         """Whether no job of ours can have it: a file server may keep it for a node that is gone."""
         numbers = self._directory.numbers()
-        owners = {(read_json(self._directory.launch(number) / "job.json") or {}).get("job") for number in numbers}
+        owners = {(find_json(self._directory.launch(number) / "job.json") or {}).get("job") for number in numbers}
         try:
             known = slurm.jobs(self._run.token)
         except slurm.Unreachable:
@@ -304,7 +306,7 @@ class Link(Supervisor):
         """Run the launch that is claimed."""
         assert self._claimed is not None
         failure = prologue_failure(self._run.site)
-        (self._directory.path / "outcome.json").unlink(missing_ok=True)  # it goes on, whatever a job before it thought
+        (self._directory.path / names.OUTCOME).unlink(missing_ok=True)  # it goes on, whatever a job before it thought
         if failure is not None:
             return self._never_ran(manifest, failure)
         if self._run.site.nodes_submit and self._heir is None:
@@ -352,7 +354,7 @@ class Link(Supervisor):
         plan = self._directory.plan()  # as planned: a launch on fewer nodes grows again
         if ending.position >= plan.total_samples:
             return self._over("complete", None)
-        if (self._directory.path / "stop.json").exists():
+        if (self._directory.path / names.STOP).exists():
             return self._over("stopped", None)
         if not SlurmRun.load(self._directory).detached:
             say("supervised from elsewhere now: the chain ends here")

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.launch.directory import RunDirectory, read_json, write_json
+from batchwright.launch.directory import RunDirectory, write_json
+from batchwright.rundir.files import find_json
 
 from . import commands as slurm
 
@@ -83,7 +84,7 @@ class JobRecord:
 def owner_lives(directory: RunDirectory, number: int, job: str | None, mark: str) -> bool:
     """Whether the job that has claimed a launch may still write; `mark` is how the run's jobs are known."""
     path = directory.launch(number) / "job.json"
-    record = read_json(path) or {}
+    record = find_json(path) or {}
     if record.get("state") == "ended" or job is None:
         return False
     deadline = time.monotonic() + _COMPLETING_SECONDS
@@ -94,7 +95,7 @@ def owner_lives(directory: RunDirectory, number: int, job: str | None, mark: str
             return _beats(path)
         if known is None or known.state != "COMPLETING":
             return known is not None and known.alive
-        if time.monotonic() > deadline or (read_json(path) or {}).get("state") == "ended":
+        if time.monotonic() > deadline or (find_json(path) or {}).get("state") == "ended":
             return False
         time.sleep(0.5)
 
@@ -104,7 +105,7 @@ def _beats(path: Path) -> bool:
     last = _modified(path)
     while _age(path) < SILENT_SECONDS:
         time.sleep(min(1.0, BEAT_SECONDS))
-        if (read_json(path) or {}).get("state") == "ended":
+        if (find_json(path) or {}).get("state") == "ended":
             return False
         if _modified(path) != last:
             return True

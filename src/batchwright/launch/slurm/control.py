@@ -10,6 +10,7 @@ from batchwright.launch.directory import RunDirectory
 from batchwright.launch.records import RunPlan
 from batchwright.launch.status import RunStatus
 from batchwright.launch.supervisor import Listener
+from batchwright.rundir import names
 
 from . import chain
 from . import commands as slurm
@@ -79,7 +80,7 @@ def is_chain(directory: RunDirectory) -> bool:
 
 def seen(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> tuple[RunStatus, Jobs]:
     """A run's status with its jobs: one that has a job in the queue runs, though nobody holds its lock."""
-    if now.state == "stopped" and not (directory.path / "outcome.json").exists() and SlurmRun.path(directory).exists():
+    if now.state == "stopped" and not (directory.path / names.OUTCOME).exists() and SlurmRun.path(directory).exists():
         try:
             run = SlurmRun.load(directory)
         except EnvironmentFault as error:

@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from batchwright.launch.directory import RunDirectory, read_json, write_json
+from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Handle, Job, Poll, RankLog, Wish, rank_logs
 from batchwright.rundir import atomic
+from batchwright.rundir.files import find_json
 
 from . import commands as slurm
 from . import sbatch
@@ -133,7 +134,7 @@ class SlurmEngine:
 
 
 def _record(handle: Handle) -> dict[str, Any]:
-    return read_json(Path(handle["directory"]) / "job.json") or {}
+    return find_json(Path(handle["directory"]) / "job.json") or {}
 
 
 def _owner(handle: Handle, record: dict[str, Any]) -> str:
@@ -152,7 +153,7 @@ def _words(state: str | None) -> str:
 def cancel_all(directory: RunDirectory, token: str) -> list[str]:
     """Take every living job of a run out of the queue; those that were. One that leaves by itself is let go."""
     numbers = directory.numbers()[-_LEAVING_LAUNCHES:]
-    records = [read_json(directory.launch(number) / "job.json") or {} for number in numbers]
+    records = [find_json(directory.launch(number) / "job.json") or {} for number in numbers]
     leaving = {slurm.me(), *(record.get("job") for record in records if record.get("state") == "ended")}
     try:
         known = [one for one in slurm.jobs(token) if one.alive and one.state != "COMPLETING"]
@@ -201,7 +202,7 @@ def write_job(job: Job) -> None:
 
 def read_job(directory: Path) -> Job | None:
     """What `write_job` wrote."""
-    document = read_json(directory / "work.json")
+    document = find_json(directory / "work.json")
     if not isinstance(document, dict):
         return None
     paths = {key: Path(document[key]) for key in ("directory", "working_directory")}

@@ -14,9 +14,11 @@ import sys
 import time
 
 from batchwright.core.errors import BatchwrightError
-from batchwright.launch.directory import RunDirectory, read_json
+from batchwright.launch.directory import RunDirectory
 from batchwright.launch.engine import Handle, Poll
 from batchwright.processes.guard import die_with
+from batchwright.rundir import names
+from batchwright.rundir.files import find_json
 
 from .claim import BEAT_SECONDS, JobRecord
 from .engine import read_job
@@ -53,8 +55,8 @@ class Start:
 
     def _not_ours(self) -> str | None:
         """Why this job has nothing to do."""
-        current = (read_json(self._directory.path / "launch.json") or {}).get("launch")
-        # None is a file server's moment of weakness, and no newer launch.
+        current = (find_json(self._directory.path / names.FENCE) or {}).get("launch")
+        # None is a transient read error, and no newer launch.
         if current is not None and current != self._number:
             return f"launch {self._number} is not the one that may run: that is {current}"
         if (self._folder / "ending.json").exists():
@@ -67,12 +69,12 @@ class Start:
             signal.signal(number, lambda n, frame: self._signals.append(n))
         reason = self._not_ours()
         if reason is None and not self._record.claim():
-            owner = (read_json(self._record.path) or {}).get("job")
+            owner = (find_json(self._record.path) or {}).get("job")
             reason = f"launch {self._number} is or was run by job {owner}"
         if reason is not None:
             say(f"nothing to do: {reason}")
             return 0
-        if (self._directory.path / "stop.json").exists():
+        if (self._directory.path / names.STOP).exists():
             say("nothing to do: the run is to stop")
             self._record.end(0, "told to stop before it began")
             return 0
@@ -116,7 +118,7 @@ class Start:
                 if (reason := self._not_ours()) is not None:
                     detail = f"ended here: {reason}"
                     engine.signal(handle, "kill")
-                elif not asked and (self._directory.path / "stop.json").exists():  # its supervisor may be gone
+                elif not asked and (self._directory.path / names.STOP).exists():  # its supervisor may be gone
                     asked, detail = now, "asked to save and stop by --stop"
                     say(detail)
             if asked and now - again > _REPEAT:

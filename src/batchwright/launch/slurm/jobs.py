@@ -12,9 +12,10 @@ from typing import Any
 
 from batchwright.core import codec
 from batchwright.core.nodes.policies import Launch
-from batchwright.launch.directory import RunDirectory, read_json
+from batchwright.launch.directory import RunDirectory
 from batchwright.launch.eta import duration
 from batchwright.launch.records import Manifest, RunPlan
+from batchwright.rundir.files import find_json
 
 from . import commands as slurm
 from .claim import BEAT_SECONDS
@@ -81,7 +82,7 @@ def _begun(
     handle, ending = manifest.handle or {}, directory.ending(manifest.number)
     job = None if handle.get("job") is None else str(handle["job"])
     path = directory.launch(manifest.number) / "job.json"
-    record = read_json(path) or {}
+    record = find_json(path) or {}
     since = record.get("started")
     until = record.get("ended") or (ending.ended if ending else time.time())
     if since is not None and not record.get("ended") and ending is not None:

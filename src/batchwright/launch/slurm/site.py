@@ -18,7 +18,8 @@ from batchwright.core import codec
 from batchwright.core.batch.request import choice, unknown_key
 from batchwright.core.errors import ConfigError, EnvironmentFault, Violation, raise_violations
 from batchwright.core.numbers import count, positive
-from batchwright.launch.directory import RunDirectory, read_json, write_json
+from batchwright.launch.directory import RunDirectory, write_json
+from batchwright.rundir.files import find_json
 
 READ_SECONDS = 5.0  # for a file that is there and cannot be read
 LAUNCHERS = ("srun", "torchrun")
@@ -261,7 +262,7 @@ class SlurmRun:
     def load(cls, directory: RunDirectory) -> SlurmRun:
         """That of a run; a new one with nothing in it where there is none."""
         deadline = time.monotonic() + READ_SECONDS
-        while not isinstance(document := read_json(path := cls.path(directory)), Mapping) and path.exists():
+        while not isinstance(document := find_json(path := cls.path(directory)), Mapping) and path.exists():
             # A file server's moment of weakness passes; a new token would lose the jobs.
             if time.monotonic() > deadline:
                 raise EnvironmentFault(

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import threading
 import time
 from collections import deque
@@ -30,10 +29,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from batchwright.core.errors import MissingExtraError
-from batchwright.rundir import atomic
-from batchwright.rundir.durable import write_fault
+from batchwright.rundir import atomic, names
+from batchwright.rundir.files import write_fault
 
-_FILE = re.compile(r"launch-(\d{5,})\.jsonl")
 # Long enough to cost nothing, short enough to watch.
 _SECONDS = 0.5
 
@@ -132,9 +130,9 @@ def read_events(directory: Path | str, *, lineage: bool = True) -> list[dict[str
     []
     """
     folder = Path(directory) / "events"
-    names = sorted((int(m[1]), m[0]) for m in map(_FILE.fullmatch, _names(folder)) if m)
+    found = sorted((number, name) for name in names.listed(folder) if (number := names.read_events(name)) is not None)
     launches: list[list[dict[str, Any]]] = []
-    for _, name in names:
+    for _, name in found:
         events: list[dict[str, Any]] = []
         for line in (folder / name).read_text(encoding="utf-8", errors="replace").splitlines():
             try:
@@ -149,10 +147,6 @@ def read_events(directory: Path | str, *, lineage: bool = True) -> list[dict[str
             launches[index] = [e for e in launches[index] if e.get("samples", 0) <= limit or e["kind"] == "launch"]
             limit = min([limit, *starts])
     return [event for events in launches for event in events]
-
-
-def _names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
 class TensorBoard:

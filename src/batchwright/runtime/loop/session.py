@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from batchwright.core.codec import decode, encode
 from batchwright.core.errors import BatchwrightError, ConfigError, PlanError, Violation, raise_violations
 from batchwright.core.ramp.schedule import Schedule
-from batchwright.rundir.durable import write_fault, write_json
+from batchwright.rundir import names
+from batchwright.rundir.fence import Fence
+from batchwright.rundir.files import write_fault, write_json
 from batchwright.rundir.status import Status, error_record, last_seen, write_status
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.state import generators
@@ -31,7 +33,7 @@ from .evaluate import Part
 from .events import Events, TensorBoard, Tracker
 from .process import StopSignals, World, wrapped
 from .progress import Progress
-from .settings import Fence, Settings
+from .settings import Settings
 
 OnStep = Callable[[StepResult, nn.Module, Optimizer], None]
 
@@ -75,13 +77,12 @@ class Life:
         self.events: Events | None = None
         self.ledger: Ledger | None = None
         self.given_trackers = tuple(trackers)
-        fence = settings.root / "launch.json"
         number = settings.launch
         if number is None:
-            current = Fence.current(fence) if world.rank == 0 else None
+            current = Fence.current(settings.root) if world.rank == 0 else None
             number = max(next_launch(settings.ledger), (-1 if current is None else current) + 1)
         self.launch, self.claimed = world.tell(number), False
-        self.may_save = may_save or Fence(fence, self.launch)
+        self.may_save = may_save or Fence(settings.root, self.launch)
 
     def set_up(self) -> None:
         """Build, wrap, load what was saved last, open the ledger and the events."""
@@ -195,7 +196,7 @@ class Life:
             trackers.append(TensorBoard(settings.root / "tensorboard"))
         if settings.progress:
             trackers.append(Progress(self.schedule.total_samples))
-        path = settings.root / "events" / f"launch-{self.launch:05d}.jsonl"
+        path = settings.root / names.EVENTS / names.events(self.launch)
         self.events = Events(path, trackers, launch=self.launch)
         lost = time.time() - self.last_seen["time"] if self.last_seen else None
         self.emit(
@@ -238,9 +239,8 @@ class Life:
             if self.world.rank == 0:
                 self.write_status(self.status("failed", "error", record))
             elif self.may_save():
-                (root / "status").mkdir(parents=True, exist_ok=True)
-                name = f"launch-{self.launch:05d}-rank-{self.world.rank:05d}.json"
-                write_json(root / "status" / name, {"schema": 1, "state": "failed", "error": record})
+                path = root / names.status(self.launch, self.world.rank)
+                write_json(path, {"schema": 1, "state": "failed", "error": record})
         except (OSError, BatchwrightError):
             pass  # the disk may be what failed; the error itself is raised
 

@@ -1,4 +1,4 @@
-"""How a loop runs: one frozen record, which is also the `settings` of a spec file (JSON), and the fence of a run."""
+"""How a loop runs: one frozen record, which is also the `settings` of a spec file (JSON)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchwright.core.codec import decode
-from batchwright.core.errors import ConfigError, EnvironmentFault, Violation, raise_violations
+from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.ramp.learning_rate import RULES, SampleSchedule
 from batchwright.core.ramp.schedule import Schedule
-from batchwright.rundir.durable import read_json, write_json
+from batchwright.rundir import names
+from batchwright.rundir.files import read_json
 
 Strategy = Literal["auto", "ddp", "fsdp2", "none"]
 AccumulateDtype = Literal["float32", "float64"]
@@ -117,12 +118,12 @@ class Settings:
     @property
     def checkpoints(self) -> Path:
         """Where checkpoints are."""
-        return self.root / "checkpoints"
+        return self.root / names.CHECKPOINTS
 
     @property
     def ledger(self) -> Path:
         """Where the ledger is."""
-        return self.root / "ledger"
+        return self.root / names.LEDGER
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,11 @@ def read_spec(path: Path | str) -> Spec:
 
 def read_settings(given: Mapping[str, Any], where: str) -> Settings:
     """`Settings` from raw values; names that it does not have are refused with the nearest."""
-    names = [field.name for field in fields(Settings)]
+    known = [field.name for field in fields(Settings)]
     found: list[Violation] = []
     for name in given:
-        if name not in names:
-            near = tuple(difflib.get_close_matches(name, names))
+        if name not in known:
+            near = tuple(difflib.get_close_matches(name, known))
             hint = f" Nearest: {', '.join(near)}." if near else ""
             found.append(Violation(f"{where} has no field {name!r}.{hint}", name, name, near))
     raise_violations(ConfigError, found)
@@ -167,35 +168,3 @@ def read_settings(given: Mapping[str, Any], where: str) -> Settings:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{where} cannot be read: {error}.", field="settings") from None
-
-
-@dataclass(frozen=True)
-class Fence:
-    """`RUN/launch.json`, the number of the launch that may write; called, it says whether that is still this one."""
-
-    path: Path
-    launch: int
-
-    def __call__(self) -> bool:
-        return self.current(self.path) == self.launch
-
-    @staticmethod
-    def current(path: Path) -> int | None:
-        """The launch that may write now, or None before the first."""
-        return int(read_json(path)["launch"]) if path.exists() else None
-
-    def claim(self) -> Fence:
-        """Take over from an earlier launch; refused where a later one has."""
-        current = self.current(self.path)
-        if current is not None and current > self.launch:
-            raise EnvironmentFault(
-                f"launch={self.launch} comes too late: launch {current} has taken over {self.path.parent}. Nothing was "
-                f"changed. Nearest: {current + 1}.",
-                field="launch",
-                given=self.launch,
-                nearest=(current + 1,),
-            )
-        if current != self.launch:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.path, {"schema": SCHEMA, "launch": self.launch})
-        return self

@@ -12,20 +12,19 @@ from the order (see ledger.py for why that can fail).
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batchwright.core.errors import BatchwrightError, RunError
+from batchwright.rundir import names
+from batchwright.rundir.checkpoint import STATE, listing
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import share
 
 from .ledger import span_hash
 
-_FILE = re.compile(r"launch-(\d{5,})-rank-(\d{5,})\.jsonl")
-_NAME = re.compile(r"step-(\d{12})-launch-(\d{5,})")
 # Positions whose ids are held at once: a few megabytes.
 _BLOCK = 1 << 19
 
@@ -264,30 +263,25 @@ def _added(hashes: Any) -> int:
 def _tip(checkpoints: Path, launches: dict[int, _Launch]) -> tuple[int | None, int, list[str]]:
     """The launch and position of the surviving checkpoint: the newest on disk, or what the last launch started from."""
     last = launches[max(launches)]
-    names = sorted((m for m in map(_NAME.fullmatch, _names(checkpoints)) if m), key=lambda m: (int(m[2]), int(m[1])))
-    for match in reversed(names):
+    for name, _, number in listing(checkpoints):
         try:
-            state = json.loads((checkpoints / match[0] / "state.json").read_text(encoding="utf-8"))
-            if int(match[2]) <= last.number:
-                if last.parent is not None and int(match[2]) < last.number and int(state["position"]) != last.position:
+            state = json.loads((checkpoints / name / STATE).read_text(encoding="utf-8"))
+            if number <= last.number:
+                if last.parent is not None and number < last.number and int(state["position"]) != last.position:
                     break  # the last launch chose an older one: this one was damaged
                 return int(state["launch"]), int(state["position"]), []
         except (OSError, ValueError, KeyError, TypeError) as error:
-            return last.parent, last.position, [f"checkpoint {match[0]} cannot be read: {error}"]
+            return last.parent, last.position, [f"checkpoint {name} cannot be read: {error}"]
     note = [] if checkpoints.is_dir() else ["no checkpoints are there: audited up to where the last launch started"]
     return last.parent, last.position, note
-
-
-def _names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
 def _read(folder: Path) -> dict[int, _Launch]:
     """Every launch in a folder, the lines of its ranks joined run by run."""
     files: dict[int, dict[int, Path]] = {}
-    for name in _names(folder):
-        if match := _FILE.fullmatch(name):
-            files.setdefault(int(match[1]), {})[int(match[2])] = folder / name
+    for name in names.listed(folder):
+        if numbers := names.read_ledger(name):
+            files.setdefault(numbers[0], {})[numbers[1]] = folder / name
     return {number: launch for number in sorted(files) if (launch := _launch(number, files[number])) is not None}
 
 

@@ -17,7 +17,6 @@ denotes, with a barrier after each line and all ranks failing if one does:
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import threading
 import time
@@ -32,13 +31,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from batchwright.core.errors import BatchwrightError, EnvironmentFault, PlanError, RunError
+from batchwright.rundir import names
 from batchwright.rundir.atomic import sync_directory
-from batchwright.rundir.durable import digest_of, read_json, write_fault, write_json
+from batchwright.rundir.checkpoint import MANIFEST, STATE, listing, read_manifest
+from batchwright.rundir.files import digest_of, read_json, write_fault, write_json
 
 from . import generators, tensors
 
 SCHEMA = 1
-_NAME = re.compile(r"step-(\d{12})-launch-(\d{5,})")
 _PARTIAL = ".partial-"
 
 
@@ -110,7 +110,7 @@ class Checkpoints:
     ) -> Saved | None:
         """Save after `step` steps, the next of which starts at `position`; None while one is written asynchronously."""
         self.wait()
-        name = f"step-{step:012d}-launch-{launch:05d}"
+        name = names.checkpoint(step, launch)
         parts, rest = tensors.split(model, optimizers)
         content = {
             "schema": SCHEMA, "step": step, "position": position, "launch": launch, "ranks": self.ranks,
@@ -149,7 +149,7 @@ class Checkpoints:
             path = self.directory / name
             problems = [p for p in self._together(lambda path=path: self._problem(path, verify)) if p]
             if not problems:
-                return Saved(path, step, launch, read_json(path / "state.json"), tuple(skipped))
+                return Saved(path, step, launch, read_json(path / STATE), tuple(skipped))
             message = f"checkpoint {name} is damaged and was passed over: {problems[0]}"
             skipped.append(message)
             self._damaged.add(name)
@@ -181,29 +181,11 @@ class Checkpoints:
     def _problem(self, path: Path, verify: bool) -> str | None:
         """What is wrong with a checkpoint, as far as this rank's part of the files says."""
         try:
-            manifest = read_json(path / "manifest.json")
+            manifest = read_manifest(path)
         except RunError as error:
             return str(error)
-        refuse_newer(manifest, path)
-        files = manifest.get("files") if isinstance(manifest, dict) else None
-        if not isinstance(files, dict) or "state.json" not in files:
-            return f"{path / 'manifest.json'} lists no files."
-        for index, (name, facts) in enumerate(sorted(files.items())):
-            file = path / name
-            if ".." in Path(name).parts or Path(name).is_absolute():
-                return f"{path / 'manifest.json'} lists {name}, outside of the checkpoint."
-            size = file.stat().st_size if file.is_file() else None
-            if size is None:
-                return f"{file} is missing."
-            wanted, digest = (facts.get("size"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
-            if not isinstance(wanted, int) or not isinstance(digest, str):
-                return f"{path / 'manifest.json'} has no size and SHA-256 of {name}."
-            if size != wanted:
-                return f"{file} has {size:,} bytes where {wanted:,} were written."
-            mine = name == "state.json" or (verify and index % self.ranks == self.rank)  # the state is small, and read
-            if mine and (found := digest_of(file)) != digest:
-                return f"{file} has SHA-256 {found[:12]}…, not {digest[:12]}…: its content changed."
-        return None
+        refuse_newer(manifest.schema, path)
+        return manifest.problem(lambda index: verify and index % self.ranks == self.rank)
 
     def _in_background(self, job: _Job, parts: Mapping[str, Tensor]) -> None:
         try:
@@ -249,10 +231,10 @@ class Checkpoints:
 
     def _sweep(self, name: str) -> None:
         """Remove what earlier launches left half written or half deleted; this one may write, so they may not."""
-        launch = int(name.rpartition("-")[2])
+        _, launch = names.read_checkpoint(name) or (0, 0)
         for path in self.directory.glob(f"{_PARTIAL}*"):
-            match = _NAME.fullmatch(path.name.removeprefix(_PARTIAL))
-            if path.name.startswith(f"{_PARTIAL}old-") or (match and int(match[2]) < launch):
+            numbers = names.read_checkpoint(path.name.removeprefix(_PARTIAL))
+            if path.name.startswith(f"{_PARTIAL}old-") or (numbers and numbers[1] < launch):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write_generators(self, job: _Job, partial: Path) -> dict[str, tuple[int, str]]:
@@ -265,11 +247,11 @@ class Checkpoints:
         return {f"tensors/{name}": facts for name, facts in written.items()}
 
     def _commit(self, job: _Job, listed: list[dict[str, tuple[int, str]]], partial: Path, final: Path) -> None:
-        write_json(partial / "state.json", job.state)
+        write_json(partial / STATE, job.state)
         files = {name: facts for part in listed for name, facts in part.items()}
-        files["state.json"] = ((partial / "state.json").stat().st_size, digest_of(partial / "state.json"))
+        files[STATE] = ((partial / STATE).stat().st_size, digest_of(partial / STATE))
         entries = {name: {"size": size, "sha256": digest} for name, (size, digest) in sorted(files.items())}
-        write_json(partial / "manifest.json", {"schema": SCHEMA, "files": entries})
+        write_json(partial / MANIFEST, {"schema": SCHEMA, "files": entries})
         for folder in (partial / "tensors", partial / "rng", partial):
             sync_directory(folder)
         self._fence(final.name)
@@ -324,23 +306,8 @@ class _Job:
     rng: dict[str, Any]
 
 
-def listing(directory: Path) -> list[tuple[str, int, int]]:
-    """The checkpoints in a directory as (name, step, launch), newest first: of the latest launch, then step.
-
-    >>> listing(Path("nowhere"))
-    []
-    """
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return []
-    found = [(m[0], int(m[1]), int(m[2])) for m in map(_NAME.fullmatch, names) if m]
-    return sorted(found, key=lambda entry: (entry[2], entry[1]), reverse=True)
-
-
-def refuse_newer(document: Any, path: Path) -> None:
+def refuse_newer(schema: object, path: Path) -> None:
     """Raise when a file says that it was written in a later format than this version knows."""
-    schema = document.get("schema") if isinstance(document, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
         raise RunError(
             f"{path} has schema {schema}, but this batchwright knows up to {SCHEMA}: it was written by a newer version. "

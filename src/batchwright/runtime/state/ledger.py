@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.core.errors import BatchwrightError, RunError
-from batchwright.rundir.durable import write_fault
+from batchwright.rundir import names
+from batchwright.rundir.files import write_fault
 from batchwright.runtime.data.order import GlobalOrder
 
 SCHEMA = 1
@@ -37,7 +37,6 @@ SCHEMA = 1
 WIDTH = 384
 # Where a fault is found, it is found in so many steps; a million steps are a thousand lines.
 LONGEST_RUN = 1000
-_FILE = re.compile(r"launch-(\d{5,})-rank-(\d{5,})\.jsonl")
 
 
 @dataclass
@@ -70,7 +69,7 @@ class Ledger:
         parent: int | None = None,
     ) -> None:
         folder = Path(directory)
-        self.path = folder / f"launch-{launch:05d}-rank-{rank:05d}.jsonl"
+        self.path = folder / names.ledger(launch, rank)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -166,11 +165,8 @@ def next_launch(directory: Path | str) -> int:
     >>> next_launch("nowhere")
     0
     """
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return 0
-    return 1 + max((int(m[1]) for m in map(_FILE.fullmatch, names) if m), default=-1)
+    found = map(names.read_ledger, names.listed(Path(directory)))
+    return 1 + max((numbers[0] for numbers in found if numbers), default=-1)
 
 
 Words = NDArray[np.uint64]

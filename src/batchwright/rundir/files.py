@@ -1,19 +1,19 @@
-"""Files that are whole or absent: written beside, synced, renamed. What a killed process leaves is never half a file."""
+"""JSON documents on disk, hashes of files, and an error of the disk as an error of ours."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-from hashlib import sha256
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
+from batchwright.core.codec import encode
 from batchwright.core.errors import BatchwrightError, EnvironmentFault, RunError
 
 from . import atomic
 
-_BLOCK = 1 << 20
 _REMEDIES = {
     errno.ENOSPC: "Free some space, or keep fewer checkpoints.",
     errno.EDQUOT: "Raise the quota, or keep fewer checkpoints.",
@@ -24,9 +24,11 @@ _REMEDIES = {
 }
 
 
-def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
-    """Write `value` so that a reader sees the old file or the new one, and after a power cut one of the two."""
-    atomic.write(path, json.dumps(value, indent=1, allow_nan=False) + "\n", sync=sync)
+def write_json(path: Path, value: Any, *, mode: int = 0o666, sync: bool = True) -> None:
+    """Write a value, or a dataclass: a reader sees the old file or the new one, and after a power cut one of the two."""
+    text = json.dumps(encode(value), ensure_ascii=False, indent=1, allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.write(path, text + "\n", mode=mode, sync=sync)
 
 
 def read_json(path: Path) -> Any:
@@ -39,13 +41,18 @@ def read_json(path: Path) -> Any:
         raise RunError(f"{path} cannot be read: {error}.", field=path.name, given=str(path)) from error
 
 
+def find_json(path: Path) -> Any:
+    """The JSON in `path`; None when it is missing, cannot be read, or is being written by somebody else."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
 def digest_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
-    digest = sha256()
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return file_digest(file, "sha256").hexdigest()
 
 
 def write_fault(error: BaseException, what: str, directory: Path, kept: str) -> BatchwrightError:

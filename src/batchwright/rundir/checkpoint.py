@@ -1,0 +1,76 @@
+"""Which checkpoints a run has, and whether one is complete. `runtime/state/checkpoint.py` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchwright.core.errors import RunError
+
+from . import names
+from .files import digest_of, read_json
+
+MANIFEST, STATE = "manifest.json", "state.json"
+
+
+def listing(directory: Path) -> list[tuple[str, int, int]]:
+    """The checkpoints in a directory as (name, step, launch), newest first: of the latest launch, then step.
+
+    >>> listing(Path("nowhere"))
+    []
+    """
+    found = [(name, *numbers) for name in names.listed(directory) if (numbers := names.read_checkpoint(name))]
+    return sorted(found, key=lambda entry: (entry[2], entry[1]), reverse=True)
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The manifest of a checkpoint: the size and SHA-256 of every file but itself."""
+
+    path: Path
+    schema: object
+    files: Mapping[str, Any]
+
+    def problem(self, read_through: Callable[[int], bool] = lambda index: True) -> str | None:
+        """What is wrong: a file is missing, has another size or, where it is read through, another content.
+
+        `read_through` is asked with the index of each file: ranks share the reading. The state is small, and always read.
+        """
+        manifest = self.path / MANIFEST
+        if STATE not in self.files:
+            return f"{manifest} lists no files."
+        for index, (name, facts) in enumerate(sorted(self.files.items())):
+            file = self.path / name
+            if ".." in Path(name).parts or Path(name).is_absolute():
+                return f"{manifest} lists {name}, outside of the checkpoint."
+            size = file.stat().st_size if file.is_file() else None
+            if size is None:
+                return f"{file} is missing."
+            wanted, digest = (facts.get("size"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
+            if not isinstance(wanted, int) or not isinstance(digest, str):
+                return f"{manifest} has no size and SHA-256 of {name}."
+            if size != wanted:
+                return f"{file} has {size:,} bytes where {wanted:,} were written."
+            if (name == STATE or read_through(index)) and (found := digest_of(file)) != digest:
+                return f"{file} has SHA-256 {found[:12]}…, not {digest[:12]}…: its content changed."
+        return None
+
+
+def read_manifest(checkpoint: Path) -> CheckpointFiles:
+    """The manifest of a checkpoint; a RunError that names the file when it cannot be read."""
+    document = read_json(checkpoint / MANIFEST)
+    files = document.get("files") if isinstance(document, dict) else None
+    schema = document.get("schema") if isinstance(document, dict) else None
+    return CheckpointFiles(checkpoint, schema, files if isinstance(files, dict) else {})
+
+
+def positions(directory: Path, *, verify: bool = False) -> Iterator[int]:
+    """The position of every complete checkpoint, newest first; with `verify` every file is read through."""
+    for name, _, _ in listing(directory):
+        try:
+            if read_manifest(directory / name).problem(lambda index: verify) is None:
+                yield int(read_json(directory / name / STATE)["position"])
+        except (RunError, OSError, TypeError, KeyError, ValueError):
+            continue
