@@ -31,6 +31,7 @@ from batchwright.launch.plan import begin, build, refit
 from batchwright.launch.records import Ending, Failure, Manifest, Options, Progress, RunPlan
 from batchwright.launch.settings import read_options
 from batchwright.launch.show import Bar, Lines, describe
+from batchwright.rundir.files import digest_of
 
 TRACE = """step 3
 Fatal Python error: Aborted
@@ -223,7 +224,7 @@ def test_without_file_locks_a_supervisor_that_lives_here_is_still_seen(tmp_path,
     monkeypatch.setattr(files, "_try_lock", lambda descriptor, how: None)  # Lustre without -o flock
     monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
     first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
-    code = "import sys, time; from batchwright.launch import files; files._try_lock = lambda *_: None\n"
+    code = "import sys, time; from batchwright.launch import directory as files; files._try_lock = lambda *_: None\n"
     code += f"files.RunDirectory({str(tmp_path)!r}).lock(); print('held', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
@@ -257,9 +258,9 @@ def test_nohup_outlives_its_terminal():
     try:
         with interrupts.Interrupts() as heard:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert heard.wishes == 0
+            assert heard.stop_requests == 0
             os.kill(os.getpid(), signal.SIGTERM)
-            assert heard.wishes == 1
+            assert heard.stop_requests == 1
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -268,13 +269,13 @@ def test_nohup_outlives_its_terminal():
 def test_only_a_later_ctrl_c_is_a_second_wish(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
-    with interrupts.Interrupts() as wishes:
+    with interrupts.Interrupts() as interrupted:
         for number, at, expected in (
             (signal.SIGHUP, 0.0, 1), (signal.SIGINT, 0.5, 1), (signal.SIGTERM, 5.0, 1), (signal.SIGINT, 6.0, 2),
         ):  # fmt: skip
             now[0] = 100.0 + at
             signal.raise_signal(number)
-            assert wishes.wishes == expected
+            assert interrupted.stop_requests == expected
 
 
 def test_waits_between_retries_grow_up_to_a_limit():
@@ -294,8 +295,8 @@ def checkpoint(folder: Path, step: int, launch: int, at: int) -> Path:
     path.mkdir(parents=True)
     (path / "state.json").write_text(json.dumps({"position": at}))
     (path / "w").write_text("weights")
-    digest = "9a17a1ff1d9d9fa4d9c6f7f1b2f2d1f9"
-    facts = {name: {"size": (path / name).stat().st_size, "sha256": digest} for name in ("state.json", "w")}
+    digests = {"state.json": digest_of(path / "state.json"), "w": "9a17a1ff1d9d9fa4d9c6f7f1b2f2d1f9"}
+    facts = {name: {"size": (path / name).stat().st_size, "sha256": digest} for name, digest in digests.items()}
     (path / "manifest.json").write_text(json.dumps({"schema": 1, "files": facts}))
     return path
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from batchwright.processes.endings import death_of, from_exception, from_exit, from_text
+from batchwright.processes.endings import cause_of, from_exception, from_exit, from_text
 
 CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -156,4 +156,4 @@ def test_an_out_of_memory_cause_counts():
         except MemoryError as cause:
             raise RuntimeError("building failed") from cause
     except RuntimeError as error:
-        assert death_of(error).kind == "host-oom"
+        assert cause_of(error).kind == "host-oom"

@@ -104,7 +104,7 @@ def command(
 
     chosen = [name for name, value in {"--resume": resume, "--status": status_of, "--stop": stop_of}.items() if value]
     if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} are two wishes: give one.", field=chosen[1][2:])
+        raise ConfigError(f"{' and '.join(chosen)} are two stop_requests: give one.", field=chosen[1][2:])
     if dry_run and chosen:
         raise ConfigError(
             f"--dry-run shows a run that is to begin, and {chosen[0]} is about one that has: --status RUN_DIR shows it.",

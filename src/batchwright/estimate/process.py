@@ -44,7 +44,7 @@ def run(job: str, request: Request, *, timeout: float) -> dict[str, Any]:
             _end(child)
         if not left.exists():
             raise RunError(
-                f"the process that was to {job} {_death(code)} and left no result. Probe instead.", field="task"
+                f"the process that was to {job} {_cause(code)} and left no result. Probe instead.", field="task"
             )
         result = json.loads(left.read_text(encoding="utf-8"))
     if "error" in result:
@@ -58,7 +58,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def _death(code: int) -> str:
+def _cause(code: int) -> str:
     if code < 0:
         names = {signal.SIGKILL: " (killed: out of memory, perhaps)", signal.SIGABRT: " (aborted inside torch)"}
         return f"died of signal {-code}{names.get(signal.Signals(-code), '')}"

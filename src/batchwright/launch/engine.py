@@ -16,7 +16,7 @@ from batchwright.core.errors import ConfigError
 from batchwright.rundir.files import find_json
 
 Handle = Mapping[str, Any]
-Wish = Literal["checkpoint", "trace", "kill"]
+Action = Literal["checkpoint", "trace", "kill"]
 
 ENGINES = ("local", "slurm", "kubernetes")
 TAIL_BYTES = 64 * 1024  # enough for any traceback
@@ -77,7 +77,7 @@ class Engine(Protocol):
         """Whether it waits, runs or has ended."""
         ...
 
-    def signal(self, handle: Handle, wish: Wish) -> None:
+    def signal(self, handle: Handle, action: Action) -> None:
         """Ask every rank to save and stop, to leave a stack trace in its log, or end it all now."""
         ...
 

@@ -18,7 +18,7 @@ class Interrupts:
     """While entered, counts the wishes to stop; `sleep` ends early on one, and when a child ends."""
 
     def __init__(self) -> None:
-        self.wishes = 0
+        self.stop_requests = 0
         self._first = 0.0
         self._before: dict[int, Any] = {}
         self._pipe: tuple[int, int] | None = None
@@ -49,10 +49,10 @@ class Interrupts:
     def _came(self, number: int, frame: FrameType | None) -> None:
         if number not in _STOPPING:
             return
-        if not self.wishes:
-            self.wishes, self._first = 1, time.monotonic()
+        if not self.stop_requests:
+            self.stop_requests, self._first = 1, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._first > _APART:  # somebody means it
-            self.wishes += 1
+            self.stop_requests += 1
 
     def sleep(self, seconds: float) -> None:
         """Wait, at most so long."""

@@ -25,7 +25,7 @@ from batchwright.core.errors import EnvironmentFault, MissingExtraError
 from batchwright.processes.guard import adopt_orphans, foreign_children, kill_below, kill_orphans, start_time
 from batchwright.rundir import atomic
 
-from .engine import Handle, Job, Poll, RankLog, Wish, process_state, rank_logs
+from .engine import Action, Handle, Job, Poll, RankLog, process_state, rank_logs
 
 _GUARD = (sys.executable, "-I", "-S", batchwright.processes.guard.__file__)
 # Each of these was found the hard way (see docs/run.md):
@@ -119,9 +119,9 @@ class LocalEngine:
             adopt_orphans(any(pipe >= 0 for _, pipe in self._running.values()))
         return Poll("ended", code)
 
-    def signal(self, handle: Handle, wish: Wish) -> None:
+    def signal(self, handle: Handle, action: Action) -> None:
         """Ask every rank, or end everything below the guard."""
-        if wish == "kill":
+        if action == "kill":
             known = self._running.get(handle["pid"])
             if known is None:
                 # The guard's death is the end of ranks and commands, not of what a command started: that goes first.
@@ -133,12 +133,12 @@ class LocalEngine:
             return
         for rank in self.logs(handle):
             if rank.pid and rank.state not in (None, "Z"):
-                if wish == "checkpoint" and handle.get("direct"):
+                if action == "checkpoint" and handle.get("direct"):
                     if (handle["directory"], rank.pid) in self._asked:
                         continue
                     self._asked.add((handle["directory"], rank.pid))
-                _send(rank.pid, signal.SIGABRT if wish == "trace" else signal.Signals[handle["stop_signal"]])
-                if wish == "trace":
+                _send(rank.pid, signal.SIGABRT if action == "trace" else signal.Signals[handle["stop_signal"]])
+                if action == "trace":
                     _send(rank.pid, signal.SIGCONT)  # one that was stopped leaves its trace when it goes on
 
     def logs(self, handle: Handle) -> tuple[RankLog, ...]:

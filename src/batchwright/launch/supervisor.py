@@ -21,7 +21,7 @@ from batchwright.rundir import names
 from batchwright.rundir.files import find_json
 
 from .directory import RunDirectory, write_json
-from .engine import Engine, Handle, Poll, Wish, tail
+from .engine import Action, Engine, Handle, Poll, tail
 from .eta import Speeds, remaining_seconds
 from .failure import explain, memory_advice, stuck
 from .interrupts import Interrupts
@@ -91,7 +91,7 @@ class Supervisor:
             position = self._work.position(verify=doubt)
             if position >= self._plan.total_samples:
                 return "complete", None
-            if self._wishes():
+            if self._stop_requests():
                 return "stopped", None
             try:
                 ending = self._launch(self._plan.launch_at(position), position)
@@ -187,16 +187,16 @@ class Supervisor:
                 self._tell(manifest, progress)
             progress = replace(progress, first_step=first)
             if polled.state == "ended":  # who is told to stop with its ranks may come to hear it after they have
-                return progress, None, bool(asked or self._wishes())
+                return progress, None, bool(asked or self._stop_requests())
             if polled.state == "pending":
                 life = now
                 if polled.detail and polled.detail not in told:
                     told.add(polled.detail)
                     self._listener.note(polled.detail)
-            wishes = self._wishes()
-            if wishes > 1 or (asked and now - asked > options.grace_seconds):
+            stop_requests = self._stop_requests()
+            if stop_requests > 1 or (asked and now - asked > options.grace_seconds):
                 self._engine.signal(handle, "kill")
-            elif wishes:
+            elif stop_requests:
                 # A task that has not taken a step has nothing to save. What a command has done, only it knows.
                 saves = first is not None or self._plan.kind == COMMAND
                 if not asked:
@@ -227,13 +227,13 @@ class Supervisor:
         self._until_ended(handle, 30.0, "kill")
         return stuck(before, after, seconds)
 
-    def _until_ended(self, handle: Handle, seconds: float, wish: Wish | None = None) -> None:
+    def _until_ended(self, handle: Handle, seconds: float, action: Action | None = None) -> None:
         """Wait for its end; a wish is repeated, as it may not come through at once."""
         now = again = time.monotonic()
         deadline = now + seconds
         while self._engine.poll(handle).state != "ended" and (now := time.monotonic()) < deadline:
-            if wish is not None and now >= again:
-                self._engine.signal(handle, wish)
+            if action is not None and now >= again:
+                self._engine.signal(handle, action)
                 again = now + 1.0
             time.sleep(0.05)
 
@@ -317,12 +317,12 @@ class Supervisor:
         eta = remaining_seconds(self._plan, progress.position, self._speeds.by_stage, self._boundary)
         self._listener.progress(self._plan, manifest, progress, eta)
 
-    def _wishes(self) -> int:
+    def _stop_requests(self) -> int:
         """0: go on; 1: save and stop; 2: stop now."""
-        wishes = min(2, self._interrupts.wishes)
+        stop_requests = min(2, self._interrupts.stop_requests)
         path = self._directory.path / names.STOP
-        if wishes > 1 or not path.exists():
-            return wishes
+        if stop_requests > 1 or not path.exists():
+            return stop_requests
         return 2 if (find_json(path) or {}).get("now") else 1
 
     def _back_off(self, failures: int) -> None:
@@ -334,9 +334,9 @@ class Supervisor:
         """Say why, and wait; False where somebody wishes to stop."""
         self._listener.note(reason)
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0 and not self._wishes():
+        while (left := deadline - time.monotonic()) > 0 and not self._stop_requests():
             self._interrupts.sleep(min(left, POLL_SECONDS))
-        return not self._wishes()
+        return not self._stop_requests()
 
     def _finish(self, state: str, failure: Failure | None) -> None:
         self._directory.event("finished", state=state, failure=failure)

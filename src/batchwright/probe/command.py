@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core.errors import EnvironmentFault
-from batchwright.processes.endings import Death, from_exit
+from batchwright.processes.endings import ExitCause, from_exit
 
 from . import process
 from .machine import file_digest, sources_digest
@@ -138,7 +138,7 @@ class CommandRunner:
                 samples_per_second=size / timing.seconds if timing else None,
             )  # fmt: skip
         if done.returncode is None:
-            death = Death("hang", f"no end within {r.timeout:g} s, and too few steps were seen (see --step-regex)")
+            death = ExitCause("hang", f"no end within {r.timeout:g} s, and too few steps were seen (see --step-regex)")
         else:
             death = from_exit(done.returncode, done.output)
         traceback = death.traceback or (done.output[-2000:].strip() or None)

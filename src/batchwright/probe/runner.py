@@ -11,7 +11,7 @@ from typing import Any
 
 from batchwright.core import codec
 from batchwright.core.errors import ConfigError, MissingExtraError
-from batchwright.processes.endings import Death, from_exit
+from batchwright.processes.endings import ExitCause, from_exit
 
 from . import process
 from .records import Trial
@@ -125,7 +125,7 @@ class TaskRunner:
             self.longest_index = result["longest_index"]
 
     def _trial(self, size: int, purpose: str, done: process.Exit, results: Mapping[int, dict[str, Any]]) -> Trial:
-        deaths = {rank: d for rank, result in results.items() if (d := _death(result)) is not None}
+        deaths = {rank: d for rank, result in results.items() if (d := _cause(result)) is not None}
         common = {
             "micro_batch_size": size,
             "purpose": purpose,
@@ -148,30 +148,30 @@ class TaskRunner:
             rank=rank if several else None,
         )  # fmt: skip
 
-    def _silent(self, done: process.Exit, results: Mapping[int, dict[str, Any]]) -> tuple[int, Death]:
+    def _silent(self, done: process.Exit, results: Mapping[int, dict[str, Any]]) -> tuple[int, ExitCause]:
         """The death of a trial in which no rank said why: a timeout, a signal, or nothing at all."""
         unfinished = {rank: r for rank, r in results.items() if r.get("status") != "done"}
         # The rank that came least far is the one the others wait for.
         rank = min(unfinished, key=lambda k: (unfinished[k].get("stage", -1), k))
         doing = unfinished[rank].get("doing", "starting")
         if done.returncode is None and doing == _BUILDING:  # no smaller size will help
-            return rank, Death("crash", f"hung while the task was built: no end within {self.request.timeout:g} s")
+            return rank, ExitCause("crash", f"hung while the task was built: no end within {self.request.timeout:g} s")
         if done.returncode is None:
             who = f"rank {rank} of {len(results)} hung" if len(results) > 1 else "no end"
-            return rank, Death("hang", f"{who} within {self.request.timeout:g} s; last seen {doing}")
+            return rank, ExitCause("hang", f"{who} within {self.request.timeout:g} s; last seen {doing}")
         if done.returncode == 0:
-            return rank, Death("crash", f"the process ended with exit status 0 but no result; last seen {doing}",
+            return rank, ExitCause("crash", f"the process ended with exit status 0 but no result; last seen {doing}",
                                done.output[-2000:].strip() or None)  # fmt: skip
         if "No module named 'torch'" in done.output:
             raise MissingExtraError("probing a task needs torch. Install it with: pip install 'batchwright[torch]'.")
         death = from_exit(done.returncode, done.output)
-        return rank, Death(death.kind, f"{death.reason}; last seen {doing}", death.traceback)
+        return rank, ExitCause(death.kind, f"{death.reason}; last seen {doing}", death.traceback)
 
 
-def _death(result: Mapping[str, Any]) -> Death | None:
+def _cause(result: Mapping[str, Any]) -> ExitCause | None:
     if result.get("status") != "death":
         return None
-    return Death(result["kind"], result["reason"], result.get("traceback"))
+    return ExitCause(result["kind"], result["reason"], result.get("traceback"))
 
 
 def _least(results: Mapping[int, Mapping[str, Any]], key: str) -> int | None:

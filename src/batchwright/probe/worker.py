@@ -27,7 +27,7 @@ from torch import nn
 
 from batchwright.core import codec
 from batchwright.core.errors import PlanError
-from batchwright.processes.endings import death_of
+from batchwright.processes.endings import cause_of
 from batchwright.processes.guard import die_with
 from batchwright.rundir import atomic
 from batchwright.runtime.device import choose
@@ -99,7 +99,7 @@ class Worker:
             if isinstance(error, PlanError):
                 self.write(status="invalid", error=error.record())
             else:
-                death = death_of(error)
+                death = cause_of(error)
                 self.write(status="death", kind=death.kind, reason=death.reason, traceback=death.traceback)
             return 1
 

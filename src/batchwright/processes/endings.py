@@ -31,10 +31,10 @@ STATUS = {
 
 
 @dataclass(frozen=True)
-class Death:
+class ExitCause:
     """How a trial ended when it did not fit: the kind, the evidence, and the user's own traceback where there is one.
 
-    >>> Death("device-oom", "torch.OutOfMemoryError").status
+    >>> ExitCause("device-oom", "torch.OutOfMemoryError").status
     'oom'
     """
 
@@ -96,7 +96,7 @@ _SIGNALS = {
 }
 
 
-def from_exception(classes: Sequence[str], text: str) -> Death | None:
+def from_exception(classes: Sequence[str], text: str) -> ExitCause | None:
     """The death behind an exception: its class and ancestors (most derived first), and its text; None: not known.
 
     >>> from_exception(["RuntimeError", "Exception"], "CUDA error: out of memory").kind
@@ -107,13 +107,13 @@ def from_exception(classes: Sequence[str], text: str) -> Death | None:
     told = from_text(text)
     for name in classes:
         if name in _CLASSES:
-            return Death(told.kind if told else _CLASSES[name], _first(text, name))
+            return ExitCause(told.kind if told else _CLASSES[name], _first(text, name))
     if classes and _MISTAKES.match(classes[0]):
-        return Death("crash", _first(text, classes[0]))
+        return ExitCause("crash", _first(text, classes[0]))
     return told
 
 
-def from_text(text: str) -> Death | None:
+def from_text(text: str) -> ExitCause | None:
     """The death that an error text tells of, or None.
 
     >>> from_text("RESOURCE_EXHAUSTED: Out of memory allocating 597099076 bytes.").kind
@@ -122,11 +122,11 @@ def from_text(text: str) -> Death | None:
     for pattern, kind in _COMPILED:
         if found := pattern.search(text):
             line = text[text.rfind("\n", 0, found.start()) + 1 :].split("\n", 1)[0]
-            return Death(kind, line.strip()[:300])
+            return ExitCause(kind, line.strip()[:300])
     return None
 
 
-def death_of(error: BaseException) -> Death:
+def cause_of(error: BaseException) -> ExitCause:
     """The death behind an exception: its own or its cause's, with the traceback from the user's first frame on."""
     chain: list[BaseException] = []
     link: BaseException | None = error
@@ -143,7 +143,7 @@ def death_of(error: BaseException) -> Death:
     found = [from_exception([c.__name__ for c in type(e).__mro__], str(e)) for e in chain]
     out_of_memory = next((d for d in found if d and d.status == "oom"), None)
     told = out_of_memory or next((d for d in found if d and d.kind == "compile"), None)
-    return Death(told.kind if told else "crash", told.reason if told else f"{type(shown).__name__}: {shown}", words)
+    return ExitCause(told.kind if told else "crash", told.reason if told else f"{type(shown).__name__}: {shown}", words)
 
 
 _RANK = r"(?:\[\w+\]: ?)*"  # torch and torchrun put `[rank1]: ` before every line
@@ -163,7 +163,7 @@ _IGNORED = re.compile(
 )
 
 
-def from_exit(returncode: int, output: str) -> Death:
+def from_exit(returncode: int, output: str) -> ExitCause:
     """The death of a process that left a return code and its last output: a traceback's class, text, then signal.
 
     Of several exceptions one that is out of memory wins: launchers and other ranks fail after it, and because of it.
@@ -174,18 +174,18 @@ def from_exit(returncode: int, output: str) -> Death:
     output = _IGNORED.sub("", output)
     found, trace = _raised(output) if _TRACEBACK in output else (from_text(output), None)
     if found and found.kind != "crash":
-        return Death(found.kind, found.reason, trace)
+        return ExitCause(found.kind, found.reason, trace)
     number = -returncode if returncode < 0 else returncode - 128  # a shell reports signal n as 128 + n
     if number in {s.value for s in signal.Signals}:
         name = signal.Signals(number).name
         kind, reason = _SIGNALS.get(name, ("crash", f"killed by {name}"))
-        return Death(kind, reason, trace)
+        return ExitCause(kind, reason, trace)
     if found:
-        return Death("crash", found.reason, trace)
-    return Death("crash", f"exit status {returncode}" + (f": {_last(output)}" if output.strip() else ""), trace)
+        return ExitCause("crash", found.reason, trace)
+    return ExitCause("crash", f"exit status {returncode}" + (f": {_last(output)}" if output.strip() else ""), trace)
 
 
-def _raised(output: str) -> tuple[Death | None, str]:
+def _raised(output: str) -> tuple[ExitCause | None, str]:
     """The death that the exceptions in an output tell of, and the traceback of the one that does."""
     raised = list(_RAISED.finditer(output, output.find(_TRACEBACK)))
     # What follows an exception's line belongs to it: messages have several lines.
@@ -197,7 +197,7 @@ def _raised(output: str) -> tuple[Death | None, str]:
         return from_text(output), output[output.rfind(_TRACEBACK) :].strip()
     match, text, death = next((one for one in known if one[2] and one[2].status == "oom"), known[-1])
     trace = output[output.rfind(_TRACEBACK, 0, match.start()) : match.start()] + text
-    return death or Death("crash", _first(match[1], "an exception")), trace.strip()
+    return death or ExitCause("crash", _first(match[1], "an exception")), trace.strip()
 
 
 def _first(text: str, name: str) -> str:

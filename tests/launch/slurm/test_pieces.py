@@ -217,26 +217,26 @@ def test_a_link_and_its_heir_ask_for_the_same_nodes(make, monkeypatch):
     monkeypatch.setattr(chain, "affordable", lambda *given: 1)
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(slurm, "submit_patiently", lambda script, mark, *words, **more: asked.append(words) or "9")
-    chain.submit_with_heir(directory, plan, SlurmRun.load(directory), plan.launches[2])
+    chain.submit_with_successor(directory, plan, SlurmRun.load(directory), plan.launches[2])
     assert [words[0] for words in asked] == ["--nodes=1", "--nodes=1"]
     assert asked[1][1] == "--dependency=afternotok:9"
 
     def full(*given, **more):
-        if more["seconds"] < slurm.PATIENCE:  # the heir, which a launch does not wait for
+        if more["seconds"] < slurm.PATIENCE:  # the successor, which a launch does not wait for
             raise OSError(28, "No space left on device")
         return "10"
 
     monkeypatch.setattr(slurm, "submit_patiently", full)
-    assert chain.submit_with_heir(directory, plan, SlurmRun.load(directory), plan.launches[2]) == "10"
+    assert chain.submit_with_successor(directory, plan, SlurmRun.load(directory), plan.launches[2]) == "10"
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_link_that_cannot_write_leaves_it_to_its_heir_or_says_why_the_chain_is_over(make, monkeypatch, waits):
     directory, _ = make(detached=True)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    heir = slurm.Queued("9", "PENDING", 1, "", "Dependency", "afternotok:7(unfulfilled)")
-    monkeypatch.setattr(slurm, "jobs", lambda token: [heir] if waits else [])
-    monkeypatch.setattr(slurm, "job", lambda job, mark: heir if waits else None)
+    successor = slurm.Queued("9", "PENDING", 1, "", "Dependency", "afternotok:7(unfulfilled)")
+    monkeypatch.setattr(slurm, "jobs", lambda token: [successor] if waits else [])
+    monkeypatch.setattr(slurm, "job", lambda job, mark: successor if waits else None)
     monkeypatch.setattr(chain, "submit", lambda *words, **more: "10")
 
     def full(number) -> None:
@@ -349,7 +349,7 @@ def test_a_link_that_slurm_holds_is_not_the_next_one(make, monkeypatch):
     queue = [slurm.Queued("8", "PENDING", 1, slurm.comment_of(token, "link", 0), "launch failed requeued held")]
     monkeypatch.setattr(slurm, "jobs", lambda token: queue)
     link._pass_on(plan.launches[0])
-    assert submitted == ["link", "heir"]
+    assert submitted == ["link", "successor"]
     shown, _ = slurm_run.seen(directory, plan, status(directory, plan))
     assert shown.state == "running" and "Slurm holds job 8 (launch failed requeued held)" in (shown.reason or "")
     queue.append(replace(queue[0], job="9", reason="Priority"))  # its replacement
@@ -357,7 +357,7 @@ def test_a_link_that_slurm_holds_is_not_the_next_one(make, monkeypatch):
     assert shown.state == "running" and "holds" not in (shown.reason or "")
     del queue[0]
     link._pass_on(plan.launches[0])
-    assert submitted == ["link", "heir"]
+    assert submitted == ["link", "successor"]
 
 
 def test_a_link_that_waits_for_the_lock_leaves_when_it_is_told_to_and_the_chain_goes_on(make, monkeypatch):
@@ -374,9 +374,9 @@ def test_a_link_that_waits_for_the_lock_leaves_when_it_is_told_to_and_the_chain_
     held.lock()
     try:
         link = chain.Link(directory)
-        link._interrupts.wishes, link._interrupts.name = 1, "SIGUSR1"
+        link._interrupts.stop_requests, link._interrupts.name = 1, "SIGUSR1"
         assert "asked to leave by SIGUSR1" in (link._locked() or "")
-        assert submitted == [(0, "link"), (0, "heir")]
+        assert submitted == [(0, "link"), (0, "successor")]
         SlurmRun.load(directory).save(directory)
         replace(SlurmRun.load(directory), detached=False).save(directory)
         assert link._locked() == "this run is supervised from elsewhere"  # since it began
@@ -427,7 +427,7 @@ def test_an_heir_waits_from_the_end_of_its_link_and_a_silent_job_lived_as_long_a
         record = {"job": job, "state": "ended" if ended else "running", "nodes": 2, "started": start + started}
         write_json(directory.launch(number) / "job.json", record | {"ended": ended and start + ended})
     os.utime(directory.launch(1) / "job.json", (start + 3595, start + 3595))  # its last beat
-    # The heir was submitted when the first began; what is known of that is in the events.
+    # The successor was submitted when the first began; what is known of that is in the events.
     lines = [json.dumps({"kind": "submitted", "job": job, "time": start - 60}) for job in ("1", "2")]
     (directory.path / "events").mkdir()
     (directory.path / "events" / "supervisor.jsonl").write_text("\n".join(lines) + "\n")

@@ -26,7 +26,9 @@ def begin(directory, plan) -> list[str]:
 def complete(directory):
     outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
     assert outcome["state"] == "complete", outcome
-    wait_for(lambda: not [one for one in slurm.jobs(SlurmRun.load(directory).token) if one.alive])  # no heir is left
+    wait_for(
+        lambda: not [one for one in slurm.jobs(SlurmRun.load(directory).token) if one.alive]
+    )  # no successor is left
     return audit(directory)
 
 
@@ -160,7 +162,7 @@ def test_a_launch_that_ends_early_is_gone_on_with_by_a_chain_and_by_a_supervised
 
 @pytest.mark.parametrize("end", ["cancelled while it waits", "killed in its prologue"])
 def test_a_link_that_never_comes_to_its_first_word_is_gone_on_with(cluster, make, tmp_path, end):
-    """It could not leave an heir itself: that was there before it."""
+    """It could not leave a successor itself: that was there before it."""
     flag = tmp_path / "flag"
     directory, plan = make(detached=True, prologue=(f'test -e "{flag}" || {{ touch "{flag}"; kill -9 $$; }}',))
     cluster.call("scontrol", "update", "NodeName=node[1-4]", "State=DRAIN", "Reason=test")

@@ -1,7 +1,7 @@
 """A chain of jobs with nobody around: each runs one launch, and leaves the next one in the queue.
 
     link   runs whatever launch the checkpoints say is next; when its stages are complete, it submits the next link
-    heir   waits behind a link, from the moment that is submitted, for it to fail in any way, even before it starts: a
+    successor   waits behind a link, from the moment that is submitted, for it to fail in any way, even before it starts: a
            link that is not complete needs do nothing more
 
 Where compute nodes may not submit, all links are queued at the start, each behind the one before, with spares. Either
@@ -39,9 +39,11 @@ from .job import prologue_failure, say
 from .site import SlurmRun, job_name
 from .step import StepEngine
 
-TRY_AGAIN = 75  # the exit code that lets the heir start
+TRY_AGAIN = 75  # the exit code that lets the successor start
 _LOCK_SECONDS = 60.0
-_HEIR_SECONDS = 60.0  # for a controller that is away: an heir is a precaution, and the launch does not wait for it
+_SUCCESSOR_SECONDS = (
+    60.0  # for a controller that is away: a successor is a precaution, and the launch does not wait for it
+)
 
 
 def link_script(directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch) -> sbatch.Script:
@@ -82,29 +84,29 @@ def submit(
     return job
 
 
-def submit_heir(
+def submit_successor(
     directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch, job: str, nodes: int | None = None
 ) -> str | None:
     """Leave one behind a job; None where that is refused, as by a limit on how many may wait, or nobody answers soon."""
     try:
         after = (f"--dependency=afternotok:{job}", "--kill-on-invalid-dep=yes")
-        return submit(directory, plan, run, launch, "heir", *after, nodes=nodes, seconds=_HEIR_SECONDS)
+        return submit(directory, plan, run, launch, "successor", *after, nodes=nodes, seconds=_SUCCESSOR_SECONDS)
     except (BatchwrightError, OSError) as error:
-        print(f"no heir for job {job}: {error}", file=sys.stderr)
+        print(f"no successor for job {job}: {error}", file=sys.stderr)
         return None
 
 
-def submit_with_heir(
+def submit_with_successor(
     directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: Launch, *options: str,
     freed: tuple[int, str] = (0, ""),
 ) -> str:  # fmt: skip
-    """A link, and the job that goes on where it is cancelled, or dies before it can leave an heir of its own.
+    """A link, and the job that goes on where it is cancelled, or dies before it can leave a successor of its own.
 
     Both on the nodes that the cluster can give soon, where the site is elastic; `freed` are those of the job that asks.
     """
     nodes = affordable(plan, launch, run.site, write_link(directory, plan, run, launch), freed)
     job = submit(directory, plan, run, launch, "link", *options, nodes=nodes)
-    submit_heir(directory, plan, run, launch, job, nodes)
+    submit_successor(directory, plan, run, launch, job, nodes)
     return job
 
 
@@ -121,7 +123,7 @@ def begin(directory: RunDirectory, plan: RunPlan, run: SlurmRun) -> list[str]:
         return []
     first = plan.launch_at(position)
     if run.site.nodes_submit:
-        return [submit_with_heir(directory, plan, run, first)]
+        return [submit_with_successor(directory, plan, run, first)]
     queued: list[str] = []
     for launch in plan.launches[first.index :]:
         for spare in range(1 + run.site.spares):
@@ -160,8 +162,8 @@ class _JobSignals(Interrupts):
         return self
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGCHLD and not self.wishes:
-            self.wishes, self.name = 1, signal.Signals(number).name
+        if number != signal.SIGCHLD and not self.stop_requests:
+            self.stop_requests, self.name = 1, signal.Signals(number).name
 
 
 class Link(Supervisor):
@@ -171,11 +173,11 @@ class Link(Supervisor):
         self._run = SlurmRun.load(directory)
         super().__init__(directory, directory.plan(), StepEngine(self._run.site), Lines(sys.stdout))
         self._interrupts: _JobSignals = _JobSignals()
-        self._heir: str | None = None
+        self._successor: str | None = None
         self._claimed: JobRecord | None = None
 
     def run_link(self) -> int:
-        """The job's exit code: 0 where the chain goes on by itself or is over, 75 for the heir."""
+        """The job's exit code: 0 where the chain goes on by itself or is over, 75 for the successor."""
         with self._interrupts:
             try:
                 reason = self._locked()
@@ -209,7 +211,7 @@ class Link(Supervisor):
         """The lock is a second guard, where the file system has one; a link before this one may be on its way out."""
         deadline, waits = time.monotonic() + _LOCK_SECONDS, False
         while (reason := self._not_ours()) is None:
-            if self._interrupts.wishes:
+            if self._interrupts.stop_requests:
                 if self._run.site.nodes_submit:
                     self._pass_on(self._plan.launch_at(self._work.position()))
                 return f"asked to leave by {self._interrupts.name}, and the run's lock was never free"
@@ -239,11 +241,11 @@ class Link(Supervisor):
 
     def _checked_turn(self) -> int:
         """A turn; where it cannot be taken and nobody comes after it, that is the end of the chain, with its reason."""
-        self._heir = self._waiting_heir() if self._run.site.nodes_submit else None
+        self._successor = self._waiting_successor() if self._run.site.nodes_submit else None
         try:
             return self._turn()
         except (BatchwrightError, OSError) as error:
-            if self._run.site.nodes_submit and not self._heir_waits(unknown=True):
+            if self._run.site.nodes_submit and not self._successor_waits(unknown=True):
                 self._finish("failed", Failure(str(error)))
             raise
 
@@ -309,8 +311,8 @@ class Link(Supervisor):
         (self._directory.path / names.OUTCOME).unlink(missing_ok=True)  # it goes on, whatever a job before it thought
         if failure is not None:
             return self._never_ran(manifest, failure)
-        if self._run.site.nodes_submit and self._heir is None:
-            self._heir = submit_heir(self._directory, self._plan, self._run, launch, slurm.me() or "")
+        if self._run.site.nodes_submit and self._successor is None:
+            self._successor = submit_successor(self._directory, self._plan, self._run, launch, slurm.me() or "")
         self._directory.fence(manifest.number)  # from here on no older launch can save
         self._work.prepare(launch, manifest.number, position)
         self._directory.event(
@@ -334,12 +336,12 @@ class Link(Supervisor):
         self._claimed.end(1, reason)
         return ending
 
-    def _wishes(self) -> int:
+    def _stop_requests(self) -> int:
         if self._claimed is not None:
             self._claimed.beat()
-        return super()._wishes()
+        return super()._stop_requests()
 
-    def _waiting_heir(self) -> str | None:
+    def _waiting_successor(self) -> str | None:
         """The one that was submitted with this job."""
         mine = re.compile(rf"\bafternotok:{slurm.me()}\b")
         try:
@@ -362,7 +364,7 @@ class Link(Supervisor):
         if ending.outcome == "done":
             if self._run.site.nodes_submit:
                 self._pass_on(plan.launch_at(ending.position))
-            self._drop_heir()
+            self._drop_successor()
             return 0
         in_vain = self._in_vain()
         failure = ending.failure
@@ -374,15 +376,15 @@ class Link(Supervisor):
         wait = 0.0
         if in_vain:
             wait = plan.options.retry_after(in_vain)
-        if self._heir is not None and self._heir_waits():
+        if self._successor is not None and self._successor_waits():
             if wait:
-                slurm.postpone(self._heir, wait)
-            say(f"not complete: job {self._heir} goes on" + (f" in {wait:g} s" if wait else ""))
+                slurm.postpone(self._successor, wait)
+            say(f"not complete: job {self._successor} goes on" + (f" in {wait:g} s" if wait else ""))
             return TRY_AGAIN
         if self._run.site.nodes_submit:
             launch = plan.launch_at(ending.position)
             after = [f"--begin=now+{round(wait)}"] if wait else []
-            job = submit_with_heir(self._directory, plan, self._run, launch, *after, freed=slurm.my_nodes())
+            job = submit_with_successor(self._directory, plan, self._run, launch, *after, freed=slurm.my_nodes())
             say(f"not complete: job {job} goes on")
         return 0
 
@@ -415,27 +417,27 @@ class Link(Supervisor):
         if links:
             say(f"the next link is there already: job {links[0]}")
             return
-        job = submit_with_heir(self._directory, self._directory.plan(), self._run, launch, freed=slurm.my_nodes())
+        job = submit_with_successor(self._directory, self._directory.plan(), self._run, launch, freed=slurm.my_nodes())
         say(f"launch {launch.index + 1} is next: job {job}")
 
-    def _heir_waits(self, *, unknown: bool = False) -> bool:
-        """Whether the heir is still in the queue: a controller that was killed may have lost it, and reused its number."""
-        if self._heir is None:
+    def _successor_waits(self, *, unknown: bool = False) -> bool:
+        """Whether the successor is still in the queue: a controller that was killed may have lost it, and reused its number."""
+        if self._successor is None:
             return False
         try:
-            mark = slurm.comment_of_run(self._run.token) + "heir:"
-            seen = slurm.job(self._heir, mark)
+            mark = slurm.comment_of_run(self._run.token) + "successor:"
+            seen = slurm.job(self._successor, mark)
         except slurm.Unreachable:
             return unknown
         return seen is not None and seen.alive
 
-    def _drop_heir(self) -> None:
-        if self._heir is not None and self._heir_waits():
-            slurm.cancel(self._heir)
+    def _drop_successor(self) -> None:
+        if self._successor is not None and self._successor_waits():
+            slurm.cancel(self._successor)
 
     def _over(self, state: str, failure: Failure | None) -> int:
         """The end of the chain."""
-        self._drop_heir()
+        self._drop_successor()
         cancel_all(self._directory, self._run.token)
         self._finish(state, failure)
         say(f"the run is {state}" + (f": {failure.reason}" if failure else ""))

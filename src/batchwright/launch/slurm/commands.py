@@ -88,8 +88,8 @@ def comment_of(token: str, role: str, index: int) -> str:
 def role_of(comment: str) -> tuple[str, int]:
     """Role and index in a mark.
 
-    >>> role_of("batchwright:c0ffee:heir:2")
-    ('heir', 2)
+    >>> role_of("batchwright:c0ffee:successor:2")
+    ('successor', 2)
     """
     *_, role, index = comment.split(":")
     return role, int(index) if index.isdigit() else -1

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.launch.directory import RunDirectory, write_json
-from batchwright.launch.engine import Handle, Job, Poll, RankLog, Wish, rank_logs
+from batchwright.launch.engine import Action, Handle, Job, Poll, RankLog, rank_logs
 from batchwright.rundir import atomic
 from batchwright.rundir.files import find_json
 
@@ -105,12 +105,12 @@ class SlurmEngine:
             f"{sys.executable} there on the nodes? {Path(handle['directory']) / 'logs' / 'job.log'}",
         )  # fmt: skip
 
-    def signal(self, handle: Handle, wish: Wish) -> None:
+    def signal(self, handle: Handle, action: Action) -> None:
         """Ask the job's own process, which asks the ranks; a job that still waits is taken back."""
-        key = (handle["job"], wish)
+        key = (handle["job"], action)
         if time.monotonic() - self._sent.get(key, -SIGNAL_SECONDS) < SIGNAL_SECONDS:
             return
-        if wish == "kill" and self._leaving.soon(handle["job"], self.logs(handle)):
+        if action == "kill" and self._leaving.soon(handle["job"], self.logs(handle)):
             return  # by itself, and not as CANCELLED
         self._sent[key] = time.monotonic()
         record = _record(handle)
@@ -120,13 +120,13 @@ class SlurmEngine:
                 return
         except slurm.Unreachable:
             return  # the wish is repeated
-        if wish == "kill":
+        if action == "kill":
             slurm.cancel(job_id, "--signal=KILL", "--full")
-        if wish == "kill" or not record:
+        if action == "kill" or not record:
             slurm.cancel(job_id)
             self._asked.pop(handle["job"], None)
         else:
-            slurm.cancel(job_id, "--batch", f"--signal={'USR2' if wish == 'trace' else 'USR1'}")
+            slurm.cancel(job_id, "--batch", f"--signal={'USR2' if action == 'trace' else 'USR1'}")
 
     def logs(self, handle: Handle) -> tuple[RankLog, ...]:
         """Every rank's files; the processes are elsewhere."""

@@ -78,7 +78,7 @@ def _begun(
     directory: RunDirectory, plan: RunPlan, manifest: Manifest, queue: Mapping[str, slurm.Queued],
     submitted: Mapping[str, float], before: float,
 ) -> tuple[Row, float]:  # fmt: skip
-    """One start, and when it was over. An heir waits from the end of the one `before` it: till then nobody needed it."""
+    """One start, and when it was over. An successor waits from the end of the one `before` it: till then nobody needed it."""
     handle, ending = manifest.handle or {}, directory.ending(manifest.number)
     job = None if handle.get("job") is None else str(handle["job"])
     path = directory.launch(manifest.number) / "job.json"

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from batchwright.core.errors import EnvironmentFault
-from batchwright.launch.engine import Handle, Job, Poll, RankLog, Wish, rank_logs
+from batchwright.launch.engine import Action, Handle, Job, Poll, RankLog, rank_logs
 from batchwright.processes.guard import die_with
 from batchwright.rundir import atomic
 
@@ -62,7 +62,7 @@ class StepEngine:
         self._job: Job | None = None
         self._asked: set[int] = set()  # commands that heard that they are to stop
         self._wished: float | None = None  # when that was first wished for
-        self._again: dict[Wish, float] = {}  # when a wish is to be repeated
+        self._again: dict[Action, float] = {}  # when a wish is to be repeated
         self._leaving = Leaving()
         self._passed_on = False  # whether torchrun was signalled: a second time would be its end
 
@@ -117,35 +117,39 @@ class StepEngine:
         code = self._process.poll() if self._process else None
         return Poll("running") if self._process and code is None else Poll("ended", code)
 
-    def signal(self, handle: Handle, wish: Wish) -> None:
+    def signal(self, handle: Handle, action: Action) -> None:
         """Ask every rank, or end them all."""
         process, job = self._process, self._job
         if process is None or job is None or process.poll() is not None:
             return
         if job.direct:
-            number = {"trace": signal.SIGABRT, "kill": signal.SIGKILL}.get(wish, signal.Signals[job.stop_signal])
+            number = {"trace": signal.SIGABRT, "kill": signal.SIGKILL}.get(action, signal.Signals[job.stop_signal])
             for rank in self.logs(handle):
-                if not rank.pid or rank.state in (None, "Z") or (wish == "checkpoint" and not self._to_ask(job, rank)):
+                if (
+                    not rank.pid
+                    or rank.state in (None, "Z")
+                    or (action == "checkpoint" and not self._to_ask(job, rank))
+                ):
                     continue
                 try:
                     os.kill(rank.pid, number)
                 except ProcessLookupError:
                     pass  # it has just ended by itself
-            if wish == "kill":
+            if action == "kill":
                 process.kill()  # its ranks asked the kernel to go with it
             return
-        if time.monotonic() < self._again.get(wish, 0.0):
+        if time.monotonic() < self._again.get(action, 0.0):
             return
-        if wish == "kill":
+        if action == "kill":
             if self._leaving.soon(str(job.directory), self.logs(handle)):
                 return
             self._kill()
-        elif wish == "trace":
+        elif action == "trace":
             self._ask(job, signal.SIGABRT)
         elif not self._ask(job, signal.SIGUSR1) and not self._passed_on:
             self._passed_on = self._site.launcher == "torchrun"
             process.send_signal(signal.SIGUSR1)
-        self._again[wish] = time.monotonic() + _AGAIN_SECONDS
+        self._again[action] = time.monotonic() + _AGAIN_SECONDS
 
     def _to_ask(self, job: Job, rank: RankLog) -> bool:
         """A command is asked once: many take a second signal for "now".

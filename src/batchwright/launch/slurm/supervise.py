@@ -39,7 +39,7 @@ class SlurmSupervisor(Supervisor):
             self._away = reason
             self._listener.note(f"Slurm's controller does not answer, and is asked again: {reason}")
         self._interrupts.sleep(seconds)
-        return not self._wishes()
+        return not self._stop_requests()
 
     def _sized(self, launch: Launch, position: int) -> Ending:
         """On the nodes of the plan, or, where the site is elastic, on those that the cluster can give soon."""
