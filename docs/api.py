@@ -59,7 +59,8 @@ def page() -> str:
 
 def entry(module: ModuleType, name: str) -> str:
     """One name: its signature, the first line of its docstring, and its methods."""
-    value = getattr(module, name)
+    # Not getattr: once the package `batchwright.probe` is imported, it hides the function.
+    value = module.__getattr__(name)
     lines = ["```text", signature(name, value), "```", "", (inspect.getdoc(value) or "").split("\n")[0]]
     methods = [f"`{n}`" for n, m in vars(value).items() if inspect.isfunction(m) and not n.startswith("_")]
     if isinstance(value, type) and methods:
