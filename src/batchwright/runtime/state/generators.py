@@ -57,9 +57,14 @@ def reseed(seed: int, position: int, rank: int) -> None:
     """Generators for a rank that has none to restore: a pure function of (seed, position, rank)."""
     text = f"batchwright rank 1: seed {seed}, position {position}, rank {rank}"
     number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)
+    set_seeds(number)
+
+
+def set_seeds(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators, those of the accelerators included."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
 
 
 def seed_sample(seed: int, position: int) -> None:
