@@ -115,6 +115,11 @@ class PipelineRule:
             return 2 * waits
         return waits / 3 if self.schedule == "zero-bubble" else waits
 
+    @property
+    def usual_inner(self) -> int:
+        """The microbatches inside one accumulation step where no number is given: the fewest that fill the stages."""
+        return self.stages * (2 if self.delayed else 1)
+
     def cost(self, microbatches: int, tokens: int) -> Fraction:
         """Relative time of a step of `tokens` per replica: (1 + idle/(v·m)) × (1 + m·t₀/tokens)."""
         waiting = 1 + self.idle / (self.virtual_stages * microbatches)
