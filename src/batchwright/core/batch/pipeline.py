@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import count
 
 from batchwright.core.errors import PlanError
 from batchwright.core.record import record
@@ -116,9 +117,13 @@ class PipelineRule:
         return waits / 3 if self.schedule == "zero-bubble" else waits
 
     @property
-    def usual_inner(self) -> int:
-        """The microbatches inside one accumulation step where no number is given: the fewest that fill the stages."""
-        return self.stages * (2 if self.delayed else 1)
+    def fewest(self) -> int:
+        """The smallest legal number of microbatches that fills the stages.
+
+        >>> PipelineRule("circular", stages=4, delayed=True).fewest
+        8
+        """
+        return next(m for m in count(self.stages) if self.refusal(m) is None)
 
     def cost(self, microbatches: int, tokens: int) -> Fraction:
         """Relative time of a step of `tokens` per replica: (1 + idle/(v·m)) × (1 + m·t₀/tokens)."""

@@ -214,7 +214,7 @@ def _placement(
     if policy is None:  # a per-device ramp keeps its devices; the launcher's rule needs a micro batch
         policy = "constant" if fixed_devices else "launcher" if request.micro_batch_size else "constant-work"
     rule = pipeline_rule(request)
-    inner = rule.usual_inner if rule is not None and request.pipeline_style == "inner" else None
+    inner = rule.fewest if rule is not None and request.pipeline_style == "inner" else None
     options: dict[str, Any] = {
         "nodes": nodes,
         "micro_batch_size": request.micro_batch_size,
