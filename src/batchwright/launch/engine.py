@@ -18,7 +18,7 @@ from batchwright.rundir.files import find_json
 Handle = Mapping[str, Any]
 Action = Literal["checkpoint", "trace", "kill"]
 
-ENGINES = ("local", "slurm", "kubernetes")
+ENGINES = ("local", "slurm")
 TAIL_BYTES = 64 * 1024  # enough for any traceback
 
 
@@ -96,12 +96,25 @@ def engine(name: str) -> Engine:
         from .slurm.engine import SlurmEngine
 
         return SlurmEngine()
-    if name == "kubernetes":
-        raise ConfigError(
-            "engine=kubernetes has manifests to look at and runs nothing: give --dry-run.", field="engine", given=name
-        )
     raise ConfigError(
         f"engine={name[:40]!r} is not one of {', '.join(ENGINES)}.", field="engine", given=name[:40], nearest=ENGINES
+    )
+
+
+def torchrun(python: str, job: Job, *rendezvous: str, ranks: int, shutdown_seconds: int) -> tuple[str, ...]:
+    """torchrun for `ranks` processes on one node; the command of a rank follows."""
+    return (
+        python,
+        "-m",
+        "torch.distributed.run",
+        *rendezvous,
+        f"--nproc-per-node={ranks}",
+        "--max-restarts=0",  # the supervisor restarts: from a checkpoint, with a new launch number
+        # Without this, SIGUSR1 ends torchrun and leaves its ranks without a parent.
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        f"--shutdown-timeout={shutdown_seconds}",
+        f"--log-dir={job.directory / 'torchrun'}",
+        "--no-python",
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.launch import kubernetes, summary
+from batchwright.launch import summary
 from batchwright.launch.directory import RunDirectory
 from batchwright.launch.records import RunPlan
 from batchwright.launch.work import work
@@ -47,14 +47,10 @@ def dry_run(directory: RunDirectory, plan: RunPlan, site: Site) -> list[dict[str
 
 
 def dry_records(directory: RunDirectory, plan: RunPlan) -> list[dict[str, Any]]:
-    """Every launch of a dry run, for any engine: `summary.dry_run`, with scripts or manifests where there are some."""
+    """Every launch of a dry run, for any engine: `summary.dry_run`, with scripts for Slurm."""
     if plan.options.engine == "local":
         return summary.dry_run(directory, plan)
-    if plan.options.engine == "slurm":
-        made = dry_run(directory, plan, read_site(plan.options.slurm))
-    else:
-        made = [{"manifest": str(p), "command": ["kubectl", "apply", "-f", str(p)], "environment": {}}
-                for p in kubernetes.write(directory, plan)]  # fmt: skip
+    made = dry_run(directory, plan, read_site(plan.options.slurm))
     known = {"working_directory": plan.working_directory}
     return [
         {**codec.encode(launch), "ranks": plan.ranks(launch), **known, **record}
