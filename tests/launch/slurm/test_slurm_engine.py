@@ -18,7 +18,7 @@ import pytest
 from batchwright.launch.directory import write_json
 from batchwright.launch.engine import Job
 from batchwright.launch.records import Manifest
-from batchwright.launch.show import Lines
+from batchwright.launch.show import LineDisplay
 from batchwright.launch.slurm import commands as slurm
 from batchwright.launch.slurm import jobs as slurm_status
 from batchwright.launch.slurm.engine import SlurmEngine
@@ -30,7 +30,7 @@ from .conftest import LAUNCHES, PATIENCE, QUICK, audit, gone, seen, supervisor, 
 
 def supervise(directory, plan) -> tuple[str, str]:
     out = io.StringIO()
-    state = SlurmSupervisor(directory, plan, SlurmEngine(), Lines(out, every=0.0)).run()
+    state = SlurmSupervisor(directory, plan, SlurmEngine(), LineDisplay(out, every=0.0)).run()
     return state, out.getvalue()
 
 
@@ -222,7 +222,7 @@ def test_a_job_that_waits_says_why(cluster, make):
         args=(lambda: "waiting in the queue: Nodes required" in out.getvalue() and cluster.resume() is None,),
     )
     watch.start()
-    assert SlurmSupervisor(directory, plan, SlurmEngine(), Lines(out, every=0.0)).run() == "complete"
+    assert SlurmSupervisor(directory, plan, SlurmEngine(), LineDisplay(out, every=0.0)).run() == "complete"
     watch.join()
     assert "waiting in the queue: Nodes required for job are DOWN, DRAINED" in out.getvalue()
 

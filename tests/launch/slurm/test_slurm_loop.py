@@ -15,7 +15,7 @@ from batchwright.launch.engine import rank_logs
 from batchwright.launch.local import LocalEngine
 from batchwright.launch.plan import build
 from batchwright.launch.records import Options
-from batchwright.launch.show import Lines
+from batchwright.launch.show import LineDisplay
 from batchwright.launch.slurm import chain
 from batchwright.launch.slurm.engine import SlurmEngine
 from batchwright.launch.slurm.site import Site, remember
@@ -63,7 +63,7 @@ def expected(tmp_path_factory) -> dict[int, float]:
     directory = RunDirectory(tmp_path_factory.mktemp("local"))
     one = plan("local", nodes=1, node_policy="constant")
     write_json(directory.path / "plan.json", one)
-    assert Supervisor(directory, one, LocalEngine(), Lines(every=1e9)).run() == "complete"
+    assert Supervisor(directory, one, LocalEngine(), LineDisplay(every=1e9)).run() == "complete"
     return losses(directory.path)
 
 
@@ -75,7 +75,7 @@ def test_a_supervised_ramp_trains_what_the_local_engine_does(cluster, tmp_path, 
         poll_seconds=0.5, sbatch=("--export=NONE", "--cpus-per-task=2"), prologue=(f"srun {sys.executable} -V",)
     )
     remember(directory, site, detached=False)
-    assert SlurmSupervisor(directory, made, SlurmEngine(), Lines(every=1e9)).run() == "complete"
+    assert SlurmSupervisor(directory, made, SlurmEngine(), LineDisplay(every=1e9)).run() == "complete"
     check(directory, [1, 2, 4], expected)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.launch import summary
 from batchwright.launch.directory import RunDirectory
 from batchwright.launch.records import RunPlan
+from batchwright.launch.work import dry_run as local_dry_run
 from batchwright.launch.work import work
 
 from . import commands as slurm
@@ -47,9 +47,9 @@ def dry_run(directory: RunDirectory, plan: RunPlan, site: Site) -> list[dict[str
 
 
 def dry_records(directory: RunDirectory, plan: RunPlan) -> list[dict[str, Any]]:
-    """Every launch of a dry run, for any engine: `summary.dry_run`, with scripts for Slurm."""
+    """Every launch of a dry run, for any engine: that of `launch.work`, with scripts for Slurm."""
     if plan.options.engine == "local":
-        return summary.dry_run(directory, plan)
+        return local_dry_run(directory, plan)
     made = dry_run(directory, plan, read_site(plan.options.slurm))
     known = {"working_directory": plan.working_directory}
     return [

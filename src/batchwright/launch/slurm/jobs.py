@@ -13,8 +13,8 @@ from typing import Any
 from batchwright.core import codec
 from batchwright.core.nodes.policies import Launch
 from batchwright.launch.directory import RunDirectory
-from batchwright.launch.eta import duration
 from batchwright.launch.records import Manifest, RunPlan
+from batchwright.launch.show import duration
 from batchwright.rundir.files import find_json
 
 from . import commands as slurm

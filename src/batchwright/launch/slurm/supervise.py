@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchwright.core.nodes.policies import Launch
 from batchwright.launch.directory import write_json
 from batchwright.launch.engine import Handle, Poll
-from batchwright.launch.records import Ending, Failure, Manifest, Progress
+from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest
 from batchwright.launch.supervisor import Supervisor
 from batchwright.launch.work import work
 
@@ -60,7 +60,7 @@ class SlurmSupervisor(Supervisor):
             self._plan, self._work = planned, doing
 
     def _record(
-        self, manifest: Manifest, polled: Poll, progress: Progress, failure: Failure | None, stopping: bool,
+        self, manifest: Manifest, polled: Poll, progress: LaunchProgress, failure: Failure | None, stopping: bool,
         handle: Handle | None = None,
     ) -> Ending:  # fmt: skip
         """What Slurm or the job says is the reason, where no rank has one of its own."""
