@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from batchwright.launch.directory import read_json
 from batchwright.launch.slurm import chain
 from batchwright.launch.slurm import commands as slurm
 from batchwright.launch.slurm import jobs as slurm_status
 from batchwright.launch.slurm.site import SlurmRun
+from batchwright.rundir.files import find_json
 
 from .conftest import LAUNCHES, PATIENCE, QUICK, audit, gone, seen, supervisor, wait_for
 
@@ -24,7 +24,7 @@ def begin(directory, plan) -> list[str]:
 
 
 def complete(directory):
-    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
+    outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
     assert outcome["state"] == "complete", outcome
     wait_for(
         lambda: not [one for one in slurm.jobs(SlurmRun.load(directory).token) if one.alive]
@@ -124,7 +124,7 @@ def test_the_time_limit_and_a_preemption_are_survived_by_a_chain_and_by_a_superv
             wait_for((directory.path / "trained" / "launch-0001.jsonl").exists)  # it can be asked to stop
             # Slurm looks at limits twice a minute, and is up to half a minute early with its warning.
             cluster.call(
-                "scontrol", "update", f"JobId={read_json(directory.launch(1) / 'job.json')['job']}", "TimeLimit=1"
+                "scontrol", "update", f"JobId={find_json(directory.launch(1) / 'job.json')['job']}", "TimeLimit=1"
             )
         for directory in (chained, watched):
             assert "SIGUSR1" in left(directory, 1)["detail"]
@@ -143,7 +143,7 @@ def test_the_time_limit_and_a_preemption_are_survived_by_a_chain_and_by_a_superv
 def left(directory, number: int) -> dict:
     """Wait until a launch has ended, and its job has said so: its record follows the ending, or goes before it."""
     wait_for(lambda: directory.ending(number))
-    return wait_for(lambda: (said := read_json(directory.launch(number) / "job.json"))["state"] == "ended" and said)
+    return wait_for(lambda: (said := find_json(directory.launch(number) / "job.json"))["state"] == "ended" and said)
 
 
 def test_a_launch_that_ends_early_is_gone_on_with_by_a_chain_and_by_a_supervised_run(cluster, make):
@@ -212,7 +212,7 @@ def test_a_chain_is_stopped_and_begun_again(cluster, make, tmp_path):
     begin(directory, plan)
     reached(directory, 1, 32)
     chain.stop(directory)
-    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
+    outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
     assert outcome["state"] == "stopped"
     wait_for(lambda: not cluster.call("squeue", "-h").strip())
     hold.unlink()
@@ -223,7 +223,7 @@ def test_a_chain_is_stopped_and_begun_again(cluster, make, tmp_path):
 def test_a_chain_that_gets_nowhere_ends_with_its_reason(cluster, make):
     directory, plan = make(detached=True, options=replace(QUICK, max_retries=1), prologue=("false",))
     begin(directory, plan)
-    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
+    outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
     assert outcome["state"] == "failed" and "prologue command 1" in outcome["failure"]["reason"]
     assert len(directory.numbers()) == 2
     wait_for(lambda: not cluster.call("squeue", "-h").strip())
@@ -233,7 +233,7 @@ def test_a_chain_whose_jobs_die_without_a_word_ends_and_may_be_begun_again(clust
     directory, plan = make(detached=True, options=replace(QUICK, max_retries=1), extra=("--kill-job",))
     for starts in (2, 4):  # what failed before a person began it again does not count
         begin(directory, plan)
-        outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
+        outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
         assert outcome["state"] == "failed" and "without a word" in outcome["failure"]["reason"]
         assert len(directory.numbers()) == starts
         wait_for(lambda: not cluster.call("squeue", "-h").strip())

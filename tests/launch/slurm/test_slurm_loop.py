@@ -10,7 +10,7 @@ import pytest
 
 from batchwright.core.batch.request import Request
 from batchwright.core.ramp.request import read_ramp
-from batchwright.launch.directory import RunDirectory, read_json, write_json
+from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import rank_logs
 from batchwright.launch.local import LocalEngine
 from batchwright.launch.plan import build
@@ -21,6 +21,7 @@ from batchwright.launch.slurm.engine import SlurmEngine
 from batchwright.launch.slurm.site import Site, remember
 from batchwright.launch.slurm.supervise import SlurmSupervisor
 from batchwright.launch.supervisor import Supervisor
+from batchwright.rundir.files import find_json
 
 from .conftest import RAMP, wait_for
 
@@ -84,7 +85,7 @@ def test_a_chain_with_torchrun_on_each_node_trains_it_too(cluster, tmp_path, exp
     write_json(directory.path / "plan.json", made)
     run = remember(directory, Site(poll_seconds=0.5, launcher="torchrun"), detached=True)
     chain.begin(directory, made, run)
-    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
+    outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
     assert outcome["state"] == "complete", outcome
     check(directory, [1, 2, 4], expected)
     # torchrun follows its ranks by itself: Slurm drains the node of a step that is killed while it ends.
