@@ -378,7 +378,7 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
 
 def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) -> None:
     """Every launch as it would be started from its first sample."""
-    from batchwright.launch.slurm.dry_run import dry_records
+    from batchwright.launch.slurm.control import dry_records
 
     from .ramp import render
 

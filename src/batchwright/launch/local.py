@@ -25,16 +25,9 @@ from batchwright.core.errors import EnvironmentFault, MissingExtraError
 from batchwright.processes.guard import adopt_orphans, foreign_children, kill_below, kill_orphans, start_time
 from batchwright.rundir import atomic
 
-from .engine import Action, Handle, Job, Poll, RankLog, process_state, rank_logs
+from .engine import Action, Handle, Job, Poll, RankLog, process_state, rank_logs, torchrun
 
 _GUARD = (sys.executable, "-I", "-S", batchwright.processes.guard.__file__)
-# Each of these was found the hard way (see docs/run.md):
-TORCHRUN = (
-    "--standalone",  # a rendezvous on a free port
-    "--max-restarts=0",  # restarts are the supervisor's: from a checkpoint, with a new launch number
-    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # a bare SIGUSR1 would kill it and orphan its ranks
-    "--shutdown-timeout=15",
-)
 ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restart reads the old store's addresses
     "PYTHONFAULTHANDLER": "1",  # a rank that hangs leaves its stack when it is ended
@@ -59,8 +52,9 @@ class LocalEngine:
         if job.direct:
             return (*wrapper, "0", *job.argv)
         ranks = job.nodes * job.ranks_per_node
-        torchrun = (sys.executable, "-m", "torch.distributed.run", *TORCHRUN, f"--nproc-per-node={ranks}")
-        return (*torchrun, f"--log-dir={job.directory / 'torchrun'}", "--no-python", *wrapper, "RANK", *job.argv)
+        # --standalone: a rendezvous on a free port.
+        launcher = torchrun(sys.executable, job, "--standalone", ranks=ranks, shutdown_seconds=15)
+        return (*launcher, *wrapper, "RANK", *job.argv)
 
     def start(self, job: Job) -> Handle:
         """Start a launch under a guard; it ends with this process."""

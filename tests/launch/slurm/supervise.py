@@ -4,8 +4,7 @@ import sys
 
 from batchwright.launch.directory import RunDirectory
 from batchwright.launch.show import Lines
-from batchwright.launch.slurm.engine import SlurmEngine
-from batchwright.launch.slurm.supervise import SlurmSupervisor
+from batchwright.launch.slurm.engine import SlurmEngine, SlurmSupervisor
 
 if __name__ == "__main__":
     directory = RunDirectory(sys.argv[1])

@@ -27,12 +27,10 @@ from batchwright.launch.slurm import commands as slurm
 from batchwright.launch.slurm import control as slurm_run
 from batchwright.launch.slurm import engine as slurm_engine
 from batchwright.launch.slurm import job as slurm_job
-from batchwright.launch.slurm import jobs as slurm_status
 from batchwright.launch.slurm import site as slurm_site
 from batchwright.launch.slurm import step as slurm_step
 from batchwright.launch.slurm.elastic import affordable
 from batchwright.launch.slurm.site import Site, SlurmRun
-from batchwright.launch.slurm.supervise import SlurmSupervisor
 from batchwright.launch.status import status
 from batchwright.launch.work import work
 
@@ -72,14 +70,14 @@ def test_without_a_controller_a_claim_is_watched_before_it_is_given_up(tmp_path,
     owner = threading.Thread(target=beating)
     owner.start()
     try:
-        assert slurm_claim.owner_lives(directory, 1, "7", "batchwright:")
+        assert slurm_claim.owner_lives(directory.launch(1), "7", "token")
     finally:
         ended.set()
         owner.join()
     monkeypatch.setattr(slurm_claim, "SILENT_SECONDS", 3.0)
     os.utime(record)
     before = time.monotonic()
-    assert not slurm_claim.owner_lives(directory, 1, "7", "batchwright:")  # nobody touches it any more
+    assert not slurm_claim.owner_lives(directory.launch(1), "7", "token")  # nobody touches it any more
     assert time.monotonic() - before > 1.0
 
 
@@ -93,9 +91,9 @@ def test_a_lock_that_a_lost_node_left_does_not_end_the_chain(make, monkeypatch):
     try:
         queue: list[slurm.Queued] = []
         monkeypatch.setattr(slurm, "jobs", lambda token: queue)
-        assert chain.Link(directory)._locked() is None
+        assert chain.ChainJob(directory)._locked() is None
         queue += [slurm.Queued("8", "RUNNING", 1, "", ""), slurm.Queued("9", "PENDING", 1, "", "")]
-        assert chain.Link(directory)._locked() is None  # this job, and one that has not begun
+        assert chain.ChainJob(directory)._locked() is None  # this job, and one that has not begun
     finally:
         gone.unlock()
 
@@ -126,7 +124,7 @@ def test_a_link_waits_for_the_one_before_it_to_let_go_of_the_lock(make, monkeypa
 
     other = threading.Thread(target=leave)
     other.start()
-    link = chain.Link(directory)
+    link = chain.ChainJob(directory)
     assert link._locked() is None and released == [True]
     other.join()
     link._directory.unlock()
@@ -147,16 +145,16 @@ class _Quick(slurm_step.StepEngine):
 def test_a_signal_that_the_ranks_obey_first_is_still_the_reason(make, monkeypatch, detached):
     directory, plan = make(detached=detached)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(chain, "submit", lambda *words, **more: "8")
+    monkeypatch.setattr(chain, "submit", lambda *given, **more: pytest.fail("it has a successor"))
     monkeypatch.setattr(chain, "StepEngine", _Quick)
     monkeypatch.setattr(slurm_job, "StepEngine", _Quick)
-    monkeypatch.setattr(slurm, "job", lambda job, mark: slurm.Queued(job, "PENDING", 1, "", ""))
-    monkeypatch.setattr(slurm, "jobs", lambda token: [])
+    successor = slurm.Queued("8", "PENDING", 1, "", "Dependency", "afternotok:7(unfulfilled)")
+    monkeypatch.setattr(slurm, "jobs", lambda token: [successor])
     monkeypatch.setattr(slurm, "postpone", lambda job, seconds: None)
     before = {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
     try:
         if detached:
-            assert chain.Link(directory).run_link() == chain.TRY_AGAIN
+            assert chain.ChainJob(directory).run_job() == chain.TRY_AGAIN
             ending = directory.ending(1)
             assert ending is not None and (ending.outcome, ending.failure) == ("stopped", None)
         else:
@@ -176,9 +174,9 @@ def test_of_two_links_that_look_at_the_same_time_one_runs(make, monkeypatch):
     directory, _ = make(detached=True)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setattr(slurm, "jobs", lambda token: [])
-    monkeypatch.setattr(slurm, "job", lambda job, mark: slurm.Queued(job, "RUNNING", 1, "", ""))
+    monkeypatch.setattr(slurm, "job", lambda job, prefix: slurm.Queued(job, "RUNNING", 1, "", ""))
     monkeypatch.setattr(chain, "submit", lambda *words, **more: pytest.fail("it has nothing to submit"))
-    link = chain.Link(directory)
+    link = chain.ChainJob(directory)
     other = Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, {"job": "7"})
     position = link._work.position
 
@@ -187,9 +185,9 @@ def test_of_two_links_that_look_at_the_same_time_one_runs(make, monkeypatch):
         return position(**given)
 
     monkeypatch.setattr(link._work, "position", meanwhile)
-    assert link.run_link() == 0
+    assert link.run_job() == 0
     assert directory.numbers() == [1] and directory.manifest(1) == other and directory.ending(1) is None
-    assert chain.Link(directory).run_link() == 0  # and now it sees who runs it, and leaves that alone
+    assert chain.ChainJob(directory).run_job() == 0  # and now it sees who runs it, and leaves that alone
     assert directory.numbers() == [1] and directory.ending(1) is None
 
 
@@ -197,7 +195,7 @@ def test_a_launch_that_is_claimed_while_a_link_looks_is_given_no_ending(make, mo
     directory, _ = make(detached=True)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setattr(slurm, "jobs", lambda token: [])
-    link = chain.Link(directory)
+    link = chain.ChainJob(directory)
     other = Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, {"job": "7"})
     looked = link._not_ours
 
@@ -208,7 +206,7 @@ def test_a_launch_that_is_claimed_while_a_link_looks_is_given_no_ending(make, mo
         return reason
 
     monkeypatch.setattr(link, "_not_ours", meanwhile)
-    assert link.run_link() == 0
+    assert link.run_job() == 0
     assert directory.numbers() == [1] and directory.ending(1) is None
 
 
@@ -216,7 +214,7 @@ def test_a_link_and_its_heir_ask_for_the_same_nodes(make, monkeypatch):
     directory, plan = make(detached=True, elastic=True)
     monkeypatch.setattr(chain, "affordable", lambda *given: 1)
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(slurm, "submit_patiently", lambda script, mark, *words, **more: asked.append(words) or "9")
+    monkeypatch.setattr(slurm, "submit_patiently", lambda script, comment, *words, **more: asked.append(words) or "9")
     chain.submit_with_successor(directory, plan, SlurmRun.load(directory), plan.launches[2])
     assert [words[0] for words in asked] == ["--nodes=1", "--nodes=1"]
     assert asked[1][1] == "--dependency=afternotok:9"
@@ -236,17 +234,16 @@ def test_a_link_that_cannot_write_leaves_it_to_its_heir_or_says_why_the_chain_is
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     successor = slurm.Queued("9", "PENDING", 1, "", "Dependency", "afternotok:7(unfulfilled)")
     monkeypatch.setattr(slurm, "jobs", lambda token: [successor] if waits else [])
-    monkeypatch.setattr(slurm, "job", lambda job, mark: successor if waits else None)
     monkeypatch.setattr(chain, "submit", lambda *words, **more: "10")
 
     def full(number) -> None:
         raise OSError(28, "No space left on device")
 
-    link = chain.Link(directory)
+    link = chain.ChainJob(directory)
     monkeypatch.setattr(link._directory, "fence", full)
     outcome = directory.path / "outcome.json"
     outcome.write_text('{"state": "failed"}')  # what a job before it thought
-    assert link.run_link() == 4
+    assert link.run_job() == 4
     assert not outcome.exists() if waits else "No space left" in outcome.read_text()
 
 
@@ -266,7 +263,7 @@ def test_what_cannot_be_read_for_a_moment_is_no_decision(make, monkeypatch):
     start = slurm_job.Start(directory, 3)
     assert start._not_ours() is None  # no launch.json to be seen: nobody newer
     directory.fence(4)
-    assert "that is 4" in (start._not_ours() or "")
+    assert "launch 4 may" in (start._not_ours() or "")
 
 
 def test_a_launch_that_cannot_be_started_says_so(make, monkeypatch):
@@ -301,7 +298,7 @@ def test_a_job_that_starts_after_the_wish_to_stop_starts_nothing(make, monkeypat
         for number, handler in before.items():
             signal.signal(number, handler)
     told = json.loads((directory.launch(1) / "job.json").read_text())
-    assert (told["state"], told["detail"]) == ("ended", "told to stop before it began")
+    assert (told["state"], told["detail"]) == ("ended", "asked to stop before it started")
     assert not (directory.launch(1) / "ranks").exists()
 
 
@@ -343,43 +340,40 @@ def test_a_command_that_slurm_has_told_is_not_told_again(tmp_path, told):
 
 def test_a_link_that_slurm_holds_is_not_the_next_one(make, monkeypatch):
     directory, plan = make(detached=True)
-    link, token = chain.Link(directory), SlurmRun.load(directory).token
+    link, token = chain.ChainJob(directory), SlurmRun.load(directory).token
     submitted: list[str] = []
-    monkeypatch.setattr(chain, "submit", lambda d, p, r, launch, role, *words, **more: submitted.append(role) or "9")
-    queue = [slurm.Queued("8", "PENDING", 1, slurm.comment_of(token, "link", 0), "launch failed requeued held")]
+    monkeypatch.setattr(slurm, "submit_patiently", lambda script, comment, *o, **m: submitted.append(comment) or "9")
+    pair = [slurm.comment(token, role, 0) for role in ("chain", "successor")]
+    queue = [slurm.Queued("8", "PENDING", 1, slurm.comment(token, "chain", 0), "launch failed requeued held")]
     monkeypatch.setattr(slurm, "jobs", lambda token: queue)
-    link._pass_on(plan.launches[0])
-    assert submitted == ["link", "successor"]
+    link._submit_next(plan.launches[0])
+    assert submitted == pair
     shown, _ = slurm_run.seen(directory, plan, status(directory, plan))
     assert shown.state == "running" and "Slurm holds job 8 (launch failed requeued held)" in (shown.reason or "")
     queue.append(replace(queue[0], job="9", reason="Priority"))  # its replacement
     shown, _ = slurm_run.seen(directory, plan, status(directory, plan))
     assert shown.state == "running" and "holds" not in (shown.reason or "")
     del queue[0]
-    link._pass_on(plan.launches[0])
-    assert submitted == ["link", "successor"]
+    link._submit_next(plan.launches[0])
+    assert submitted == pair
 
 
 def test_a_link_that_waits_for_the_lock_leaves_when_it_is_told_to_and_the_chain_goes_on(make, monkeypatch):
     directory, _ = make(detached=True)
     monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
     monkeypatch.setattr(slurm, "jobs", lambda token: [])
-    submitted: list[tuple[int, str]] = []
-    monkeypatch.setattr(
-        chain,
-        "submit",
-        lambda d, plan, run, launch, role, *words, **more: submitted.append((launch.index, role)) or "9",
-    )
+    submitted: list[str] = []
+    monkeypatch.setattr(slurm, "submit_patiently", lambda script, comment, *o, **m: submitted.append(comment) or "9")
     held = RunDirectory(directory.path)
     held.lock()
     try:
-        link = chain.Link(directory)
+        link = chain.ChainJob(directory)
         link._interrupts.stop_requests, link._interrupts.name = 1, "SIGUSR1"
-        assert "asked to leave by SIGUSR1" in (link._locked() or "")
-        assert submitted == [(0, "link"), (0, "successor")]
+        assert "asked to stop by SIGUSR1" in (link._locked() or "")
+        assert [slurm.role_of(comment) for comment in submitted] == [("chain", 0), ("successor", 0)]
         SlurmRun.load(directory).save(directory)
         replace(SlurmRun.load(directory), detached=False).save(directory)
-        assert link._locked() == "this run is supervised from elsewhere"  # since it began
+        assert link._locked() == "this run has a supervisor on a login node now"  # since it began
     finally:
         held.unlock()
 
@@ -397,8 +391,8 @@ def test_a_controller_that_is_away_is_said_to_be(make, monkeypatch):
 def test_a_job_whose_ranks_have_ended_is_let_go(make, monkeypatch):
     directory, _ = make()
     folder, sent = directory.launch(1), list[tuple[str, ...]]()
-    handle = {"job": "7", "directory": str(folder), "mark": ""}
-    monkeypatch.setattr(slurm, "job", lambda job, mark="": slurm.Queued(job, "RUNNING", 1, "", ""))
+    handle = {"job": "7", "directory": str(folder), "comment": ""}
+    monkeypatch.setattr(slurm, "job", lambda job, prefix="": slurm.Queued(job, "RUNNING", 1, "", ""))
     monkeypatch.setattr(slurm, "cancel", lambda *words: sent.append(words))
     write_json(folder / "job.json", {"job": "7", "state": "running"})
     write_json(folder / "ranks" / "0.json", {"pid": 1})
@@ -431,7 +425,7 @@ def test_an_heir_waits_from_the_end_of_its_link_and_a_silent_job_lived_as_long_a
     lines = [json.dumps({"kind": "submitted", "job": job, "time": start - 60}) for job in ("1", "2")]
     (directory.path / "events").mkdir()
     (directory.path / "events" / "supervisor.jsonl").write_text("\n".join(lines) + "\n")
-    first, second, *_ = slurm_status.rows(directory, plan)
+    first, second, *_ = slurm_run.rows(directory, plan)
     assert first.waited_seconds == pytest.approx(60) and first.node_hours == pytest.approx(2.0)
     assert second.waited_seconds == pytest.approx(400) and second.node_hours == pytest.approx(2 * 600 / 3600)
 
@@ -510,7 +504,7 @@ def test_a_run_that_waits_for_a_controller_can_be_stopped(make, tmp_path, monkey
     person = threading.Thread(target=stop)
     person.start()
     try:
-        assert SlurmSupervisor(directory, plan, slurm_engine.SlurmEngine(), Lines(said)).run() == "stopped"
+        assert slurm_engine.SlurmSupervisor(directory, plan, slurm_engine.SlurmEngine(), Lines(said)).run() == "stopped"
     finally:
         person.join()
     assert said.getvalue().count("does not answer") == 1

@@ -19,9 +19,9 @@ from batchwright.launch import kubernetes
 from batchwright.launch.directory import RunDirectory
 from batchwright.launch.plan import build
 from batchwright.launch.records import Options
-from batchwright.launch.slurm import dry_run as slurm_dry
 from batchwright.launch.slurm.elastic import legal_nodes, on_nodes
 from batchwright.launch.slurm.engine import read_job, write_job
+from batchwright.launch.slurm.script import chain_script
 from batchwright.launch.slurm.site import Site, SlurmRun, job_name, read_site, remember
 from batchwright.launch.slurm.step import StepEngine
 from batchwright.launch.work import work
@@ -46,12 +46,17 @@ def nemo(command=("python", "train.py", "--until", "{end_sample}"), directory="/
     return RunDirectory(directory), plan
 
 
+def scripts(directory, plan, site) -> list[str]:
+    run = SlurmRun(site, "dry-run", detached=True)
+    return [chain_script(directory, plan, run, launch) for launch in plan.launches]
+
+
 def test_the_nemo_table_is_a_chain_of_five_launches():
     directory, plan = nemo()
     assert [stage.nodes for stage in plan.stages] == [8, 8, 8, 8, 10, 12, 14, 16]
-    scripts = [text.replace(sys.executable, "PYTHON") for text in slurm_dry.scripts(directory, plan, read_site(SITE))]
-    assert len(scripts) == 5
-    for number, text in enumerate(scripts, 1):
+    texts = [text.replace(sys.executable, "PYTHON") for text in scripts(directory, plan, read_site(SITE))]
+    assert len(texts) == 5
+    for number, text in enumerate(texts, 1):
         path = GOLDEN / f"nemo-{number}.sh"
         if os.environ.get("BATCHWRIGHT_GOLDEN") == "write":
             path.write_text(text, encoding="utf-8")
@@ -65,7 +70,7 @@ def test_a_task_has_direct_ranks_or_torchrun_on_each_node(tmp_path, launcher):
     plan, _ = build(request, read_ramp({"samples": "640"}), Options(), target=str(tmp_path / "task.py"))
     directory = RunDirectory("/runs/task")
     site = read_site({"launcher": launcher, "container": "image.sqsh", "container_mounts": ["/data:/data"]})
-    (text,) = slurm_dry.scripts(directory, plan, site)
+    (text,) = scripts(directory, plan, site)
     text = text.replace(sys.executable, "PYTHON").replace(os.getcwd(), "/data")
     path = GOLDEN / f"task-{launcher}.sh"
     if os.environ.get("BATCHWRIGHT_GOLDEN") == "write":
@@ -86,14 +91,14 @@ def test_a_hostile_name_path_and_environment_stay_what_they_are(tmp_path):
     stand_in.chmod(0o755)
     plan = plan.__class__(**{**vars(plan), "working_directory": str(place)})
     site = read_site({"name": HOSTILE, "prologue": ["true  # a comment"]})
-    text = slurm_dry.scripts(directory, plan, site)[0]
+    text = scripts(directory, plan, site)[0]
     head = list(takewhile(lambda line: line.startswith("#") or not line, text.split("\n")))  # sbatch reads no further
     assert not any(line.startswith("#SBATCH --hold") for line in head)
     script = tmp_path / "script.sh"
     script.write_text(text.replace(shlex.quote(sys.executable), shlex.quote(str(stand_in))))
     subprocess.run(["bash", script], check=True, cwd=tmp_path)
     words, there = json.loads(said.read_text())
-    assert words == ["-P", "-m", "batchwright.launch.slurm.job", str(directory.path), "link", "0"]
+    assert words == ["-P", "-m", "batchwright.launch.slurm.job", str(directory.path), "chain", "0"]
     assert there == str(place)
     assert not list(tmp_path.rglob("INJECTED"))
 

@@ -12,7 +12,8 @@ import pytest
 
 from batchwright.launch.slurm import chain
 from batchwright.launch.slurm import commands as slurm
-from batchwright.launch.slurm import jobs as slurm_status
+from batchwright.launch.slurm.control import rows
+from batchwright.launch.slurm.script import write_chain_script
 from batchwright.launch.slurm.site import SlurmRun
 from batchwright.rundir.files import find_json
 
@@ -59,11 +60,11 @@ def test_a_ramp_over_1_2_and_4_nodes_chains_itself(cluster, make):
     directory, plan = make(detached=True)
     assert len(begin(directory, plan)) == 1
     assert seen(complete(directory)) == list(LAUNCHES)
-    rows = slurm_status.rows(directory, plan)
-    assert [(row.state, row.nodes, row.start_sample, row.end_sample) for row in rows] == [
+    table = rows(directory, plan)
+    assert [(row.state, row.nodes, row.start_sample, row.end_sample) for row in table] == [
         ("done", *launch) for launch in LAUNCHES
     ]
-    assert all(row.waited_seconds is not None and row.node_hours for row in rows)
+    assert all(row.waited_seconds is not None and row.node_hours for row in table)
     ended(slurm.submit(directory.path / "scripts" / "launch-2.sh"))  # a finished launch, once more
     assert "nothing to do: the run is complete" in log(directory)
     audit(directory)
@@ -75,12 +76,12 @@ def test_where_nodes_may_not_submit_all_launches_are_queued_and_spares_step_in(c
     directory, plan = make(detached=True, nodes_submit=False, spares=1, extra=("--hold", str(hold), "--hold-at", "96"))
     assert len(begin(directory, plan)) == 6
     job = reached(directory, 2, 96)
-    assert [row.state.split()[0] for row in slurm_status.rows(directory, plan)] == ["done", "running", "pending"]
+    assert [row.state.split()[0] for row in rows(directory, plan)] == ["done", "running", "pending"]
     cluster.call("scancel", job)
     wait_for(lambda: directory.ending(2))  # held till then: else it might come to its end first
     hold.unlink()
     assert [nodes for nodes, *_ in seen(complete(directory))] == [1, 2, 2, 4]
-    assert "not its turn" in log(directory)  # the spare of the first launch
+    assert "and this job has 1" in log(directory)  # the spare of the first launch
 
 
 def test_scancel_a_duplicate_sigkill_and_a_killed_controller_are_survived(cluster, make, tmp_path):
@@ -197,7 +198,7 @@ def test_an_elastic_chain_takes_fewer_nodes_and_grows_at_the_next_boundary(clust
     reached(directory, 2, 96)
     cluster.call("scontrol", "update", "NodeName=node[2-4]", "State=RESUME")
     script = directory.path / "scripts" / "launch-3.sh"
-    chain.write_link(directory, plan, SlurmRun.load(directory), plan.launches[2])
+    write_chain_script(directory, plan, SlurmRun.load(directory), plan.launches[2])
     wait_for(
         lambda: (slurm.starts_at(script, "--nodes=3", "--exclude=node1")[0] or 1e12) < time.time() + 300
     )  # Slurm counts them in again
@@ -234,6 +235,6 @@ def test_a_chain_whose_jobs_die_without_a_word_ends_and_may_be_begun_again(clust
     for starts in (2, 4):  # what failed before a person began it again does not count
         begin(directory, plan)
         outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
-        assert outcome["state"] == "failed" and "without a word" in outcome["failure"]["reason"]
+        assert outcome["state"] == "failed" and "without a report" in outcome["failure"]["reason"]
         assert len(directory.numbers()) == starts
         wait_for(lambda: not cluster.call("squeue", "-h").strip())

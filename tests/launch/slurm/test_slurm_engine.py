@@ -20,9 +20,8 @@ from batchwright.launch.engine import Job
 from batchwright.launch.records import Manifest
 from batchwright.launch.show import Lines
 from batchwright.launch.slurm import commands as slurm
-from batchwright.launch.slurm import jobs as slurm_status
-from batchwright.launch.slurm.engine import SlurmEngine
-from batchwright.launch.slurm.supervise import SlurmSupervisor
+from batchwright.launch.slurm.control import rows
+from batchwright.launch.slurm.engine import SlurmEngine, SlurmSupervisor
 from batchwright.launch.work import launch_end, work
 
 from .conftest import LAUNCHES, PATIENCE, QUICK, audit, gone, seen, supervisor, wait_for
@@ -58,11 +57,11 @@ def test_a_ramp_over_1_2_and_4_nodes_is_supervised_to_its_end(cluster, make):
     trained = audit(directory)
     assert seen(trained) == list(LAUNCHES)
     assert {line["hostile"] for lines in trained.values() for line in lines} == {"$(touch x)\n'\""}
-    rows = slurm_status.rows(directory, plan)
-    assert [(row.launch, row.state, row.nodes, row.start_sample, row.end_sample) for row in rows] == [
+    table = rows(directory, plan)
+    assert [(row.launch, row.state, row.nodes, row.start_sample, row.end_sample) for row in table] == [
         (index, "done", *launch) for index, launch in enumerate(LAUNCHES)
     ]
-    assert all(row.job and row.waited_seconds is not None and row.node_hours for row in rows)
+    assert all(row.job and row.waited_seconds is not None and row.node_hours for row in table)
     folder = directory.launch(2)
     assert "nothing to do" in submitted_again(folder / "job.sh", folder / "logs" / "job.log")  # a finished launch
     audit(directory)
@@ -231,7 +230,7 @@ def test_an_elastic_supervisor_takes_what_there_is(cluster, make):
     directory, plan = make(elastic=True, time="10")
     cluster.call("scontrol", "update", "NodeName=node[2-4]", "State=DRAIN", "Reason=test")
     state, told = supervise(directory, plan)
-    assert state == "complete" and "takes 1 nodes: 4 would have to be waited for" in told, told
+    assert state == "complete" and "takes 1 nodes: 4 nodes are not free soon enough" in told, told
     assert [nodes for nodes, *_ in seen(audit(directory))] == [1, 1, 1]
 
 

@@ -17,9 +17,8 @@ from batchwright.launch.plan import build
 from batchwright.launch.records import Options
 from batchwright.launch.show import Lines
 from batchwright.launch.slurm import chain
-from batchwright.launch.slurm.engine import SlurmEngine
+from batchwright.launch.slurm.engine import SlurmEngine, SlurmSupervisor
 from batchwright.launch.slurm.site import Site, remember
-from batchwright.launch.slurm.supervise import SlurmSupervisor
 from batchwright.launch.supervisor import Supervisor
 from batchwright.rundir.files import find_json
 
