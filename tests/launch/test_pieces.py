@@ -122,11 +122,11 @@ def test_a_stuck_rank_is_the_one_that_is_not_in_a_collective():
 
 
 def test_advice_keeps_the_global_batch(plan):
-    text = memory_advice(plan.stages[1], "'a run'")
+    text = memory_advice(plan, plan.stages[1], "'a run'")
     assert "micro_batch_size 8 × accumulation_steps 1 × data_parallel_size 2 does not fit" in text
     assert "4 × 2 × 2 or 2 × 4 × 2" in text and "--resume 'a run' --max-micro-batch-size 4" in text
     least = replace(plan.stages[1], micro_batch_size=1, accumulation_steps=8)
-    assert "the smallest micro batch" in memory_advice(least, "r")
+    assert "the smallest micro batch" in memory_advice(plan, least, "r")
 
 
 def test_a_smaller_micro_batch_changes_no_stage_otherwise(plan):

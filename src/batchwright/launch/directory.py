@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from batchwright.core import codec
+from batchwright.core.batch.world import World
 from batchwright.core.errors import ConfigError, EnvironmentFault
+from batchwright.core.nodes.feasibility import StageRules
 from batchwright.processes.guard import start_time
 from batchwright.rundir import atomic, files, names
 from batchwright.rundir.fence import Fence
@@ -75,7 +77,7 @@ class RunDirectory:
                 nearest=(codec.SCHEMA,),
             )
         try:
-            return codec.decode(RunPlan, document)
+            return codec.decode(RunPlan, _with_rules(document))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"{self.path}/plan.json is damaged: {error}.", field="dir", given=str(self.path)
@@ -193,6 +195,18 @@ class RunDirectory:
             return int(owner[0]) if owner and owner[0].isdigit() else 0
         finally:
             os.close(descriptor)
+
+
+def _with_rules(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A plan of a version that wrote no rules: its devices as they are, raggedness where a stage has it, no pipeline."""
+    if "rules" in document:
+        return document
+    per_node, first = document["devices_per_node"], document["stages"][0]
+    replica = max(1, first["nodes"] * per_node // first["data_parallel_size"])
+    nodes = max(launch["nodes"] for launch in document["launches"])
+    ragged = any(stage["ragged"] for stage in document["stages"])
+    rules = StageRules(World(1, per_node, tensor_parallel=replica), nodes, allow_ragged=ragged)
+    return {**document, "rules": codec.encode(rules)}
 
 
 def _owner(descriptor: int) -> list[str]:

@@ -7,11 +7,10 @@ import signal
 from collections.abc import Sequence
 
 from batchwright.core.nodes.policies import Stage
-from batchwright.core.numbers import divisors
 from batchwright.processes.endings import from_exit
 
 from .engine import Poll, RankLog
-from .records import Failure
+from .records import Failure, RunPlan
 
 LINES = 12
 REFUSED = 2  # our loop: the request does not work out, so a retry will not either
@@ -105,20 +104,23 @@ def _place(text: str) -> str | None:
     return f"{found[1]}:{found[2]} in {found[3]}" if found else None
 
 
-def memory_advice(stage: Stage, directory: str) -> str:
-    """Numbers of the same global batch that need less memory per rank; none of them is measured."""
-    ranks, micro = stage.data_parallel_size, stage.micro_batch_size
-    share = -(-stage.global_batch_size // ranks)
-    smaller = [n for n in reversed(divisors(share)) if n < micro][:2] or ([micro // 2] if micro > 1 else [])
-    batch = f"micro_batch_size {micro} × accumulation_steps {stage.accumulation_steps} × data_parallel_size {ranks}"
+def memory_advice(plan: RunPlan, stage: Stage, directory: str) -> str:
+    """Splits of the same global batch that need less memory per rank, as `--max-micro-batch-size` would make them."""
+    # The flag holds for every stage, so one that some other stage does not allow is no advice.
+    least = max(plan.smaller(other)[-1].micro_batch_size for other in plan.stages)
+    smaller = [made for made in plan.smaller(stage)[1:] if made.micro_batch_size >= least][:2]
+    batch = (
+        f"micro_batch_size {stage.micro_batch_size} × accumulation_steps {stage.accumulation_steps} × "
+        f"data_parallel_size {stage.data_parallel_size}"
+    )
     if not smaller:
         return (
-            f"{batch} is out of memory at the smallest micro batch there is: shorten sequences, recompute activations, or "
-            "shard the model (--strategy fsdp2)."
+            f"{batch} is out of memory at the smallest micro batch that is legal: shorten sequences, recompute activations, "
+            "or shard the model (--strategy fsdp2)."
         )
-    options = " or ".join(f"{n} × {-(-share // n)} × {ranks}" for n in smaller)
+    options = " or ".join(f"{s.micro_batch_size} × {s.accumulation_steps} × {s.data_parallel_size}" for s in smaller)
     return (
         f"{batch} does not fit. The same global batch of {stage.global_batch_size} with less memory: {options} (not "
         f"measured here; batchwright probe measures). Go on: batchwright run --resume {directory} "
-        f"--max-micro-batch-size {smaller[0]}"
+        f"--max-micro-batch-size {smaller[0].micro_batch_size}"
     )

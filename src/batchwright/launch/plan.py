@@ -9,9 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchwright.core.batch.request import Request
-from batchwright.core.errors import ConfigError, EnvironmentFault, ScheduleError
-from batchwright.core.nodes.policies import Stage
-from batchwright.core.numbers import divisors
+from batchwright.core.errors import ConfigError, EnvironmentFault, PlanError, ScheduleError
 from batchwright.core.ramp.ramp import Ramp, ramp
 from batchwright.core.ramp.request import RampRequest
 from batchwright.processes.target import task_file
@@ -91,6 +89,7 @@ def build(
         made.placement.stages,
         made.placement.launches,
         per_node,
+        made.placement.rules,
         options,
         tuple(notes),
     )
@@ -106,17 +105,26 @@ def _placed(request: Request, notes: list[str]) -> Request:
     return replace(request, nodes=1, devices_per_node=request.devices_per_node or 1)
 
 
-def refit(plan: RunPlan, max_micro_batch_size: int) -> RunPlan:
-    """The same samples in smaller micro batches: a free choice at any time, as the gradient is the global batch's."""
-    return replace(plan, stages=tuple(_refit(stage, max_micro_batch_size) for stage in plan.stages))
-
-
-def _refit(stage: Stage, limit: int) -> Stage:
-    if stage.micro_batch_size <= limit:
-        return stage
-    share = -(-stage.global_batch_size // stage.data_parallel_size)
-    micro = limit if stage.ragged else max(n for n in divisors(share) if n <= limit)
-    return replace(stage, micro_batch_size=micro, accumulation_steps=-(-share // micro))
+def refit(plan: RunPlan, limit: int) -> RunPlan:
+    """The same samples in micro batches of at most `limit`: the global batch, and so the gradient, does not change."""
+    made = [s if s.micro_batch_size <= limit else plan.resplit(s, s.nodes, limit) for s in plan.stages]
+    refused = [before for before, after in zip(plan.stages, made, strict=True) if after is None]
+    if not refused:
+        return replace(plan, stages=tuple(stage for stage in made if stage is not None))
+    nearest = max(plan.smaller(stage)[-1].micro_batch_size for stage in refused)
+    stage, rule = refused[0], plan.rules.pipeline
+    pieces = plan.rules.inner_microbatches
+    why = f" that {rule.schedule} with {rule.stages} pipeline stages allows" if rule else ""
+    raise PlanError(
+        f"max_micro_batch_size={limit}: stage {stage.index + 1} has no split{why}: global_batch_size "
+        f"{stage.global_batch_size} / data_parallel_size {stage.data_parallel_size} = "
+        f"{stage.global_batch_size / stage.data_parallel_size:g} samples per rank"
+        + (f", and every accumulation step is {pieces} equal microbatches" if pieces else "")
+        + f". Nearest: {nearest}.",
+        field="max_micro_batch_size",
+        given=limit,
+        nearest=(nearest,),
+    )
 
 
 def begin(directory: RunDirectory, plan: RunPlan) -> None:

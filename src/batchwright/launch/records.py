@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchwright.core import codec
+from batchwright.core.nodes.feasibility import StageRules
 from batchwright.core.nodes.policies import Launch, Stage
 from batchwright.core.ramp.schedule import Schedule
 
@@ -53,6 +54,7 @@ class RunPlan:
     stages: tuple[Stage, ...]
     launches: tuple[Launch, ...]
     devices_per_node: int
+    rules: StageRules  # how a stage may be split anew: fewer nodes, smaller micro batches
     options: Options
     notes: tuple[str, ...] = ()
     schema: int = codec.SCHEMA
@@ -79,6 +81,30 @@ class RunPlan:
         if position >= self.total_samples:
             return self.schedule.total_steps or 0
         return self.schedule.at_sample(position).step
+
+    def resplit(self, stage: Stage, nodes: int, limit: int) -> Stage | None:
+        """The same global batch on `nodes` in micro batches of at most `limit`, or None where no split is legal."""
+        fit = self.rules.resplit(stage.global_batch_size, nodes, limit)
+        if fit is None:
+            return None
+        return replace(
+            stage,
+            nodes=fit.nodes,
+            data_parallel_size=fit.data_parallel_size,
+            micro_batch_size=fit.micro_batch_size,
+            accumulation_steps=fit.accumulation_steps,
+            ragged=fit.ragged,
+            step_seconds=None,
+            hours=None,
+            node_hours=None,
+        )
+
+    def smaller(self, stage: Stage) -> list[Stage]:
+        """The stage, then its splits on the same nodes in smaller and smaller micro batches, down to the smallest legal."""
+        found = [stage]
+        while made := self.resplit(stage, stage.nodes, found[-1].micro_batch_size - 1):
+            found.append(made)
+        return found
 
     def ranks(self, launch: Launch) -> int:
         """Processes of a launch."""

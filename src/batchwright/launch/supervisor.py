@@ -259,7 +259,9 @@ class Supervisor:
                 failure = replace(failure, advice=SILENT)
             if failure.kind == "oom":
                 stage = self._plan.stage_at(max(position, progress.position))
-                failure = replace(failure, advice=memory_advice(stage, shlex.quote(str(self._directory.path))))
+                failure = replace(
+                    failure, advice=memory_advice(self._plan, stage, shlex.quote(str(self._directory.path)))
+                )
         if outcome == "stopped" and (lost := progress.position - position) > 0:
             self._listener.note(
                 f"no checkpoint was made: {lost:,} samples, from {position:,} to {progress.position:,}, are to be done again"

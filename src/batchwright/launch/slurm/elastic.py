@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from batchwright.core.nodes.policies import Launch, Stage
-from batchwright.core.numbers import divisors
+from batchwright.core.nodes.policies import Launch
 from batchwright.launch.records import RunPlan
 
 from . import commands as slurm
@@ -19,33 +18,18 @@ from .site import Site
 
 
 def on_nodes(plan: RunPlan, launch: Launch, nodes: int) -> tuple[RunPlan, Launch] | None:
-    """The plan with one launch on another number of nodes, or None where a stage of it would not divide."""
+    """The plan with one launch on another number of nodes, or None where one of its stages has no legal split."""
     if nodes == launch.nodes:
         return plan, launch
     stages = list(plan.stages)
     for index in launch.stages:
-        placed = _placed(stages[index], nodes)
+        placed = plan.resplit(stages[index], nodes, stages[index].micro_batch_size)
         if placed is None:
             return None
         stages[index] = placed
     moved = replace(launch, nodes=nodes)
     launches = tuple(moved if one.index == launch.index else one for one in plan.launches)
     return replace(plan, stages=tuple(stages), launches=launches), moved
-
-
-def _placed(stage: Stage, nodes: int) -> Stage | None:
-    ranks, over = divmod(stage.data_parallel_size * nodes, stage.nodes)
-    if over or not ranks:
-        return None
-    share, uneven = -(-stage.global_batch_size // ranks), stage.global_batch_size % ranks
-    if uneven and not stage.ragged:
-        return None
-    fits = [n for n in divisors(share) if n <= stage.micro_batch_size]
-    micro = stage.micro_batch_size if stage.ragged else max(fits)
-    return replace(
-        stage, nodes=nodes, data_parallel_size=ranks, micro_batch_size=micro, accumulation_steps=-(-share // micro),
-        step_seconds=None, hours=None, node_hours=None,
-    )  # fmt: skip
 
 
 def legal_nodes(plan: RunPlan, launch: Launch) -> tuple[int, ...]:
