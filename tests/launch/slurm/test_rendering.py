@@ -22,7 +22,7 @@ from batchwright.launch.records import Options
 from batchwright.launch.slurm.elastic import legal_nodes, on_nodes
 from batchwright.launch.slurm.engine import read_job, write_job
 from batchwright.launch.slurm.script import chain_script
-from batchwright.launch.slurm.site import Site, SlurmRun, job_name, read_site, remember
+from batchwright.launch.slurm.site import Site, SlurmRun, job_name, layers, read_site, remember
 from batchwright.launch.slurm.step import StepEngine
 from batchwright.launch.work import work
 
@@ -120,14 +120,14 @@ def test_a_job_name_keeps_what_a_name_can_hold():
     [
         ({"partitoin": "gpu"}, "launch.slurm.partition"),
         ({"time": 86400}, "24:00:00"),
-        ({"time": "a day"}, "not a time of Slurm"),
-        ({"sbatch": ["--nodes=3"]}, "batchwright's own"),
-        ({"sbatch": ["-N3"]}, "batchwright's own"),
-        ({"sbatch": ["--mem=0 --nodes=3"]}, "batchwright's own"),
-        ({"sbatch": ["--exclusive -N 3"]}, "batchwright's own"),
-        ({"sbatch": ["--dep=afterok:1"]}, "batchwright's own"),
-        ({"sbatch": ["-Mother"]}, "batchwright's own"),
-        ({"sbatch": ["--tasks-per-node=1"]}, "batchwright's own"),
+        ({"time": "a day"}, "not a Slurm time"),
+        ({"sbatch": ["--nodes=3"]}, "set by batchwright"),
+        ({"sbatch": ["-N3"]}, "set by batchwright"),
+        ({"sbatch": ["--mem=0 --nodes=3"]}, "set by batchwright"),
+        ({"sbatch": ["--exclusive -N 3"]}, "set by batchwright"),
+        ({"sbatch": ["--dep=afterok:1"]}, "set by batchwright"),
+        ({"sbatch": ["-Mother"]}, "set by batchwright"),
+        ({"sbatch": ["--tasks-per-node=1"]}, "set by batchwright"),
         ({"time": "2"}, "time=2 is 120 s, and signal_seconds=120"),
         ({"time": "1:00", "signal_seconds": 60}, "is 60 s"),
         ({"sbatch": ["echo hello"]}, "not an option"),
@@ -145,12 +145,12 @@ def test_a_site_that_cannot_be_meant_is_refused(given, says):
 
 def test_a_run_s_settings_lie_over_its_site_s_and_survive_on_disk(tmp_path):
     whole = {"partition": "cpu", "prologue": "a", "container": ["apptainer", "exec", "i.sif"]}
-    site = read_site(whole, {"partition": "gpu", "prologue": ["b"]})
+    site = read_site(layers({"partition": "gpu", "prologue": ["b"]}, whole))
     assert (site.partition, site.prologue) == ("gpu", ("a", "b"))
     directory = RunDirectory(tmp_path)
     saved = remember(directory, site, detached=True)
     assert SlurmRun.load(directory) == saved
-    assert remember(directory, None, detached=False).token == saved.token
+    assert remember(directory, site, detached=False).token == saved.token
     assert oct(SlurmRun.path(directory).stat().st_mode & 0o777) == "0o600"
 
 

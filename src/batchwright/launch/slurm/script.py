@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from batchwright.core.nodes.policies import Launch
@@ -133,7 +132,7 @@ def _srun(site: Site, job: Job) -> tuple[str, ...]:
     )
 
 
-def _rank(site: Site, job: Job, variable: str) -> Sequence[str]:
+def _rank(site: Site, job: Job, variable: str) -> tuple[str, ...]:
     """What a task runs: the rank's parent, which keeps its log, and the rank; inside the container if there is one."""
     python = site.python or sys.executable
     command = [python if argument == sys.executable else argument for argument in job.argv]
