@@ -34,7 +34,7 @@ _world_options = stack(
     number("--devices", "All processes, where nodes do not matter."),
 )
 _launch_options = stack(
-    number("--engine", "local | slurm | kubernetes (manifests of a --dry-run).  [default: local]", "NAME"),
+    number("--engine", "local | slurm.  [default: local]", "NAME"),
     number("--site", "Slurm: a file with what the cluster always needs, the keys of launch.slurm.", "FILE.yaml"),
     click.option("--detach", is_flag=True, help="Slurm: leave at once; the jobs submit one another."),
     click.option("--elastic", is_flag=True, help="Slurm: rather fewer nodes than a long wait."),
@@ -99,7 +99,6 @@ def command(
     run directory. Ctrl-C once: checkpoint and stop; twice: stop now.
     """
     from batchwright.launch.directory import RunDirectory
-    from batchwright.launch.engine import engine
     from batchwright.launch.plan import begin
 
     chosen = [name for name, value in {"--resume": resume, "--status": status_of, "--stop": stop_of}.items() if value]
@@ -128,8 +127,6 @@ def command(
         if dry_run:
             _dry_run(directory, plan, made, as_json)
             return
-        if plan.options.engine == "kubernetes":
-            engine(plan.options.engine)  # says why not
         try:
             begin(directory, plan)
             ctx.exit(_detach(directory, plan, as_json) if flags["detach"] else _supervise(directory, plan, as_json))
@@ -378,11 +375,14 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
 
 def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) -> None:
     """Every launch as it would be started from its first sample."""
-    from batchwright.launch.slurm.control import dry_records
+    if plan.options.engine == "slurm":
+        from batchwright.launch.slurm.control import dry_run
+    else:
+        from batchwright.launch.summary import dry_run
 
     from .ramp import render
 
-    records = dry_records(directory, plan)
+    records = dry_run(directory, plan)
     if as_json:
         print_json({"schema": codec.SCHEMA, "dir": str(directory.path), "launches": records, "stages": made.stages()})
         return
@@ -393,7 +393,7 @@ def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) 
         lines += ["", f"launch {record['index'] + 1}: {where}, {span}"]
         lines += [f"  {key}={shlex.quote(value)}" for key, value in record["environment"].items()]
         lines += ["  $ " + " ".join(shlex.quote(_near(word)) for word in record["command"])]
-        lines += [f"  {key}: {_near(record[key])}" for key in ("script", "test", "manifest") if key in record]
+        lines += [f"  {key}: {_near(record[key])}" for key in ("script", "test") if key in record]
     click.echo("\n".join(lines))
 
 

@@ -18,7 +18,7 @@ from batchwright.rundir.files import find_json
 Handle = Mapping[str, Any]
 Action = Literal["checkpoint", "trace", "kill"]
 
-ENGINES = ("local", "slurm", "kubernetes")
+ENGINES = ("local", "slurm")
 TAIL_BYTES = 64 * 1024  # enough for any traceback
 
 
@@ -96,10 +96,6 @@ def engine(name: str) -> Engine:
         from .slurm.engine import SlurmEngine
 
         return SlurmEngine()
-    if name == "kubernetes":
-        raise ConfigError(
-            "engine=kubernetes has manifests to look at and runs nothing: give --dry-run.", field="engine", given=name
-        )
     raise ConfigError(
         f"engine={name[:40]!r} is not one of {', '.join(ENGINES)}.", field="engine", given=name[:40], nearest=ENGINES
     )

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import stat
 import threading
 import time
 from dataclasses import replace
@@ -16,7 +15,6 @@ import pytest
 
 from batchwright.core.errors import EnvironmentFault
 from batchwright.launch import directory as files
-from batchwright.launch import kubernetes
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Job, Poll
 from batchwright.launch.records import Ending, Manifest
@@ -35,7 +33,6 @@ from batchwright.launch.status import status
 from batchwright.launch.work import work
 
 from .conftest import wait_for
-from .test_rendering import nemo
 
 
 def away(*words: object) -> None:
@@ -457,23 +454,6 @@ def test_nothing_of_a_submitting_job_is_inherited():
         "A": "b",
     }
     assert slurm.environment(given) == {"SLURM_CONF": "c", "A": "b"}
-
-
-def test_manifests_are_their_owner_s_and_their_ranks_have_something_to_read(tmp_path):
-    directory, plan = nemo(directory=tmp_path / "run", environment={"TOKEN": "secret"})
-    old = os.umask(0)
-    try:
-        paths = kubernetes.write(directory, plan)
-        paths = kubernetes.write(directory, plan)  # over what is there
-    finally:
-        os.umask(old)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
-    (tmp_path / "task.py").write_text("def task(): ...\n")
-    task = plan.__class__(**{**vars(plan), "kind": "task", "target": f"{tmp_path / 'task.py'}:task"})
-    kubernetes.write(directory, task)
-    for launch in task.launches:
-        spec = work(directory, task).job(launch, launch.index + 1, launch.start_sample).argv[-1]
-        assert json.loads(Path(spec).read_text())["settings"]["launch"] == launch.index + 1
 
 
 def test_accounts_are_used_where_there_are_some_and_never_needed(tmp_path, monkeypatch):

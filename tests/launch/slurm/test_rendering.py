@@ -1,4 +1,4 @@
-"""Scripts and manifests without a cluster: the NeMo table as a chain, hostile names, a site's settings."""
+"""Scripts without a cluster: the NeMo table as a chain, hostile names, a site's settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 from batchwright.core.batch.request import Request
 from batchwright.core.errors import ConfigError
 from batchwright.core.ramp.request import read_ramp
-from batchwright.launch import kubernetes
 from batchwright.launch.directory import RunDirectory
 from batchwright.launch.plan import build
 from batchwright.launch.records import Options
@@ -25,8 +24,6 @@ from batchwright.launch.slurm.script import chain_script
 from batchwright.launch.slurm.site import Site, SlurmRun, job_name, layers, read_site, remember
 from batchwright.launch.slurm.step import StepEngine
 from batchwright.launch.work import work
-
-from .jobset_schema import violations
 
 GOLDEN = Path(__file__).with_name("golden")
 HOSTILE = 'it\'s "$(touch INJECTED)" `touch INJECTED`; touch INJECTED\n#SBATCH --hold\n%j \\ é'
@@ -165,27 +162,3 @@ def test_fewer_nodes_are_legal_where_every_batch_of_a_launch_divides():
     assert stage.micro_batch_size * stage.accumulation_steps * stage.data_parallel_size == 1280
     assert stage.micro_batch_size <= 4 and smaller[1].nodes == 5
     assert on_nodes(plan, second, 7) is None
-
-
-def test_kubernetes_manifests_follow_the_jobset_api(tmp_path):
-    place, command = tmp_path / "My run's $(dir)", ("train", "$(HOME) {end_sample}")
-    directory, plan = nemo(directory=place, command=command, environment={"A": "$(B)"})
-    found = kubernetes.manifests(directory, plan)
-    assert [d["spec"]["replicatedJobs"][0]["template"]["spec"]["completions"] for d in found] == [8, 10, 12, 14, 16]
-    for document in found:
-        assert violations(document) == []
-        assert json.loads(kubernetes.render(document)) == document
-    container = found[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
-    assert container["command"][-1].startswith("$$(HOME)")  # $(NAME) would be expanded by the kubelet
-    assert {"name": "A", "value": "$$(B)"} in container["env"]
-    paths = kubernetes.write(directory, plan)
-    assert [path.name for path in paths] == [f"launch-{n}.yaml" for n in range(1, 6)]
-
-
-def test_the_schema_catches_mistakes():
-    _, plan = nemo()
-    document = kubernetes.manifests(RunDirectory("/r"), plan)[0]
-    document["spec"]["replicatedJob"] = []
-    document["spec"]["successPolicy"]["operator"] = "Most"
-    document["spec"]["replicatedJobs"][0]["template"]["spec"]["completions"] = "8"
-    assert len(violations(document)) == 3

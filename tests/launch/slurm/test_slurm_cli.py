@@ -52,13 +52,6 @@ def test_a_dry_run_writes_five_scripts(tmp_path):
     assert "launch-5.sh" in batchwright(*words, "--dir", str(tmp_path / "run"), "--dry-run", *COMMAND)
 
 
-def test_a_dry_run_writes_kubernetes_manifests_and_nothing_is_run(tmp_path):
-    words = (*NEMO, "--engine", "kubernetes", "--dir", str(tmp_path / "run"))
-    told = json.loads(batchwright(*words, "--dry-run", "--json", *COMMAND))
-    assert [Path(launch["manifest"]).name for launch in told["launches"]] == [f"launch-{n}.yaml" for n in range(1, 6)]
-    assert "--dry-run" in batchwright(*words, *COMMAND, code=2)
-
-
 def test_settings_that_are_wrong_are_refused_before_anything_is_written(tmp_path):
     words = (*RAMP, "--engine", "slurm", "--dir", str(tmp_path / "run"))
     assert "launch.slurm.partition" in batchwright(*words, "launch.slurm.partitoin=gpu", *COMMAND, code=2)

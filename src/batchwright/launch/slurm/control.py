@@ -11,7 +11,7 @@ from typing import Any
 from batchwright.core import codec
 from batchwright.core.errors import EnvironmentFault
 from batchwright.core.nodes.policies import Launch
-from batchwright.launch import kubernetes, summary
+from batchwright.launch import summary
 from batchwright.launch.directory import RunDirectory
 from batchwright.launch.eta import duration
 from batchwright.launch.records import Manifest, RunPlan
@@ -25,7 +25,7 @@ from . import commands as slurm
 from .claim import HEARTBEAT_SECONDS, job_record
 from .engine import SlurmEngine, SlurmSupervisor, cancel_all
 from .script import chain_script, ranks_command, script_path, write_script
-from .site import Site, SlurmRun, read_site, remember
+from .site import SlurmRun, read_site, remember
 
 STOP_SECONDS = 60.0  # in addition to the ranks' grace_seconds
 HEAD = ("launch", "job", "state", "nodes", "from sample", "to sample", "waited", "node-hours", "planned")
@@ -278,16 +278,15 @@ def _planned(plan: RunPlan, start: int, end: int | None) -> float | None:
     return total
 
 
-def dry_run(directory: RunDirectory, plan: RunPlan, site: Site) -> list[dict[str, Any]]:
-    """Write the scripts of a chain into RUN/dry-run and try each with `sbatch --test-only`; nothing is submitted."""
-    run = SlurmRun(site, "dry-run", detached=True)
-    found: list[dict[str, Any]] = []
-    for launch in plan.launches:
+def dry_run(directory: RunDirectory, plan: RunPlan) -> list[dict[str, Any]]:
+    """Every launch of a chain as it would start: its script in RUN/dry-run, tried with `sbatch --test-only`."""
+    run = SlurmRun(read_site(plan.options.slurm), "dry-run", detached=True)
+    records = summary.dry_run(directory, plan)
+    for launch, record in zip(plan.launches, records, strict=True):
         path = write_script(script_path(directory, launch, "dry-run"), chain_script(directory, plan, run, launch))
         job = work(directory, plan).job(launch, launch.index + 1, launch.start_sample)
-        command, environment = list(ranks_command(site, job)), dict(job.environment)
-        found.append({"script": str(path), "command": command, "environment": environment, **_tried(path)})
-    return found
+        record |= {"command": list(ranks_command(run.site, job)), "script": str(path), **_tried(path)}
+    return records
 
 
 def _tried(path: Path) -> dict[str, Any]:
@@ -299,21 +298,3 @@ def _tried(path: Path) -> dict[str, Any]:
     except slurm.Unreachable as error:
         return {"test": f"not tried: {error}", "starts_in": None}
     return {"test": output, "starts_in": None if when is None else max(0.0, round(when - time.time(), 1))}
-
-
-def dry_records(directory: RunDirectory, plan: RunPlan) -> list[dict[str, Any]]:
-    """Every launch of a dry run, for any engine, with its script or manifest if the engine has one."""
-    if plan.options.engine == "local":
-        return summary.dry_run(directory, plan)
-    if plan.options.engine == "slurm":
-        made = dry_run(directory, plan, read_site(plan.options.slurm))
-    else:
-        made = [
-            {"manifest": str(path), "command": ["kubectl", "apply", "-f", str(path)], "environment": dict[str, str]()}
-            for path in kubernetes.write(directory, plan)
-        ]
-    known = {"working_directory": plan.working_directory}
-    return [
-        {**codec.encode(launch), "ranks": plan.ranks(launch), **known, **record}
-        for launch, record in zip(plan.launches, made, strict=True)
-    ]
