@@ -1,4 +1,4 @@
-"""A supervisor in a process of its own, to be killed: python supervise.py RUN_DIR."""
+"""A supervisor in its own process, which tests kill: python supervise.py RUN_DIR."""
 
 import sys
 

@@ -29,10 +29,16 @@ GOLDEN = Path(__file__).with_name("golden")
 HOSTILE = 'it\'s "$(touch INJECTED)" `touch INJECTED`; touch INJECTED\n#SBATCH --hold\n%j \\ é'
 NEMO = {"linear": "256,256,10M", "samples": "12M", "node_policy": "launcher"}
 SITE = {
-    "name": "gpt3 5b", "partition": "gpu", "account": "research", "qos": "high", "time": "24:00:00", "gres": "gpu:8",
-    "constraint": "a100|h100", "sbatch": ["#SBATCH --exclusive", "--mem=0"],
+    "name": "gpt3 5b",
+    "partition": "gpu",
+    "account": "research",
+    "qos": "high",
+    "time": "24:00:00",
+    "gres": "gpu:8",
+    "constraint": "a100|h100",
+    "sbatch": ["#SBATCH --exclusive", "--mem=0"],
     "prologue": ["module load cuda  # the site's", 'export NCCL_DEBUG="WARN"'],
-}  # fmt: skip
+}
 
 
 def nemo(command=("python", "train.py", "--until", "{end_sample}"), directory="/runs/gpt3 5b", **options):
@@ -75,15 +81,15 @@ def test_a_task_has_direct_ranks_or_torchrun_on_each_node(tmp_path, launcher):
     assert text == path.read_text(encoding="utf-8")
 
 
-def test_a_hostile_name_path_and_environment_stay_what_they_are(tmp_path):
-    """The script's body is run by bash, with a stand-in for the job that says what it was given."""
+def test_a_hostile_name_path_and_environment_keep_their_text(tmp_path):
+    """bash runs the script's body, with a stand-in for the job that writes its arguments."""
     place = tmp_path / HOSTILE.replace("/", "-")
     place.mkdir()
     directory, plan = nemo(command=("train", HOSTILE), directory=place, environment={"HOSTILE": HOSTILE})
-    said = tmp_path / "said.json"
+    given = tmp_path / "given.json"
     stand_in = tmp_path / "stand in"
     stand_in.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\njson.dump([sys.argv[1:], os.getcwd()], open({str(said)!r}, 'w'))\n"
+        f"#!{sys.executable}\nimport json, os, sys\njson.dump([sys.argv[1:], os.getcwd()], open({str(given)!r}, 'w'))\n"
     )
     stand_in.chmod(0o755)
     plan = plan.__class__(**{**vars(plan), "working_directory": str(place)})
@@ -94,26 +100,26 @@ def test_a_hostile_name_path_and_environment_stay_what_they_are(tmp_path):
     script = tmp_path / "script.sh"
     script.write_text(text.replace(shlex.quote(sys.executable), shlex.quote(str(stand_in))))
     subprocess.run(["bash", script], check=True, cwd=tmp_path)
-    words, there = json.loads(said.read_text())
-    assert words == ["-P", "-m", "batchwright.launch.slurm.job", str(directory.path), "chain", "0"]
+    arguments, there = json.loads(given.read_text())
+    assert arguments == ["-P", "-m", "batchwright.launch.slurm.job", str(directory.path), "chain", "0"]
     assert there == str(place)
     assert not list(tmp_path.rglob("INJECTED"))
 
     job = work(directory, plan).job(plan.launches[0], 1, 0)
     write_job(job)
-    assert read_job(job.directory) == job  # command and environment: JSON, through no shell
+    assert read_job(job.directory) == job  # JSON, which no shell reads
     assert oct((job.directory / "work.json").stat().st_mode & 0o777) == "0o600"
     assert StepEngine(site).command(job)[-1] == HOSTILE
 
 
-def test_a_job_name_keeps_what_a_name_can_hold():
+def test_a_job_name_keeps_the_characters_that_slurm_allows():
     name = job_name(read_site({"name": HOSTILE}), RunDirectory("x"))
     assert "\n" not in name and "$(touch INJECTED)" in name and "é" in name
     assert job_name(Site(), RunDirectory("/runs/byte gpt")) == "batchwright byte gpt"
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "expected"),
     [
         ({"partitoin": "gpu"}, "launch.slurm.partition"),
         ({"time": 86400}, "24:00:00"),
@@ -135,12 +141,12 @@ def test_a_job_name_keeps_what_a_name_can_hold():
         ({"elastic": "maybe"}, "neither"),
     ],
 )
-def test_a_site_that_cannot_be_meant_is_refused(given, says):
-    with pytest.raises(ConfigError, match=says):
+def test_wrong_settings_of_a_site_are_refused(given, expected):
+    with pytest.raises(ConfigError, match=expected):
         read_site(given)
 
 
-def test_a_run_s_settings_lie_over_its_site_s_and_survive_on_disk(tmp_path):
+def test_settings_of_a_run_override_those_of_its_site_and_survive_on_disk(tmp_path):
     whole = {"partition": "cpu", "prologue": "a", "container": ["apptainer", "exec", "i.sif"]}
     site = read_site(layers({"partition": "gpu", "prologue": ["b"]}, whole))
     assert (site.partition, site.prologue) == ("gpu", ("a", "b"))
@@ -151,7 +157,7 @@ def test_a_run_s_settings_lie_over_its_site_s_and_survive_on_disk(tmp_path):
     assert oct(SlurmRun.path(directory).stat().st_mode & 0o777) == "0o600"
 
 
-def test_fewer_nodes_are_legal_where_every_batch_of_a_launch_divides():
+def test_fewer_nodes_are_legal_if_every_batch_of_a_launch_divides():
     _, plan = nemo()
     first, second = plan.launches[:2]
     assert legal_nodes(plan, first) == (8, 4, 2, 1)  # 256 is its smallest batch

@@ -188,8 +188,8 @@ def test_a_job_that_waits_says_why_and_a_prologue_that_fails_is_named_and_tried_
 def test_an_elastic_supervisor_takes_the_free_nodes(cluster, make):
     directory, plan = make(elastic=True, time="10")
     cluster.call("scontrol", "update", "NodeName=node[2-4]", "State=DRAIN", "Reason=test")
-    state, told = supervise(directory, plan)
-    assert state == "complete" and "takes 1 nodes: 4 nodes are not free soon enough" in told, told
+    state, output = supervise(directory, plan)
+    assert state == "complete" and "takes 1 nodes: 4 nodes are not free soon enough" in output, output
     assert [nodes for nodes, *_ in seen(audit(directory))] == [1, 1, 1]
 
 

@@ -1,4 +1,4 @@
-"""The real loop on 1, 2 and 4 nodes of a real Slurm: the same losses as the local engine, an exact ledger, a stop in the middle."""
+"""The real loop on 1, 2 and 4 nodes of a real Slurm: the losses of the local engine, an exact ledger, a stop in a step."""
 
 from __future__ import annotations
 
