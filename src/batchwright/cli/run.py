@@ -374,11 +374,14 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
 
 def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) -> None:
     """Every launch as it would be started from its first sample."""
-    from batchwright.launch.slurm.dry_run import dry_records
+    if plan.options.engine == "slurm":
+        from batchwright.launch.slurm.control import dry_run
+    else:
+        from batchwright.launch.work import dry_run
 
     from .ramp import render
 
-    records = dry_records(directory, plan)
+    records = dry_run(directory, plan)
     if as_json:
         print_json({"schema": codec.SCHEMA, "dir": str(directory.path), "launches": records, "stages": made.stages()})
         return
