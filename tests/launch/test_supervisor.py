@@ -75,7 +75,7 @@ def test_out_of_memory_names_numbers_that_need_less_and_a_resume_takes_them(run)
 def test_a_command_that_trains_past_its_end_is_stopped_at_once(run):
     code, _, err = run(*run.scripted("over=8"))
     assert code == 5
-    assert "trained to sample 72, 8 past its end at 64" in err
+    assert "trained to sample 72, 8 past its end_sample 64" in err
     assert len(run.events("launch")) == 1
 
 
