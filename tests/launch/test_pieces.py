@@ -24,13 +24,12 @@ from batchwright.launch import directory as files
 from batchwright.launch import interrupts
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Poll, RankLog
-from batchwright.launch.eta import Speeds, remaining_seconds
 from batchwright.launch.failure import explain, memory_advice, stuck
-from batchwright.launch.loop_spec import Follower, position
 from batchwright.launch.plan import begin, build, refit
-from batchwright.launch.records import Ending, Failure, Manifest, Options, Progress, RunPlan
+from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest, Options, RunPlan
 from batchwright.launch.settings import read_options
-from batchwright.launch.show import Bar, Lines, describe
+from batchwright.launch.show import BarDisplay, LineDisplay, Speeds, describe, remaining_seconds
+from batchwright.launch.work import LoopFollower, TaskWork
 from batchwright.rundir.files import digest_of
 
 TRACE = """step 3
@@ -81,7 +80,7 @@ def test_speed_is_counted_within_a_stage_and_a_launch():
     speeds.restart()
     speeds.seen(0, 40, 150.0)
     assert speeds.by_stage == {0: 10.0}
-    speeds.seen(1, 50, 151.0, told=100.0)
+    speeds.seen(1, 50, 151.0, reported=100.0)
     assert speeds.by_stage[1] == 100.0
 
 
@@ -118,15 +117,15 @@ def test_a_stuck_rank_is_the_one_that_is_not_in_a_collective():
     failure = stuck((rank_log(0, state="S"), rank_log(1, state="T")), after, 600)
     assert "rank 1 (process 101) is stopped" in failure.reason
     failure = stuck((), (rank_log(0, tail=waiting), rank_log(1)), 600)
-    assert failure.rank is None and failure.lines[1] == "rank 1: left no stack"
+    assert failure.rank is None and failure.lines[1] == "rank 1: no stack"
 
 
 def test_advice_keeps_the_global_batch(plan):
     text = memory_advice(plan, plan.stages[1], "'a run'")
-    assert "micro_batch_size 8 × accumulation_steps 1 × data_parallel_size 2 does not fit" in text
+    assert "micro_batch_size 8 × accumulation_steps 1 × data_parallel_size 2 does not fit in memory" in text
     assert "4 × 2 × 2 or 2 × 4 × 2" in text and "--resume 'a run' --max-micro-batch-size 4" in text
     least = replace(plan.stages[1], micro_batch_size=1, accumulation_steps=8)
-    assert "the smallest micro batch" in memory_advice(plan, least, "r")
+    assert "the smallest legal micro batch" in memory_advice(plan, least, "r")
 
 
 def test_a_smaller_micro_batch_changes_no_stage_otherwise(plan):
@@ -213,7 +212,7 @@ def test_a_plan_is_written_by_the_one_who_holds_the_lock(plan, tmp_path, monkeyp
     assert not second.exists
     begin(first, plan)
     first.lock()  # as a supervisor does: it is held already
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         begin(second, plan)
     first.unlock()
     second.lock()
@@ -301,21 +300,21 @@ def checkpoint(folder: Path, step: int, launch: int, at: int) -> Path:
     return path
 
 
-def test_the_position_is_that_of_the_newest_checkpoint_that_is_whole(tmp_path):
-    directory = RunDirectory(tmp_path)
-    assert position(directory) == 0
+def test_the_position_is_that_of_the_newest_complete_checkpoint(plan, tmp_path):
+    task = TaskWork(RunDirectory(tmp_path), plan)
+    assert task.position() == 0
     checkpoint(tmp_path, 4, 1, 64)
-    newer = checkpoint(tmp_path, 3, 2, 48)  # a later launch that went on from before: its lineage counts
-    assert position(directory) == 48
-    assert position(directory, verify=True) == 0  # none has the hash it should have
+    newer = checkpoint(tmp_path, 3, 2, 48)  # a later launch continued from before step 4: its lineage counts
+    assert task.position() == 48
+    assert task.position(verify=True) == 0  # none has the right hash
     (newer / "w").write_text("weig")
-    assert position(directory) == 64
+    assert task.position() == 64
 
 
 def test_events_are_read_on_from_where_the_last_look_ended(plan, tmp_path):
     directory = RunDirectory(tmp_path)
-    follower = Follower(directory, manifest_of(plan))
-    assert follower.read() == Progress(0)
+    follower = LoopFollower(directory, manifest_of(plan))
+    assert follower.read() == LaunchProgress(0)
     path = tmp_path / "events" / "launch-00001.jsonl"
     path.parent.mkdir()
     lines = [
@@ -335,11 +334,11 @@ def test_events_are_read_on_from_where_the_last_look_ended(plan, tmp_path):
 
 def test_lines_and_bar_tell_the_same(plan):
     manifest = manifest_of(plan, 2, 1)
-    progress = Progress(96, samples_per_second=100.0, loss=1.25)
+    progress = LaunchProgress(96, samples_per_second=100.0, loss=1.25)
     text = describe(plan, manifest, progress, 30.0)
     assert text == "stage 2/3 · batch 16 · 2 ranks · 100 samples/s · loss 1.2500 · 30 s left"
     failed = Ending(2, "failed", 80, 1010.0, 1, Failure("rank 0 exited with 1: ValueError: [x]", 0, 1, ("[last]",)))
-    for kind in (Lines, Bar):
+    for kind in (LineDisplay, BarDisplay):
         stream = io.StringIO()
         shown = kind(stream)
         shown.launched(plan, manifest)
@@ -355,7 +354,7 @@ def test_lines_and_bar_tell_the_same(plan):
 def test_where_nobody_reads_the_run_goes_on(plan):
     stream = io.StringIO()
     stream.close()
-    Lines(stream).note("into the void")
+    LineDisplay(stream).note("into the void")
     assert codec.encode(plan)["kind"] == "command"
 
 
@@ -364,7 +363,7 @@ def test_what_of_a_site_does_not_concern_a_command_is_said():
     wanted = read_ramp({"thresholds": "0:8 64:16", "samples": "512"})
     options = Options(engine="slurm", slurm={"container": "image.sif", "partition": "gpu"})
     plan, _ = build(request, wanted, options, command=["train", "{end_sample}"])
-    assert "A command is started as it stands, without launch.slurm's container." in plan.notes
+    assert "A command is started unchanged: launch.slurm.container is for tasks only." in plan.notes
 
 
 def test_files_are_never_written_through_a_link_that_somebody_put_there(tmp_path, monkeypatch):

@@ -42,7 +42,7 @@ def test_a_kill_is_named_by_its_signal(run):
 def test_an_exit_code_of_zero_before_the_end_is_no_end(run):
     code, _, err = run(*run.scripted("leave@96", flags=("--max-retries", "0")))
     assert code == 0
-    assert "ended without an error, and before its end" in err
+    assert "the command exited with code 0 before end_sample" in err
     assert "retry" not in err  # it saved and left, as before a time limit: what it began is gone on with
     assert run.status()["consumed_samples"] == 512
 
@@ -62,7 +62,7 @@ def test_out_of_memory_names_numbers_that_need_less_and_a_resume_takes_them(run)
     flags = ("--max-micro-batch-size", "8")
     code, _, err = run(*run.scripted("oom@80!", flags=flags))
     assert code == 5
-    assert "micro_batch_size 8 × accumulation_steps 1 × data_parallel_size 2 does not fit" in err
+    assert "micro_batch_size 8 × accumulation_steps 1 × data_parallel_size 2 does not fit in memory" in err
     assert "4 × 2 × 2 or 2 × 4 × 2" in err and "--max-micro-batch-size 4" in err
     assert len(run.events("launch")) == 3  # once more, in case it was somebody else's memory; not a third time
     plan = run.directory / "plan.json"
@@ -75,7 +75,7 @@ def test_out_of_memory_names_numbers_that_need_less_and_a_resume_takes_them(run)
 def test_a_command_that_trains_past_its_end_is_stopped_at_once(run):
     code, _, err = run(*run.scripted("over=8"))
     assert code == 5
-    assert "trained to sample 72, 8 past its end at 64" in err
+    assert "trained to sample 72, 8 past its end_sample 64" in err
     assert len(run.events("launch")) == 1
 
 
@@ -151,7 +151,7 @@ def test_the_supervisor_may_be_killed_and_resumed_at_any_time(run):
     assert code == 0, err
     document = run.status()
     assert (document["state"], document["consumed_samples"], document["restarts"]) == ("complete", 512, 1)
-    assert any("its supervisor went away" in (e["failure"] or {}).get("reason", "") for e in run.events("ended"))
+    assert any("its supervisor ended" in (e["failure"] or {}).get("reason", "") for e in run.events("ended"))
 
 
 def test_a_second_supervisor_is_refused_and_the_first_goes_on(run):
@@ -165,7 +165,7 @@ def test_a_second_supervisor_is_refused_and_the_first_goes_on(run):
         assert document["state"] == "running" and document["supervisor"] == first.pid
         assert document["consumed_samples"] > 0
         code, _, err = run(*run.scripted())
-        assert code == 2 and "holds a run already" in err
+        assert code == 2 and "already holds a run" in err
     run.process = first
     code, _, err = run.finish()
     assert code == 0, err
@@ -298,14 +298,14 @@ def test_a_position_command_that_fails_now_and_then_is_asked_again(run):
     script = ("silent", f"memory={where.with_name('memory')}")
     code, _, err = run(*run.scripted(*script, flags=("--position-command", f"{sys.executable} {where}")))
     assert code == 0, err
-    assert "the bucket does not answer" in err and "Asked again in 0.1 s (1 of 3)" in err
+    assert "the bucket does not answer" in err and "Retry in 0.1 s (1 of 3)" in err
     assert len(run.events("launch")) == 3
 
 
 def test_a_position_command_without_an_answer_is_an_error(run):
     code, _, err = run(*run.scripted(flags=("--position-command", f"{sys.executable} -c 'print(\"here\")'")))
     assert code == 5 and "(3 of 3)" in err
-    assert "did not say where the run is" in err and "'here'" in err
+    assert "did not print a position" in err and "'here'" in err
 
 
 def test_stages_share_a_launch_unless_the_command_is_given_its_batch(run):
@@ -331,5 +331,5 @@ def test_boundaries_are_timed(run):
 
 def test_a_command_that_never_says_how_far_it_got_is_told_how_to(run):
     code, _, err = run(*run.scripted("silent", flags=("--max-retries", "0")))
-    assert code == 5 and "before its end" in err
+    assert code == 5 and "before end_sample" in err
     assert "BATCHWRIGHT_STATUS_FILE names" in err and "--position-command" in err

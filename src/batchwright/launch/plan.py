@@ -1,4 +1,4 @@
-"""From a ramp to the plan of a run: what is checked before anything is started."""
+"""From a ramp to the plan of a run, with everything that can be checked before a start."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from batchwright.core.ramp.request import RampRequest
 from batchwright.processes.target import task_file
 from batchwright.rundir import names
 
-from . import template
 from .directory import RunDirectory, write_json
 from .records import COMMAND, TASK, Options, RunPlan
+from .work import BATCH_PLACEHOLDERS, check_placeholders, placeholders
 
 
 def build(
@@ -31,56 +31,60 @@ def build(
     position_command: Sequence[str] = (),
     working_directory: str | None = None,
 ) -> tuple[RunPlan, Ramp]:
-    """The plan of a run and the ramp it follows; a task or a command, never both."""
+    """The plan of a run, of a task or of a command, and the ramp that it follows."""
     if bool(target) == bool(command):
         what = "both" if target else "neither"
         raise ConfigError(
-            f"{what} given: a run takes a task (FILE.py:function) or a command after --.", field="task", given=target
+            f"{what} given: a run takes either a task (FILE.py:function) or a command after --.",
+            field="task",
+            given=target,
         )
-    template.check(command)
-    template.check(position_command, "position_command")
-    beyond = template.places(position_command) - {"run_dir"}
+    check_placeholders(command)
+    check_placeholders(position_command, "position_command")
+    beyond = placeholders(position_command) - {"run_dir"}
     if beyond:
         raise ConfigError(
-            f"the position command may have {{run_dir}} only: {', '.join(sorted(beyond))} belong to one launch.",
+            f"the position command may use {{run_dir}} only: {', '.join(sorted(beyond))} differ between launches.",
             field="position_command",
         )
     notes: list[str] = []
     request = _placed(request, notes)
     if target and max(request.tensor_parallel, request.pipeline_parallel, request.context_parallel) > 1:
         raise ConfigError(
-            "a task is data-parallel: splitting a model over devices is your framework's business. Leave tensor, pipeline "
-            "and context parallelism out, or run your own script: batchwright run … -- COMMAND.",
+            "a task is data-parallel only. Leave out tensor, pipeline and context parallelism, or run your own script: "
+            "batchwright run … -- COMMAND.",
             field="tensor_parallel",
             given=request.tensor_parallel,
             nearest=(1,),
         )
-    if template.places(command) & set(template.BATCH_PLACES) and not wanted.stop_every_stage:
+    if placeholders(command) & set(BATCH_PLACEHOLDERS) and not wanted.stop_every_stage:
         wanted = replace(wanted, stop_every_stage=True)
-        notes.append("The command is given its batch, so every stage is a launch of its own.")
+        notes.append("The command has a placeholder for its batch, so every stage is a launch of its own.")
     ours = [name for name in ("container", "container_mounts", "python", "srun", "launcher") if options.slurm.get(name)]
     if command and ours:
-        notes.append(f"A command is started as it stands, without launch.slurm's {', '.join(ours)}.")
+        notes.append(f"A command is started unchanged: launch.slurm.{', launch.slurm.'.join(ours)} is for tasks only.")
     if target and wanted.lr_scaling:
         options = replace(options, settings={"lr_scaling": wanted.lr_scaling, **options.settings})
     made = ramp(request, wanted)
     if made.schedule.total_samples is None:
         raise ScheduleError(
-            "a run needs an end: the last stage is open. Give the budget, --samples N or --tokens N.", field="samples"
+            "a run needs an end, and the last stage is open. Give a budget: --samples N or --tokens N.", field="samples"
         )
-    assert made.placement is not None  # _placed saw to that
+    assert made.placement is not None  # `_placed` gives the request a world
     sizes = {stage.global_batch_size for stage in made.placement.stages}
-    if command and len(sizes) > 1 and not template.places(command) & set(template.BATCH_PLACES):
+    if command and len(sizes) > 1 and not placeholders(command) & set(BATCH_PLACEHOLDERS):
         notes.append(
-            "The command has no place for its batch, so it trains every stage with whatever it does by itself: write "
-            f"{', '.join(f'{{{name}}}' for name in template.BATCH_PLACES)} where they belong."
+            "The command has no placeholder for its batch, so every stage trains with the command's own batch: write "
+            f"{', '.join(f'{{{name}}}' for name in BATCH_PLACEHOLDERS)} where they belong."
         )
     stage = made.placement.stages[0]
     replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
     per_node = request.devices_per_node or stage.data_parallel_size * replica // stage.nodes
     plan = RunPlan(
         TASK if target else COMMAND,
-        "{}:{}".format(*task_file(target)) if target else command[0],  # by its full path: resumed from anywhere
+        "{}:{}".format(*task_file(target))
+        if target
+        else command[0],  # an absolute path: a run is resumed from anywhere
         dict(arguments or {}),
         tuple(command),
         tuple(position_command),
@@ -97,7 +101,7 @@ def build(
 
 
 def _placed(request: Request, notes: list[str]) -> Request:
-    """A world: that of the request, or one process."""
+    """The request with a world: its own, or one process."""
     known = (request.nodes, request.devices, request.data_parallel_size)
     if any(value is not None for value in known):
         return request
@@ -128,9 +132,9 @@ def refit(plan: RunPlan, limit: int) -> RunPlan:
 
 
 def begin(directory: RunDirectory, plan: RunPlan) -> None:
-    """Write the plan, where there is none yet; the run's lock is held from here on, so nobody writes another."""
+    """Write the plan of a new run. The lock is held from here on, so no other process can write one."""
     taken = ConfigError(
-        f"{directory.path} holds a run already. Go on with batchwright run --resume "
+        f"{directory.path} already holds a run. Continue it with batchwright run --resume "
         f"{shlex.quote(str(directory.path))}, or give another --dir.",
         field="dir",
         given=str(directory.path),

@@ -18,7 +18,7 @@ from batchwright.launch import directory as files
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Job, Poll
 from batchwright.launch.records import Ending, Manifest
-from batchwright.launch.show import Lines
+from batchwright.launch.show import LineDisplay
 from batchwright.launch.slurm import chain
 from batchwright.launch.slurm import claim as slurm_claim
 from batchwright.launch.slurm import commands as slurm
@@ -476,7 +476,7 @@ def test_a_run_that_waits_for_a_controller_can_be_stopped(make, tmp_path, monkey
     person = threading.Thread(target=stop)
     person.start()
     try:
-        assert slurm_engine.SlurmSupervisor(directory, plan, Lines(said)).run() == "stopped"
+        assert slurm_engine.SlurmSupervisor(directory, plan, LineDisplay(said)).run() == "stopped"
     finally:
         person.join()
     assert said.getvalue().count("does not answer") == 1

@@ -15,7 +15,7 @@ from batchwright.launch.engine import rank_logs
 from batchwright.launch.local import LocalEngine
 from batchwright.launch.plan import build
 from batchwright.launch.records import Ending, Options
-from batchwright.launch.show import Lines
+from batchwright.launch.show import LineDisplay
 from batchwright.launch.slurm import chain
 from batchwright.launch.slurm.site import Site, remember
 from batchwright.launch.supervisor import Supervisor
@@ -76,7 +76,7 @@ def expected(tmp_path_factory) -> dict[int, float]:
     directory = RunDirectory(tmp_path_factory.mktemp("local"))
     one = plan("local", nodes=1, node_policy="constant")
     write_json(directory.path / "plan.json", one)
-    assert Supervisor(directory, one, LocalEngine(), Lines(every=1e9)).run() == "complete"
+    assert Supervisor(directory, one, LocalEngine(), LineDisplay(every=1e9)).run() == "complete"
     return losses(directory.path)
 
 

@@ -25,7 +25,7 @@ from batchwright.launch.directory import RunDirectory
 from batchwright.launch.engine import Poll
 from batchwright.launch.interrupts import Interrupts
 from batchwright.launch.records import Ending, Failure, Manifest, RunPlan
-from batchwright.launch.show import Lines
+from batchwright.launch.show import LineDisplay
 from batchwright.launch.supervisor import Supervisor
 from batchwright.launch.work import launch_end, work
 from batchwright.rundir import names
@@ -138,7 +138,7 @@ class ChainJob(Supervisor):
 
     def __init__(self, directory: RunDirectory) -> None:
         self._run = SlurmRun.load(directory)
-        super().__init__(directory, directory.plan(), StepEngine(self._run.site), Lines(sys.stdout))
+        super().__init__(directory, directory.plan(), StepEngine(self._run.site), LineDisplay(sys.stdout))
         self._interrupts: _JobSignals = _JobSignals()
         self._claimed: JobRecord | None = None
 
@@ -308,7 +308,7 @@ class ChainJob(Supervisor):
             handle = self._engine.start(self._work.job(launch, manifest.number, position))
         except BatchwrightError as error:
             return self._not_started(claimed, manifest, str(error))
-        ending = self._see_out(manifest, handle)
+        ending = self._wait_for_end(manifest, handle)
         claimed.end(ending.code, f"stopped by {self._interrupts.name}" if self._interrupts.name else "")
         return ending
 

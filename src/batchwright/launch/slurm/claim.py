@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.launch.directory import write_json
-from batchwright.rundir.files import find_json
+from batchwright.rundir.files import find_object
 
 from . import commands as slurm
 
@@ -45,7 +45,7 @@ def create_once(path: Path, document: Any) -> bool:
 
 def job_record(launch: Path) -> dict[str, Any]:
     """`job.json` of a launch; empty if no job has claimed it yet, or if it cannot be read now."""
-    return find_json(launch / "job.json") or {}
+    return find_object(launch / "job.json") or {}
 
 
 class JobRecord:

@@ -11,12 +11,12 @@ from typing import Any
 from batchwright.core import codec
 from batchwright.core.errors import EnvironmentFault
 from batchwright.core.nodes.policies import Launch
-from batchwright.launch import summary
 from batchwright.launch.directory import RunDirectory, write_json
-from batchwright.launch.eta import duration
 from batchwright.launch.records import Manifest, RunPlan
+from batchwright.launch.show import duration
 from batchwright.launch.status import RunStatus
 from batchwright.launch.supervisor import Listener
+from batchwright.launch.work import dry_run as local_dry_run
 from batchwright.launch.work import work
 from batchwright.rundir import names
 
@@ -292,7 +292,7 @@ def _planned(plan: RunPlan, start: int, end: int | None) -> float | None:
 def dry_run(directory: RunDirectory, plan: RunPlan) -> list[dict[str, Any]]:
     """Every launch of a chain as it would start: its script in RUN/dry-run, tried with `sbatch --test-only`."""
     run = SlurmRun(read_site(plan.options.slurm), "dry-run", detached=True)
-    records = summary.dry_run(directory, plan)
+    records = local_dry_run(directory, plan)
     for launch, record in zip(plan.launches, records, strict=True):
         path = write_script(script_path(directory, launch, "dry-run"), chain_script(directory, plan, run, launch))
         job = work(directory, plan).job(launch, launch.index + 1, launch.start_sample)

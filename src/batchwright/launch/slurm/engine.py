@@ -14,16 +14,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from batchwright.core import codec
 from batchwright.core.nodes.policies import Launch
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Action, Handle, Job, Poll, RankLog, rank_logs
-from batchwright.launch.records import Ending, Failure, Manifest, Progress, RunPlan
+from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest, RunPlan
 from batchwright.launch.supervisor import Listener, Supervisor
 from batchwright.launch.work import work
-from batchwright.rundir.files import find_json
+from batchwright.rundir.files import find_object
 
 from . import commands as slurm
 from .claim import job_record
@@ -192,12 +192,11 @@ def write_job(job: Job) -> None:
 
 def read_job(directory: Path) -> Job | None:
     """What `write_job` wrote."""
-    document: Any = find_json(directory / "work.json")
-    if not isinstance(document, Mapping):
+    document = find_object(directory / "work.json")
+    if document is None:
         return None
-    known = cast("Mapping[str, Any]", document)
-    paths = {key: Path(known[key]) for key in ("directory", "working_directory")}
-    return codec.decode(Job, {**known, **paths})
+    paths = {key: Path(document[key]) for key in ("directory", "working_directory")}
+    return codec.decode(Job, {**document, **paths})
 
 
 class SlurmSupervisor(Supervisor):
@@ -247,7 +246,7 @@ class SlurmSupervisor(Supervisor):
         self,
         manifest: Manifest,
         polled: Poll,
-        progress: Progress,
+        progress: LaunchProgress,
         failure: Failure | None,
         stopping: bool,
         handle: Handle | None = None,
