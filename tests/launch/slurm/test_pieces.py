@@ -31,6 +31,7 @@ from batchwright.launch.slurm.elastic import affordable
 from batchwright.launch.slurm.site import Site, SlurmRun
 from batchwright.launch.status import status
 from batchwright.launch.work import work
+from batchwright.rundir.files import find_json
 
 from .conftest import wait_for
 
@@ -311,7 +312,7 @@ def test_a_command_that_slurm_has_signalled_is_not_signalled_again(tmp_path, sig
     handle = engine.start(job)
     try:
         wait_for((tmp_path / "ready").exists)
-        pids = json.loads((job.directory / "ranks" / "0.json").read_text())
+        pids = wait_for(lambda: find_json(job.directory / "ranks" / "0.json"))  # its parent writes it a little later
         if signalled:
             for pid in (pids["parent"], pids["pid"]):
                 os.kill(pid, signal.SIGTERM)
@@ -475,10 +476,7 @@ def test_a_run_that_waits_for_a_controller_can_be_stopped(make, tmp_path, monkey
     person = threading.Thread(target=stop)
     person.start()
     try:
-        assert (
-            slurm_engine.SlurmSupervisor(directory, plan, slurm_engine.SlurmEngine(), LineDisplay(said)).run()
-            == "stopped"
-        )
+        assert slurm_engine.SlurmSupervisor(directory, plan, LineDisplay(said)).run() == "stopped"
     finally:
         person.join()
     assert said.getvalue().count("does not answer") == 1

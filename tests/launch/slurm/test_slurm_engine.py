@@ -27,7 +27,7 @@ from .conftest import LAUNCHES, PATIENCE, QUICK, audit, gone, seen, submitted_ag
 
 def supervise(directory, plan) -> tuple[str, str]:
     out = io.StringIO()
-    state = SlurmSupervisor(directory, plan, SlurmEngine(), LineDisplay(out, every=0.0)).run()
+    state = SlurmSupervisor(directory, plan, LineDisplay(out, every=0.0)).run()
     return state, out.getvalue()
 
 
@@ -177,9 +177,7 @@ def test_a_job_that_waits_says_why_and_a_prologue_that_fails_is_named_and_tried_
         args=(lambda: "waiting in the queue: Nodes required" in out.getvalue() and cluster.resume() is None,),
     )
     watch.start()
-    assert SlurmSupervisor(directory, plan, SlurmEngine(), LineDisplay(out, every=0.0)).run() == "complete", (
-        out.getvalue()
-    )
+    assert SlurmSupervisor(directory, plan, LineDisplay(out, every=0.0)).run() == "complete", out.getvalue()
     watch.join()
     assert "waiting in the queue: Nodes required for job are DOWN, DRAINED" in out.getvalue()
     first = json.loads((directory.launch(1) / "job.json").read_text())

@@ -34,10 +34,10 @@ def plan(engine: str, nodes: int = 4, arguments=None, **ramp):
     return build(request, read_ramp({**RAMP, **ramp}), options, target=f"{TASK}:task", arguments=arguments)[0]
 
 
-def losses(path: Path, launches: str = "*") -> dict[int, float]:
+def losses(path: Path, launch: int | None = None) -> dict[int, float]:
     """By step, over all launches or one."""
     found: dict[int, float] = {}
-    for file in sorted((path / "events").glob(f"launch-{launches}.jsonl")):
+    for file in sorted((path / "events").glob("launch-*.jsonl" if launch is None else f"launch-{launch:05d}.jsonl")):
         for line in file.read_text().splitlines():
             event = json.loads(line)
             if event["kind"] == "step":
@@ -59,13 +59,13 @@ def check(directory: RunDirectory, expected: dict[int, float]) -> None:
 
 def interrupt(cluster, directory: RunDirectory, slow: Path) -> Ending:
     """Signal launch 2 in a slow step, as Slurm does before a time limit; how the launch ended."""
-    wait_for(lambda: losses(directory.path, "0002"))
+    wait_for(lambda: losses(directory.path, 2))
     job = json.loads((directory.launch(2) / "job.json").read_text())["job"]
     cluster.call("scancel", "--batch", "--signal=USR1", job)
     ending = wait_for(lambda: directory.ending(2))
     slow.unlink()
     # The ranks on both nodes saved the step that they were in.
-    assert 64 < ending.position == 64 + 32 * len(losses(directory.path, "0002")) < 192
+    assert 64 < ending.position == 64 + 32 * len(losses(directory.path, 2)) < 192
     assert all(rank.code == 0 for rank in rank_logs(directory.launch(2)))
     return ending
 

@@ -21,7 +21,7 @@ from types import FrameType
 
 from batchwright.core.errors import BatchwrightError, EnvironmentFault
 from batchwright.core.nodes.policies import Launch
-from batchwright.launch.directory import RunDirectory, write_json
+from batchwright.launch.directory import RunDirectory
 from batchwright.launch.engine import Poll
 from batchwright.launch.interrupts import Interrupts
 from batchwright.launch.records import Ending, Failure, Manifest, RunPlan
@@ -114,23 +114,6 @@ def begin(directory: RunDirectory, plan: RunPlan, run: SlurmRun) -> list[str]:
             after = f"afterany:{queued[-1]}" if queued else ""
             queued.append(submit(directory, run, launch, script, nodes=launch.nodes, after=after))
     return queued
-
-
-def stop(directory: RunDirectory, *, now: bool = False) -> None:
-    """Stop a chain: jobs that wait are cancelled, a job that runs saves and stops."""
-    write_json(directory.path / names.STOP, {"now": now})
-    try:
-        known = slurm.jobs(SlurmRun.load(directory).token)
-    except slurm.Unreachable as error:
-        raise EnvironmentFault(
-            f"Slurm does not answer here ({error}), so no job was cancelled. A job of {directory.path} that runs, or that "
-            "starts later, sees the request and stops by itself.",
-            field="stop",
-            given=str(directory.path),
-        ) from None
-    for one in known:
-        if one.alive and one.state == "PENDING":
-            slurm.cancel(one.job)
 
 
 class _JobSignals(Interrupts):

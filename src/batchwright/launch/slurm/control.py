@@ -11,7 +11,7 @@ from typing import Any
 from batchwright.core import codec
 from batchwright.core.errors import EnvironmentFault
 from batchwright.core.nodes.policies import Launch
-from batchwright.launch.directory import RunDirectory
+from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.records import Manifest, RunPlan
 from batchwright.launch.show import duration
 from batchwright.launch.status import RunStatus
@@ -23,7 +23,7 @@ from batchwright.rundir import names
 from . import chain
 from . import commands as slurm
 from .claim import HEARTBEAT_SECONDS, job_record
-from .engine import SlurmEngine, SlurmSupervisor, cancel_all
+from .engine import SlurmSupervisor, cancel_all
 from .script import chain_script, ranks_command, script_path, write_script
 from .site import SlurmRun, read_site, remember
 
@@ -46,7 +46,7 @@ def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener) -> str
     run = remember(directory, read_site(plan.options.slurm), detached=False)
     if chained:
         cancel_all(directory, run.token)
-    return SlurmSupervisor(directory, plan, SlurmEngine(), listener).run()
+    return SlurmSupervisor(directory, plan, listener).run()
 
 
 def _refuse_running(directory: RunDirectory) -> None:
@@ -62,9 +62,20 @@ def _refuse_running(directory: RunDirectory) -> None:
 
 
 def stop(directory: RunDirectory, plan: RunPlan, now: bool) -> None:
-    """Stop a chain, or a run whose supervisor is gone, and wait until its last job has ended."""
+    """Stop a chain, or a run whose supervisor is gone: cancel jobs that wait, and wait until a job that runs has saved."""
     run = SlurmRun.load(directory)
-    chain.stop(directory, now=now)
+    write_json(directory.path / names.STOP, {"now": now})
+    try:
+        waiting = [one.job for one in slurm.jobs(run.token) if one.state == "PENDING"]
+    except slurm.Unreachable as error:
+        raise EnvironmentFault(
+            f"Slurm does not answer here ({error}), so no job was cancelled. A job of {directory.path} that runs, or that "
+            "starts later, sees the request and stops by itself.",
+            field="stop",
+            given=str(directory.path),
+        ) from None
+    for job in waiting:
+        slurm.cancel(job)
     if now:
         cancel_all(directory, run.token)
     patience = max(plan.options.grace_seconds, run.site.signal_seconds) + STOP_SECONDS

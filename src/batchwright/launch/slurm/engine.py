@@ -14,16 +14,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from batchwright.core import codec
 from batchwright.core.nodes.policies import Launch
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Action, Handle, Job, Poll, RankLog, rank_logs
-from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest
-from batchwright.launch.supervisor import Supervisor
+from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest, RunPlan
+from batchwright.launch.supervisor import Listener, Supervisor
 from batchwright.launch.work import work
-from batchwright.rundir.files import find_json
+from batchwright.rundir.files import find_object
 
 from . import commands as slurm
 from .claim import job_record
@@ -49,8 +49,8 @@ class SlurmEngine:
 
     name = "slurm"
 
-    def __init__(self) -> None:
-        self.pause: slurm.Pause = slurm.pause  # while the controller does not answer
+    def __init__(self, pause: slurm.Pause = slurm.pause) -> None:
+        self._pause = pause  # while the controller does not answer
         self._asked: dict[str, tuple[float, Poll]] = {}
         self._sent: dict[tuple[str, str], float] = {}
         self._leaving = Leaving()
@@ -76,7 +76,7 @@ class SlurmEngine:
         submitted, comment = time.time(), slurm.comment(run.token, "start", number)
         return {
             "engine": self.name,
-            "job": slurm.submit_patiently(script, comment, pause=self.pause),
+            "job": slurm.submit_patiently(script, comment, pause=self._pause),
             "directory": str(job.directory),
             "submitted": submitted,
             "comment": comment,
@@ -192,23 +192,22 @@ def write_job(job: Job) -> None:
 
 def read_job(directory: Path) -> Job | None:
     """What `write_job` wrote."""
-    document: Any = find_json(directory / "work.json")
-    if not isinstance(document, Mapping):
+    document = find_object(directory / "work.json")
+    if document is None:
         return None
-    known = cast("Mapping[str, Any]", document)
-    paths = {key: Path(known[key]) for key in ("directory", "working_directory")}
-    return codec.decode(Job, {**known, **paths})
+    paths = {key: Path(document[key]) for key in ("directory", "working_directory")}
+    return codec.decode(Job, {**document, **paths})
 
 
 class SlurmSupervisor(Supervisor):
     """A supervisor whose launches are jobs: it may take fewer nodes, and reports what Slurm reports."""
 
-    _reported = ""  # the last answer of a controller that was not there
+    def __init__(self, directory: RunDirectory, plan: RunPlan, listener: Listener) -> None:
+        super().__init__(directory, plan, SlurmEngine(self._without_controller), listener)
+        self._reported = ""  # the last answer of a controller that was not there
 
     def _launch(self, launch: Launch, position: int) -> Ending:
         """Run a launch; a stop is possible even while no controller takes its job."""
-        if isinstance(self._engine, SlurmEngine):
-            self._engine.pause = self._without_controller
         try:
             return self._sized(launch, position)
         except slurm.Withdrawn:

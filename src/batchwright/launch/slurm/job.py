@@ -19,7 +19,7 @@ from batchwright.launch.directory import RunDirectory
 from batchwright.launch.engine import Handle, Poll
 from batchwright.processes.guard import die_with
 from batchwright.rundir import names
-from batchwright.rundir.files import find_json
+from batchwright.rundir.files import find_object
 
 from .chain import ChainJob
 from .claim import HEARTBEAT_SECONDS, JobRecord, job_record
@@ -42,8 +42,7 @@ class Start:
 
     def _not_ours(self) -> str | None:
         """Why this job has nothing to do."""
-        fence: dict[str, int] = find_json(self._directory.path / names.FENCE) or {}
-        current = fence.get("launch")
+        current = (find_object(self._directory.path / names.FENCE) or {}).get("launch")
         # None is a transient read error, and no newer launch.
         if current is not None and current != self._number:
             return f"launch {self._number} may not run: launch {current} may"

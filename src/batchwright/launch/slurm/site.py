@@ -19,7 +19,7 @@ from batchwright.core.batch.request import choice, unknown_key
 from batchwright.core.errors import ConfigError, EnvironmentFault, Violation, raise_violations
 from batchwright.core.numbers import count, positive
 from batchwright.launch.directory import RunDirectory, write_json
-from batchwright.rundir.files import find_json
+from batchwright.rundir.files import find_object
 
 READ_SECONDS = 5.0  # for a file that exists but cannot be read
 LAUNCHERS = ("srun", "torchrun")
@@ -261,7 +261,7 @@ class SlurmRun:
     def load(cls, directory: RunDirectory) -> SlurmRun:
         """The record of a run; a new one if the run has none."""
         deadline, path = time.monotonic() + READ_SECONDS, cls.path(directory)
-        while not isinstance(document := find_json(path), Mapping):
+        while (document := find_object(path)) is None:
             if not path.exists():
                 return cls(Site(), secrets.token_hex(6))
             # A transient read error passes; with a new token the run would lose its jobs.
