@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from batchwright.core.batch.pipeline import SCHEDULES
 from batchwright.core.batch.plan import plan as check
 from batchwright.core.batch.request import Request, resolve_ranks
-from batchwright.core.errors import BatchwrightError, PlanError
+from batchwright.core.errors import BatchwrightError, ConfigError, PlanError
 from batchwright.core.nodes.policies import Stage
 from batchwright.core.ramp.request import read_ramp
 from batchwright.launch.directory import RunDirectory, write_json
@@ -174,4 +174,8 @@ def test_a_plan_of_an_older_version_is_read_without_its_rules(tmp_path):
     old = directory.plan()
     assert old.rules.replicas(4) == 4 and replace(old, rules=plan.rules) == plan
     assert refit(old, 3).stages == refit(plan, 3).stages
+    for damage in ({"stages": []}, {"devices_per_node": None}, {"launches": [{"nodes": 1}]}):
+        (tmp_path / "plan.json").write_text(json.dumps(document | damage))
+        with pytest.raises(ConfigError, match="plan.json is damaged"):
+            directory.plan()
     assert legal_nodes(old, old.launches[0]) == legal_nodes(plan, plan.launches[0]) == (4, 2, 1)
