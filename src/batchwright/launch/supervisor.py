@@ -21,7 +21,7 @@ from batchwright.rundir import names
 from batchwright.rundir.files import find_object
 
 from .directory import RunDirectory, write_json
-from .engine import Action, Engine, Handle, Poll, tail
+from .engine import Action, Engine, Handle, Job, Poll, tail
 from .failure import explain, memory_advice, stuck
 from .interrupts import Interrupts
 from .records import COMMAND, Ending, Failure, LaunchProgress, Manifest, RunPlan
@@ -123,7 +123,24 @@ class Supervisor:
         """Start one launch and wait until it ends."""
         number = max(self._directory.numbers(), default=0) + 1
         job = self._work.job(launch, number, position)
-        manifest = Manifest(
+        manifest = self._manifest(launch, job, number, position)
+        # The fence first: from here on no older launch can save, even if it still runs.
+        self._directory.fence(number)
+        self._work.prepare(launch, number, position)
+        write_json(self._directory.launch(number) / "manifest.json", manifest)
+        handle = self._engine.start(job)
+        try:
+            manifest = replace(manifest, handle=handle)
+            write_json(self._directory.launch(number) / "manifest.json", manifest)
+            self._announce(manifest)
+            return self._wait_for_end(manifest, handle)
+        except BaseException:
+            self._until_ended(handle, 30.0, "kill")
+            raise
+
+    def _manifest(self, launch: Launch, job: Job, number: int, position: int) -> Manifest:
+        """The record of a launch before its start."""
+        return Manifest(
             number,
             launch.index,
             launch.nodes,
@@ -135,31 +152,21 @@ class Supervisor:
             str(job.working_directory),
             self._clock(),
         )
-        # The fence first: from here on no older launch can save, even if it still runs.
-        self._directory.fence(number)
-        self._work.prepare(launch, number, position)
-        write_json(self._directory.launch(number) / "manifest.json", manifest)
-        handle = self._engine.start(job)
-        try:
-            manifest = replace(manifest, handle=handle)
-            write_json(self._directory.launch(number) / "manifest.json", manifest)
-            stage = self._plan.stage_at(position)
-            self._directory.event(
-                "launch",
-                number=number,
-                launch=launch.index,
-                stage=stage.index,
-                nodes=launch.nodes,
-                ranks=manifest.ranks,
-                start_sample=position,
-                end_sample=manifest.end_sample,
-            )
-            self._listener.launched(self._plan, manifest)
-            self._speeds.restart()
-            return self._wait_for_end(manifest, handle)
-        except BaseException:
-            self._until_ended(handle, 30.0, "kill")
-            raise
+
+    def _announce(self, manifest: Manifest) -> None:
+        """Report the start of a launch."""
+        self._directory.event(
+            "launch",
+            number=manifest.number,
+            launch=manifest.launch,
+            stage=self._plan.stage_at(manifest.start_sample).index,
+            nodes=manifest.nodes,
+            ranks=manifest.ranks,
+            start_sample=manifest.start_sample,
+            end_sample=manifest.end_sample,
+        )
+        self._listener.launched(self._plan, manifest)
+        self._speeds.restart()
 
     def _adopt(self) -> None:
         """Wait for the end of a launch that an earlier supervisor started and did not record."""

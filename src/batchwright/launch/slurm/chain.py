@@ -27,7 +27,7 @@ from batchwright.launch.interrupts import Interrupts
 from batchwright.launch.records import Ending, Failure, Manifest, RunPlan
 from batchwright.launch.show import LineDisplay
 from batchwright.launch.supervisor import Supervisor
-from batchwright.launch.work import launch_end, work
+from batchwright.launch.work import work
 from batchwright.rundir import names
 
 from . import commands as slurm
@@ -249,19 +249,8 @@ class ChainJob(Supervisor):
         self._work = work(self._directory, self._plan)
         number = max(numbers, default=0) + 1
         job = self._work.job(launch, number, position)
-        manifest = Manifest(
-            number,
-            launch.index,
-            nodes,
-            self._plan.ranks(launch),
-            position,
-            launch_end(plan, launch),
-            job.argv,
-            job.environment,
-            str(job.working_directory),
-            self._clock(),
-            {"engine": "slurm", "job": slurm.me(), "directory": str(job.directory)},
-        )
+        handle = {"engine": "slurm", "job": slurm.me(), "directory": str(job.directory)}
+        manifest = replace(self._manifest(launch, job, number, position), handle=handle)
         if not create_once(self._directory.launch(number) / "manifest.json", manifest):
             say(f"nothing to do: another job has just claimed launch {number}")
             return 0
@@ -292,18 +281,7 @@ class ChainJob(Supervisor):
             submit_successor(self._directory, self._run, launch, script, slurm.me() or "", launch.nodes)
         self._directory.fence(manifest.number)  # from here on no older launch can save
         self._work.prepare(launch, manifest.number, position)
-        self._directory.event(
-            "launch",
-            number=manifest.number,
-            launch=launch.index,
-            stage=self._plan.stage_at(position).index,
-            nodes=manifest.nodes,
-            ranks=manifest.ranks,
-            start_sample=position,
-            end_sample=manifest.end_sample,
-        )
-        self._listener.launched(self._plan, manifest)
-        self._speeds.restart()
+        self._announce(manifest)
         try:
             handle = self._engine.start(self._work.job(launch, manifest.number, position))
         except BatchwrightError as error:
