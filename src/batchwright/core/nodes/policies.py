@@ -11,8 +11,8 @@ micro batches on each, and the pipeline accepts that number. The policies choose
     constant         all nodes in every stage: what the saving is measured against
 
 The two optima may go up and down in nodes: nothing in their constraints forbids it. Among equals they prefer fewer
-changes of nodes, then fewer nodes. Within a limit, choices that differ by less than one part in 2^30 count as equals,
-whichever is found.
+changes of nodes, then fewer nodes. Within a limit the choice may be dearer than the best; `NodePlan.gap` says by how much
+at most.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ class NodePlan:
     full_cluster_node_hours: float | None
     saved_node_hours: float | None
     notes: tuple[str, ...]
+    gap: float = 0.0
+    """Within a limit: by how many node-hours (min-time: hours) a better choice could be better, at most."""
 
 
 def launcher_nodes(batches: Sequence[int], world: World, *, nodes: int, micro_batch_size: int) -> tuple[int, ...]:
@@ -207,12 +209,13 @@ def place(
     raise_violations(ScheduleError, found)
     batches = [segment.global_batch_size for segment in segments]
     notes: list[str] = []
+    gap = 0.0
     if policy == "launcher":
         counts: Sequence[int] = _launcher(rules, batches, notes)
     elif policy == "constant-work":
         counts = _constant_work(rules, batches, notes)
     elif isinstance(throughput, Throughput) and policy != "constant":
-        counts = _optimum(rules, segments, policy, throughput, restart, limits[policy][1], stop_every_stage, notes)
+        counts, gap = _optimum(rules, segments, policy, throughput, restart, limits[policy][1], stop_every_stage)
     else:
         counts = [nodes] * len(batches)
     try:
@@ -223,6 +226,11 @@ def place(
         raise
     launches = _launches(stages, stop_every_stage)
     hours, node_hours = _totals(stages, restart, stop_every_stage)
+    if gap:
+        unit, total = ("hours", hours) if policy == "min-time" else ("node-hours", node_hours)
+        notes.append(
+            f"within the limit, {policy} found {total:.4g} {unit}; another choice could save {gap:.3g} {unit} at most."
+        )
     full: tuple[float | None, float | None] = (None, None)
     if isinstance(throughput, Throughput) and hours is not None:
         # An early batch is often too small for all nodes at this micro batch: there the baseline takes a smaller one.
@@ -248,7 +256,7 @@ def place(
         if segment.shortfall and rest % (stage.micro_batch_size * stage.data_parallel_size):
             notes.append(f"the last step of stage {stage.index + 1} is cut to {rest} samples, and runs ragged.")
     saved = full[1] - node_hours if full[1] is not None and node_hours is not None else None
-    return NodePlan(policy, stages, launches, restart, hours, node_hours, *full, saved, tuple(notes))
+    return NodePlan(policy, stages, launches, restart, hours, node_hours, *full, saved, tuple(notes), gap)
 
 
 def _request_violations(
@@ -422,9 +430,11 @@ def _optimum(
     restart: float,
     limit: float | None,
     stop_every_stage: bool,
-    notes: list[str],
-) -> list[int]:
-    """Both optima are one problem: (cost, weight) is (node time, time), or the other way round."""
+) -> tuple[list[int], float]:
+    """The nodes of each stage, and the gap in the unit of the policy's cost.
+
+    Both optima are one problem: (cost, weight) is (node time, time), or the other way round.
+    """
 
     def pair(nodes: int, time: int) -> Pair:
         return (nodes * time, time) if policy == "min-node-hours" else (time, nodes * time)
@@ -452,20 +462,14 @@ def _optimum(
         name, unit, other = "node_hours_budget", "node-hours", "min-node-hours"
         if policy == "min-node-hours":
             name, unit, other = "deadline_hours", "hours", "min-time"
-        lightest = _optimum(rules, segments, other, throughput, restart, None, stop_every_stage, notes)
+        lightest, _ = _optimum(rules, segments, other, throughput, restart, None, stop_every_stage)
         totals = _totals(_stages(rules, segments, lightest, throughput), restart, stop_every_stage)
         least = (totals[0] if other == "min-time" else totals[1]) or 0.0
         digits = 100 if least >= 1 else 10**6
         nearest = ceil(Fraction(least) * digits) / digits  # rounded up, so it is accepted; and shown as it is
         message = f"{name}={limit} cannot be met on up to {rules.nodes} nodes: the least is {_shown(nearest)} {unit}."
         raise ScheduleError(message, field=name, given=limit, nearest=(nearest,))
-    if found.gap:
-        hours = found.gap / _HOUR
-        unit = "node-hours" if policy == "min-node-hours" else "hours"
-        notes.append(
-            f"{policy} within this limit is not proven: a better choice could save {hours:.3g} {unit} at most."
-        )
-    return found.counts
+    return found.counts, found.gap / _HOUR
 
 
 def _shown(number: float) -> str:

@@ -85,6 +85,7 @@ class Ramp:
             "full_cluster_hours": placed.full_cluster_hours if placed else None,
             "full_cluster_node_hours": placed.full_cluster_node_hours if placed else None,
             "saved_node_hours": placed.saved_node_hours if placed else None,
+            "gap": placed.gap if placed else None,
             "learning_rate": codec.encode(self.rates),
             "learning_rate_suggestion": codec.encode(self.suggestion),
             "learning_rate_horizon": codec.encode(self.horizon),
