@@ -16,7 +16,7 @@ from batchwright.core.errors import PlanError, Violation, either
 from batchwright.core.numbers import divisors, nearest_divisors
 
 from .pipeline import PipelineRule
-from .request import Request, asked_for
+from .request import BatchRequest, asked_for
 
 _TRIES = 200  # batches tried on each side of one that has no split; the legal numbers of a pipeline lie far closer
 MOST_ALTERNATIVES = 1000  # enough for every divisor of any batch in use; three free numbers can give millions
@@ -314,7 +314,7 @@ def _one(unit: str, number: int) -> str:
     return unit.removesuffix("s") if number == 1 else unit
 
 
-def rounded_batch(request: Request, unknowns: Unknowns, notes: list[str]) -> Unknowns:
+def rounded_batch(request: BatchRequest, unknowns: Unknowns, notes: list[str]) -> Unknowns:
     """Round the global batch to a multiple of what is known, when that was asked for by name."""
     batch = unknowns.global_batch_size
     if request.round is None or batch is None:
@@ -349,7 +349,7 @@ def rounded_batch(request: Request, unknowns: Unknowns, notes: list[str]) -> Unk
     return replace(unknowns, global_batch_size=rounded)
 
 
-def ragged_plan(request: Request, unknowns: Unknowns) -> Split | None:
+def ragged_plan(request: BatchRequest, unknowns: Unknowns) -> Split | None:
     """A batch that does not divide, run exactly anyway: accumulation = ceil(ceil(batch / ranks) / micro)."""
     batch, ranks = unknowns.global_batch_size, unknowns.data_parallel_size
     if not request.allow_ragged or batch is None or ranks is None:

@@ -9,11 +9,11 @@ from batchwright.core.errors import either
 from batchwright.core.numbers import nearest_multiples
 
 from .equation import Unknowns
-from .request import Request, asked_for
+from .request import BatchRequest, asked_for
 
 if TYPE_CHECKING:
     from .pipeline import PipelineRule
-    from .plan import Plan
+    from .plan import BatchPlan
 
 SHOWN = (
     "global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "batch_quantum", "devices",
@@ -25,7 +25,7 @@ SHOWN = (
 
 
 def provenance(
-    request: Request, unknowns: Unknowns, plan: Plan, rule: PipelineRule | None = None
+    request: BatchRequest, unknowns: Unknowns, plan: BatchPlan, rule: PipelineRule | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
     """For every number, those of the pipeline and of the loading too: given, derived, probed or default, and why."""
     sources: dict[str, str] = {}
@@ -68,11 +68,11 @@ def provenance(
     return sources, reasons
 
 
-def _given(request: Request, name: str) -> tuple[str, str]:
+def _given(request: BatchRequest, name: str) -> tuple[str, str]:
     return "given", request.origins.get(name, "")
 
 
-def _pipeline(request: Request, plan: Plan, rule: PipelineRule | None) -> dict[str, tuple[str, str]]:
+def _pipeline(request: BatchRequest, plan: BatchPlan, rule: PipelineRule | None) -> dict[str, tuple[str, str]]:
     made = plan.pipeline
     if made is None or rule is None:
         return {}
@@ -93,7 +93,7 @@ def _pipeline(request: Request, plan: Plan, rule: PipelineRule | None) -> dict[s
     return found
 
 
-def _loading(request: Request, plan: Plan) -> dict[str, tuple[str, str]]:
+def _loading(request: BatchRequest, plan: BatchPlan) -> dict[str, tuple[str, str]]:
     load, batch = plan.loading, plan.global_batch_size
     hosts, readers, factor = load.hosts, load.loading_hosts, load.expansion_factor
     one_each = "derived", "one per node"
@@ -132,11 +132,11 @@ def _loading(request: Request, plan: Plan) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _defaulted(request: Request, name: str) -> bool:
+def _defaulted(request: BatchRequest, name: str) -> bool:
     return name.endswith("_parallel") and getattr(request, name) == 1 and name not in request.origins
 
 
-def _derivations(request: Request, unknowns: Unknowns, plan: Plan) -> dict[str, str]:
+def _derivations(request: BatchRequest, unknowns: Unknowns, plan: BatchPlan) -> dict[str, str]:
     share = -(-plan.global_batch_size // plan.data_parallel_size)
     replica = plan.world.split()
     known_batch = unknowns.global_batch_size is not None
@@ -176,10 +176,10 @@ def _derivations(request: Request, unknowns: Unknowns, plan: Plan) -> dict[str, 
 
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan import BatchPlan
 
 
-def notes_for(plan: Plan, *, chosen: bool) -> tuple[str, ...]:
+def notes_for(plan: BatchPlan, *, chosen: bool) -> tuple[str, ...]:
     """The notes of a plan; `chosen` when numbers were chosen among alternatives, not forced by the equation."""
     notes: list[str] = []
     micro, steps, ranks = plan.micro_batch_size, plan.accumulation_steps, plan.data_parallel_size
@@ -246,7 +246,7 @@ def notes_for(plan: Plan, *, chosen: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _pipeline_notes(plan: Plan) -> list[str]:
+def _pipeline_notes(plan: BatchPlan) -> list[str]:
     pipeline = plan.pipeline
     if pipeline is None:
         return []

@@ -13,7 +13,7 @@ from itertools import islice
 from batchwright.core.errors import PlanError, raise_violations
 
 from .plan import plan, rank_step
-from .request import Request, batch_in_samples, devices_of, resolve_ranks, world_of
+from .request import BatchRequest, batch_in_samples, devices_of, resolve_ranks, world_of
 
 MOST_ROWS = 200
 MOST_COUNTS = 10_000  # rank counts looked at on each side
@@ -33,10 +33,10 @@ class Nearby:
     ranks_change: float
 
 
-def nearby(request: Request, tolerance: Fraction) -> tuple[Nearby, ...]:
+def nearby(request: BatchRequest, tolerance: Fraction) -> tuple[Nearby, ...]:
     """What works within `tolerance` of the requested batch and rank count, closest first.
 
-    >>> [n.global_batch_size for n in nearby(Request(global_batch_size=1000, micro_batch_size=3,
+    >>> [n.global_batch_size for n in nearby(BatchRequest(global_batch_size=1000, micro_batch_size=3,
     ...     data_parallel_size=64), Fraction(1, 20)) if n.data_parallel_size == 64]
     [960]
     """
@@ -64,7 +64,7 @@ def nearby(request: Request, tolerance: Fraction) -> tuple[Nearby, ...]:
     return tuple(islice((row for row in rows if _works(request, row)), MOST_ROWS))
 
 
-def _asked(request: Request) -> tuple[Fraction, Fraction]:
+def _asked(request: BatchRequest) -> tuple[Fraction, Fraction]:
     """The batch and the ranks to look around: exact, even where tokens are no whole samples or devices no replicas."""
     tokens, length = request.global_batch_size_tokens, request.sequence_length
     batch: int | Fraction | None
@@ -88,7 +88,7 @@ def _asked(request: Request) -> tuple[Fraction, Fraction]:
     return Fraction(batch), Fraction(ranks)
 
 
-def _works(request: Request, row: Nearby) -> bool:
+def _works(request: BatchRequest, row: Nearby) -> bool:
     """What divides can still break a limit, a pipeline's rule or the loading: only a plan knows."""
     if request.pipeline_parallel == 1 and all(getattr(request, name) is None for name in _LIMITS):
         return True
@@ -112,7 +112,7 @@ def _works(request: Request, row: Nearby) -> bool:
     return True
 
 
-def _row(request: Request, batch: Fraction, ranks: Fraction, size: int, other: int) -> Nearby:
+def _row(request: BatchRequest, batch: Fraction, ranks: Fraction, size: int, other: int) -> Nearby:
     steps, world = request.accumulation_steps, world_of(request, other)
     if request.micro_batch_size:
         steps = size // (request.micro_batch_size * other)

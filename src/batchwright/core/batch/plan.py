@@ -15,7 +15,7 @@ from .equation import Split, Unknowns, ragged_plan, rounded_batch, solve
 from .explain import notes_for, provenance
 from .loading import Loading, loading
 from .pipeline import Pipeline, PipelineRule
-from .request import LARGEST_BATCH, Request, batch_in_samples, resolve_ranks, unused_pipeline, world_of
+from .request import LARGEST_BATCH, BatchRequest, batch_in_samples, resolve_ranks, unused_pipeline, world_of
 from .world import World
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """A batch that works out: every number, its source (given, derived, probed, default) and the reason."""
 
     global_batch_size: int
@@ -67,13 +67,13 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as `--json` prints it.
 
-        >>> plan(Request(micro_batch_size=4, accumulation_steps=8, devices=2)).to_json()["global_batch_size"]
+        >>> plan(BatchRequest(micro_batch_size=4, accumulation_steps=8, devices=2)).to_json()["global_batch_size"]
         64
         """
         return {"schema": codec.SCHEMA, **codec.encode(self)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+    def from_json(cls, data: Mapping[str, Any]) -> BatchPlan:
         """The plan that `to_json` wrote."""
         return codec.decode(cls, data)
 
@@ -91,12 +91,12 @@ class Plan:
         )
 
 
-def plan(request: Request, times: Throughput | None = None) -> Plan:
+def plan(request: BatchRequest, times: Throughput | None = None) -> BatchPlan:
     """Give the rest of the numbers, or raise a PlanError that shows what does not work out.
 
     With measured `times` every split also shows how long its step takes.
 
-    >>> p = plan(Request(global_batch_size=32, nodes=1, devices_per_node=2, max_micro_batch_size=2))
+    >>> p = plan(BatchRequest(global_batch_size=32, nodes=1, devices_per_node=2, max_micro_batch_size=2))
     >>> p.micro_batch_size, p.accumulation_steps, p.data_parallel_size
     (2, 8, 2)
     """
@@ -136,7 +136,7 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
     samples_per_second, step_seconds = _speed(request, size)
     if step_seconds is None and (step_seconds := seconds(best)):
         samples_per_second = size / step_seconds
-    result = Plan(
+    result = BatchPlan(
         global_batch_size=size,
         micro_batch_size=best.micro_batch_size,
         accumulation_steps=best.accumulation_steps,
@@ -184,7 +184,7 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
     return replace(result, notes=(*notes, *notes_for(result, chosen=len(found) > 1)))
 
 
-def _unused(request: Request) -> list[Violation]:
+def _unused(request: BatchRequest) -> list[Violation]:
     found = unused_pipeline(request)
     if request.round and request.allow_ragged:
         message = "round and allow_ragged are two answers to a batch that does not divide: give one."
@@ -192,7 +192,7 @@ def _unused(request: Request) -> list[Violation]:
     return found
 
 
-def _hosts(request: Request, world: World) -> int:
+def _hosts(request: BatchRequest, world: World) -> int:
     known = request.hosts or world.nodes
     asked = [n for n in ("loading_hosts", "stored_hosts") if getattr(request, n) is not None]
     if request.expansion_factor not in (None, 1):
@@ -204,7 +204,7 @@ def _hosts(request: Request, world: World) -> int:
     return known or 1
 
 
-def _known_steps(request: Request, rule: PipelineRule | None) -> int | None:
+def _known_steps(request: BatchRequest, rule: PipelineRule | None) -> int | None:
     """The accumulation steps, which in the style of Megatron are the pipeline's microbatches."""
     pieces, steps = request.pipeline_microbatches, request.accumulation_steps
     if rule is None or request.pipeline_style == "inner" or pieces is None:
@@ -220,7 +220,7 @@ def _known_steps(request: Request, rule: PipelineRule | None) -> int | None:
     return pieces
 
 
-def _solved(request: Request, given: Unknowns) -> tuple[Split, ...]:
+def _solved(request: BatchRequest, given: Unknowns) -> tuple[Split, ...]:
     """Every split, best first: on ranks that hold whole groups of experts where there are any, else on any ranks."""
     step = rank_step(request, experts=True)
     if given.data_parallel_size is None and step != given.rank_step:
@@ -231,7 +231,7 @@ def _solved(request: Request, given: Unknowns) -> tuple[Split, ...]:
     return solve(given)
 
 
-def rank_step(request: Request, *, experts: bool = False) -> int:
+def rank_step(request: BatchRequest, *, experts: bool = False) -> int:
     """Ranks that are not given come in multiples of this: whole nodes and, where they can, whole groups of experts."""
     world = world_of(request, 1)
     step = lcm(world.replica_step, world.expert_step if experts else 1)
@@ -240,14 +240,14 @@ def rank_step(request: Request, *, experts: bool = False) -> int:
     return step
 
 
-def _world(request: Request, ranks: int) -> World:
+def _world(request: BatchRequest, ranks: int) -> World:
     world = world_of(request, ranks)
     if request.nodes and not world.devices_per_node and world.devices % request.nodes == 0:
         return replace(world, devices_per_node=world.devices // request.nodes)
     return world
 
 
-def _world_violations(request: Request, world: World) -> list[Violation]:
+def _world_violations(request: BatchRequest, world: World) -> list[Violation]:
     if request.nodes is None or world.nodes == request.nodes:
         return world.violations()
     near = nearest_divisors(world.devices, request.nodes)
@@ -263,7 +263,7 @@ def _world_violations(request: Request, world: World) -> list[Violation]:
     ]
 
 
-def pipeline_rule(request: Request) -> PipelineRule | None:
+def pipeline_rule(request: BatchRequest) -> PipelineRule | None:
     """The pipeline schedule of a request, or None without a pipeline."""
     if request.pipeline_parallel == 1:
         return None
@@ -276,7 +276,7 @@ def pipeline_rule(request: Request) -> PipelineRule | None:
     )
 
 
-def _pipeline(request: Request, rule: PipelineRule | None, split: Split, batch: int) -> Pipeline | None:
+def _pipeline(request: BatchRequest, rule: PipelineRule | None, split: Split, batch: int) -> Pipeline | None:
     """The microbatches: the accumulation steps themselves, or pieces inside one of them."""
     if rule is None:
         return None
@@ -315,7 +315,7 @@ def _pipeline(request: Request, rule: PipelineRule | None, split: Split, batch: 
     )
 
 
-def _speed(request: Request, batch: int) -> tuple[float | None, float | None]:
+def _speed(request: BatchRequest, batch: int) -> tuple[float | None, float | None]:
     """step_seconds = global_batch_size / samples_per_second: either gives the other."""
     speed, seconds = request.samples_per_second, request.step_seconds
     if speed and seconds and abs(batch / speed - seconds) > 0.01 * seconds:  # 1%: both are rounded by people
@@ -331,7 +331,7 @@ def _speed(request: Request, batch: int) -> tuple[float | None, float | None]:
     return (batch / seconds, seconds) if seconds else (None, None)
 
 
-def _step_seconds(times: Throughput, rule: PipelineRule | None, request: Request, split: Split) -> float:
+def _step_seconds(times: Throughput, rule: PipelineRule | None, request: BatchRequest, split: Split) -> float:
     idle = 0.0
     if rule is not None and request.pipeline_style == "accumulation":
         idle = float(rule.idle) / rule.virtual_stages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -10,6 +10,7 @@ from math import gcd
 from typing import Any
 
 from batchwright.core.errors import ConfigError, PlanError, Violation, either, raise_violations
+from batchwright.core.fields import Readers, choice, read_fields, switch
 from batchwright.core.numbers import count, fraction, nearest_multiples, positive
 
 from .pipeline import SCHEDULES
@@ -22,7 +23,7 @@ LARGEST_PARALLEL = 10**5
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """What is known of a job; None is unknown.
 
     `given` names what was given even where it equals a default; `origins` says where, for people to read.
@@ -63,27 +64,6 @@ class Request:
     notes: tuple[str, ...] = ()
 
 
-def choice(*names: str) -> Callable[[Any, str], str]:
-    """A reader for one of a few names."""
-
-    def read(value: Any, name: str) -> str:
-        if value not in names:
-            raise ConfigError(
-                f"{name}={str(value)[:40]!r} is not one of {', '.join(names)}.", field=name, given=value, nearest=names
-            )
-        return value
-
-    return read
-
-
-def switch(value: Any, name: str) -> bool:
-    """A reader for true or false."""
-    words = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
-    if str(value).lower() not in words:
-        raise ConfigError(f"{name}={str(value)[:40]!r} is not true or false.", field=name, given=value)
-    return words[str(value).lower()]
-
-
 def _factor(value: Any, name: str) -> Fraction:
     number = fraction(value, name)
     if number > LARGEST_WORLD or 0 < number < Fraction(1, LARGEST_WORLD):
@@ -101,7 +81,7 @@ _world_size = partial(count, most=LARGEST_WORLD)
 _parallel = partial(count, most=LARGEST_PARALLEL)
 
 # How each field is read: the one place that knows what a value may be.
-READERS: Mapping[str, Callable[[Any, str], Any]] = {
+READERS: Readers = {
     "global_batch_size": _batch,
     "global_batch_size_tokens": count,
     "sequence_length": partial(count, most=10**9),
@@ -137,37 +117,30 @@ READERS: Mapping[str, Callable[[Any, str], Any]] = {
 
 def read_request(
     values: Mapping[str, Any], *, origins: Mapping[str, str] | None = None, notes: Iterable[str] = ()
-) -> Request:
-    """A Request from raw values (ints or text such as `4M`); all that is wrong with them is said at once.
+) -> BatchRequest:
+    """A BatchRequest from raw values (ints or text such as `4M`); all that is wrong with them is said at once.
 
     >>> read_request({"global_batch_size": "1Ki", "nodes": 2}).global_batch_size
     1024
     """
-    wrong: list[Violation] = []
-    read: dict[str, Any] = {}
-    for name, value in values.items():
-        if value is None:
-            continue
-        if name not in READERS:
-            wrong.append(unknown_key(name, value, READERS))
-            continue
-        try:
-            read[name] = READERS[name](value, name)
-        except ConfigError as error:
-            wrong.extend(error.violations)
-    raise_violations(ConfigError, wrong)
-    return Request(**read, given=frozenset(read), origins=dict(origins or {}), notes=tuple(notes))
+    read = read_fields(values, READERS)
+    return BatchRequest(**read, given=frozenset(read), origins=dict(origins or {}), notes=tuple(notes))
 
 
 def within_probe(
-    request: Request, record: Mapping[str, Any], where: str = "", *, longest: int | None = None, synced: bool = False
-) -> Request:
+    request: BatchRequest,
+    record: Mapping[str, Any],
+    where: str = "",
+    *,
+    longest: int | None = None,
+    synced: bool = False,
+) -> BatchRequest:
     """The request within what a probe measured: the most that fits is the most there is, unless another most is given.
 
     `longest` is the longest sequence of the run: at another length than was probed, the most is that of as many tokens.
     `synced`: the time of synchronisation is known from elsewhere.
 
-    >>> within_probe(Request(), {"max_micro_batch_size": 37, "ranks": 2}, "p.json").max_micro_batch_size
+    >>> within_probe(BatchRequest(), {"max_micro_batch_size": 37, "ranks": 2}, "p.json").max_micro_batch_size
     37
     """
     from batchwright.core.nodes.throughput import probed_length
@@ -194,7 +167,7 @@ def within_probe(
     return replace(request, max_micro_batch_size=most, origins=origins, notes=tuple(notes))
 
 
-def unused_pipeline(request: Request) -> list[Violation]:
+def unused_pipeline(request: BatchRequest) -> list[Violation]:
     """What is said of a pipeline where there is none: a mistake of somebody, so it is not passed over."""
     if request.pipeline_parallel > 1:
         return []
@@ -212,16 +185,7 @@ def unused_pipeline(request: Request) -> list[Violation]:
     ]
 
 
-def unknown_key(name: str, value: Any, known: Iterable[str], where: str = "") -> Violation:
-    """A violation for a key nobody knows, with the closest ones there are."""
-    from difflib import get_close_matches  # only wrong input pays for it
-
-    close = get_close_matches(name, list(known), n=2, cutoff=0.6)
-    hint = f" Did you mean {either(close)}?" if close else ""
-    return Violation(f"{name[:60]} is not a known key{where}.{hint}", name[:60], value, tuple(close))
-
-
-def devices_of(request: Request) -> tuple[int | None, list[Violation]]:
+def devices_of(request: BatchRequest) -> tuple[int | None, list[Violation]]:
     """All devices, from whatever says how many, or None; and what is wrong where two things say it differently."""
     devices, nodes, per_node = request.devices, request.nodes, request.devices_per_node
     if not nodes or not per_node:
@@ -236,10 +200,10 @@ def devices_of(request: Request) -> tuple[int | None, list[Violation]]:
     return product, [Violation(message, "devices", devices, (product,))]
 
 
-def resolve_ranks(request: Request) -> int | None:
+def resolve_ranks(request: BatchRequest) -> int | None:
     """The data-parallel size from whichever of devices, nodes and ranks are known, or None.
 
-    >>> resolve_ranks(Request(nodes=16, devices_per_node=8, tensor_parallel=2))
+    >>> resolve_ranks(BatchRequest(nodes=16, devices_per_node=8, tensor_parallel=2))
     64
     """
     replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
@@ -288,14 +252,14 @@ def resolve_ranks(request: Request) -> int | None:
     return ranks
 
 
-def asked_for(request: Request, samples: int) -> bool:
+def asked_for(request: BatchRequest, samples: int) -> bool:
     """Whether so many samples are the global batch that was asked for, be it in samples or in tokens."""
     if request.global_batch_size_tokens is None:
         return samples == request.global_batch_size
     return samples * (request.sequence_length or 0) == request.global_batch_size_tokens
 
 
-def world_of(request: Request, ranks: int) -> World:
+def world_of(request: BatchRequest, ranks: int) -> World:
     """The world of a request once its data-parallel size is known."""
     per_node = request.devices_per_node
     if per_node is None and request.nodes and request.devices and request.devices % request.nodes == 0:
@@ -311,7 +275,7 @@ def world_of(request: Request, ranks: int) -> World:
     )
 
 
-def batch_in_samples(request: Request) -> int | None:
+def batch_in_samples(request: BatchRequest) -> int | None:
     """The global batch in samples, from samples or tokens, or None."""
     tokens, length = request.global_batch_size_tokens, request.sequence_length
     if tokens is None:
