@@ -120,7 +120,10 @@ def test_around_tokens_and_devices_that_are_not_whole(tokens, length, devices, t
     ("given_", "message"),
     [
         ({"devices": 9, "nodes": 2, "devices_per_node": 4, "tensor_parallel": 3}, "devices=9 contradicts nodes 2"),
-        ({"devices": 9, "tensor_parallel": 2, "data_parallel_size": 4}, "devices=9 is not a whole number of replicas"),
+        (
+            {"devices": 9, "tensor_parallel": 2, "data_parallel_size": 4},
+            "devices=9 does not hold a whole number of replicas",
+        ),
         ({"devices": 8, "global_batch_size_tokens": 65, "sequence_length": 2}, "is 32.50 samples"),
         ({"devices": 8, "global_batch_size_tokens": 65}, "needs sequence_length"),
     ],

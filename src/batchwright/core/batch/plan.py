@@ -1,4 +1,4 @@
-"""plan: from the numbers of a job that are known to all of them, each with where it came from."""
+"""plan: from the known numbers of a job to all of them, each with its source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to the same batch, and what it would mean."""
+    """Another split of the same batch, and what it would mean."""
 
     micro_batch_size: int
     accumulation_steps: int
@@ -35,7 +35,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A batch that works out: every number, its source (given, derived, probed, default) and the reason."""
+    """A valid batch: every number, its source (given, derived, probed, default) and the reason."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -92,9 +92,9 @@ class BatchPlan:
 
 
 def plan(request: BatchRequest, times: Throughput | None = None) -> BatchPlan:
-    """Give the rest of the numbers, or raise a PlanError that shows what does not work out.
+    """Derive the unknown numbers, or raise a PlanError that shows why there is no solution.
 
-    With measured `times` every split also shows how long its step takes.
+    With measured `times`, every split also has the time of its step.
 
     >>> p = plan(BatchRequest(global_batch_size=32, nodes=1, devices_per_node=2, max_micro_batch_size=2))
     >>> p.micro_batch_size, p.accumulation_steps, p.data_parallel_size
@@ -123,7 +123,7 @@ def plan(request: BatchRequest, times: Throughput | None = None) -> BatchPlan:
     except PlanError as error:
         raise PlanError(violations=[*wrong, *error.violations]) from None
     raise_violations(PlanError, wrong)
-    if rule and request.pipeline_style == "inner":  # rather a split whose accumulation steps can be cut into pieces
+    if rule and request.pipeline_style == "inner":  # prefer splits whose accumulation steps divide into pieces
         pieces = request.pipeline_microbatches or (rule.stages if rule.schedule == "circular" else 1)
         found = tuple(s for s in found if s.micro_batch_size * s.data_parallel_size % pieces == 0) or found
     best = found[0]
@@ -187,7 +187,7 @@ def plan(request: BatchRequest, times: Throughput | None = None) -> BatchPlan:
 def _unused(request: BatchRequest) -> list[Violation]:
     found = unused_pipeline(request)
     if request.round and request.allow_ragged:
-        message = "round and allow_ragged are two answers to a batch that does not divide: give one."
+        message = "round and allow_ragged are mutually exclusive."
         found.append(Violation(message, "round", request.round))
     return found
 
@@ -198,14 +198,12 @@ def _hosts(request: BatchRequest, world: World) -> int:
     if request.expansion_factor not in (None, 1):
         asked.append("expansion_factor")
     if known is None and asked:
-        raise PlanError(
-            f"{asked[0]} is about the hosts that read, and their number is unknown: give hosts or nodes.", field="hosts"
-        )
+        raise PlanError(f"{asked[0]} needs the number of hosts: give hosts or nodes.", field="hosts")
     return known or 1
 
 
 def _known_steps(request: BatchRequest, rule: PipelineRule | None) -> int | None:
-    """The accumulation steps, which in the style of Megatron are the pipeline's microbatches."""
+    """The accumulation steps; in pipeline_style accumulation they are the pipeline's microbatches."""
     pieces, steps = request.pipeline_microbatches, request.accumulation_steps
     if rule is None or request.pipeline_style == "inner" or pieces is None:
         return steps
@@ -221,18 +219,18 @@ def _known_steps(request: BatchRequest, rule: PipelineRule | None) -> int | None
 
 
 def _solved(request: BatchRequest, given: Unknowns) -> tuple[Split, ...]:
-    """Every split, best first: on ranks that hold whole groups of experts where there are any, else on any ranks."""
+    """Every split, best first: on ranks that hold whole groups of experts if possible, else on any ranks."""
     step = rank_step(request, experts=True)
     if given.data_parallel_size is None and step != given.rank_step:
         try:
             return solve(replace(given, rank_step=step))
         except PlanError:
-            pass  # there are no such ranks: a note will name the experts, which do not enter the batch
+            pass  # no such ranks: a note says so, since experts do not affect the batch
     return solve(given)
 
 
 def rank_step(request: BatchRequest, *, experts: bool = False) -> int:
-    """Ranks that are not given come in multiples of this: whole nodes and, where they can, whole groups of experts."""
+    """A free number of ranks must be a multiple of this: whole nodes and, with `experts`, whole groups of experts."""
     world = world_of(request, 1)
     step = lcm(world.replica_step, world.expert_step if experts else 1)
     if request.nodes and world.devices_per_node is None:
@@ -254,7 +252,7 @@ def _world_violations(request: BatchRequest, world: World) -> list[Violation]:
     return [
         *world.violations(),
         Violation(
-            f"nodes={request.nodes} does not hold the {world.devices} devices evenly: {world.devices} / {request.nodes} "
+            f"nodes={request.nodes} does not divide the {world.devices} devices: {world.devices} / {request.nodes} "
             f"= {world.devices / request.nodes:.2f} devices per node. Nearest: {either(near)} nodes.",
             "nodes",
             request.nodes,
@@ -316,9 +314,9 @@ def _pipeline(request: BatchRequest, rule: PipelineRule | None, split: Split, ba
 
 
 def _speed(request: BatchRequest, batch: int) -> tuple[float | None, float | None]:
-    """step_seconds = global_batch_size / samples_per_second: either gives the other."""
+    """samples_per_second and step_seconds, each from the other: step_seconds = global_batch_size / samples_per_second."""
     speed, seconds = request.samples_per_second, request.step_seconds
-    if speed and seconds and abs(batch / speed - seconds) > 0.01 * seconds:  # 1%: both are rounded by people
+    if speed and seconds and abs(batch / speed - seconds) > 0.01 * seconds:  # 1%: people round both
         raise PlanError(
             f"step_seconds={seconds:g} contradicts samples_per_second: {batch} / {speed:g} = {batch / speed:.4g} s. "
             f"Nearest: step_seconds={batch / speed:.4g}.",
