@@ -107,7 +107,7 @@ def test_nothing_known_says_what_to_give():
         PlanError, match=r"Not enough is known to plan a batch: nothing is given\. Give global_batch_size"
     ):
         solve(Unknowns(None, None, None, None))
-    with pytest.raises(PlanError, match="data_parallel_size=8 is known"):
+    with pytest.raises(PlanError, match="only data_parallel_size=8 is given"):
         solve(Unknowns(None, None, None, 8))
 
 

@@ -149,12 +149,12 @@ def test_launcher_flaws_become_errors_and_notes():
     )
     assert caught.value.nearest == (1920, 2400) and "or 4 or 8 nodes" in str(caught.value)
     # Upstream divides by zero replicas.
-    with pytest.raises(ScheduleError, match=r"divides by that\. Nearest: node policy constant-work"):
+    with pytest.raises(ScheduleError, match=r"divides by 0\. Nearest: node policy constant-work"):
         place(ramp(256, 512), World(1, 8, 8, 8), nodes=16, micro_batch_size=1)
     # Upstream takes devices for replicas, and gives Nemotron-4 15B 12 / 24 / 288.
     plan = place(ramp(384, 768, 1152), World(1, 8, 8), nodes=288, micro_batch_size=4)
     assert counts(plan) == [12, 24, 288]
-    assert "global_batch_size 384 would be legal on 24 nodes" in plan.notes[0]
+    assert "global_batch_size 384 is also valid on 24 nodes" in plan.notes[0]
     with pytest.raises(ScheduleError, match="needs micro_batch_size"):
         place(ramp(256), EIGHT, nodes=1)
 
@@ -206,7 +206,7 @@ def test_a_micro_batch_and_an_accumulation_leave_one_batch():
     with pytest.raises(ScheduleError, match="needs accumulation_steps 40") as caught:
         place(ramp(10_001), EIGHT, allow_ragged=True, **options | {"accumulation_steps": 5})
     assert caught.value.nearest == (1280,)
-    with pytest.raises(ScheduleError, match="that is more than max_micro_batch_size=2"):
+    with pytest.raises(ScheduleError, match="which is more than max_micro_batch_size=2"):
         place(ramp(256), EIGHT, max_micro_batch_size=2, **options)
     with pytest.raises(
         ScheduleError, match=r"=8 is less than one sample in every step on each replica: .* 4 × 64 = 256"
@@ -220,7 +220,7 @@ def test_the_launchers_error_names_constant_work_where_that_has_an_answer():
         place(ramp(*range(256, 2049, 256)), EIGHT, **options)
     message = str(caught.value)
     assert "global_batch_size=256 needs accumulation_steps 1 (256 / 256), and accumulation_steps=4 is given" in message
-    assert message.endswith("Node policy constant-work runs them all: 2 -> 4 -> 6 -> 8 -> 10 -> 12 -> 14 -> 16 nodes.")
+    assert message.endswith("Node policy constant-work runs all stages: 2 -> 4 -> 6 -> 8 -> 10 -> 12 -> 14 -> 16 nodes.")
     assert counts(place(ramp(*range(256, 2049, 256)), EIGHT, policy="constant-work", **options)) == [*range(2, 17, 2)]
     with pytest.raises(ScheduleError) as caught:
         place(ramp(256, 2000), EIGHT, nodes=16, micro_batch_size=4)
@@ -262,7 +262,7 @@ def test_all_violations_are_collected():
 @pytest.mark.parametrize(
     ("world", "nodes", "message"),
     [
-        (World(1, 8, 8, 3), 4, "nodes=4 hold no whole number of replicas: 4 × 8 = 32 devices, 24 per replica"),
+        (World(1, 8, 8, 3), 4, "nodes=4 do not hold a whole number of replicas: 4 × 8 = 32 devices, 24 per replica"),
         (World(1, 8, expert_parallel=64), 4, "expert_parallel 64"),
     ],
 )
@@ -460,10 +460,10 @@ def test_with_the_same_micro_batches_the_fastest_is_never_slower_than_the_full_c
 def test_a_given_micro_batch_keeps_the_policy_from_what_the_full_cluster_may_do():
     common = {"nodes": 16, "throughput": MODEL, "policy": "min-time", "restart_seconds": 60}
     given_ = place(ramp(64, 2048), EIGHT, micro_batch_size=4, **common)
-    assert given_.full_cluster_hours is None and "not every stage is legal on all 16 nodes" in given_.notes[0]
+    assert given_.full_cluster_hours is None and "not every stage is valid on all 16 nodes" in given_.notes[0]
     given_ = place(ramp(256, 2048), EIGHT, micro_batch_size=4, **common)
     assert given_.hours > given_.full_cluster_hours
-    assert "down to 2, where a batch needs it: micro_batch_size=4 keeps the policy from them" in given_.notes[0]
+    assert "down to 2 where a batch needs them. micro_batch_size=4 does not allow them to the policy" in given_.notes[0]
     free = place(ramp(256, 2048), EIGHT, max_micro_batch_size=4, **common)
     assert free.hours <= free.full_cluster_hours == given_.full_cluster_hours
 
@@ -472,7 +472,7 @@ def test_open_end_has_no_hours():
     plan = place(ramp(256, 512, open_end=True), EIGHT, nodes=8, micro_batch_size=4, throughput=MODEL)
     assert plan.stages[0].hours and plan.stages[1].hours is None and plan.hours is None
     assert plan.stages[1].end_sample is None and plan.stages[1].step_seconds
-    with pytest.raises(ScheduleError, match="needs an end"):
+    with pytest.raises(ScheduleError, match="needs a budget: the last stage has no end"):
         place(ramp(256, 512, open_end=True), EIGHT, nodes=8, micro_batch_size=4, policy="min-time", throughput=MODEL)
 
 
@@ -481,25 +481,25 @@ def test_open_end_has_no_hours():
     [
         ({"policy": "min-time"}, "throughput", "needs the time of a step"),
         ({"policy": "min-time", "throughput": StageSeconds((1.0,))}, "throughput", "hold for one number of nodes"),
-        ({"policy": "cheapest"}, "policy", "is not known"),
+        ({"policy": "cheapest"}, "policy", "is not one of launcher"),
         ({"policy": "constant", "deadline_hours": 3}, "deadline_hours", "min-node-hours"),
         ({"policy": "min-node-hours", "throughput": MODEL, "node_hours_budget": 3}, "node_hours_budget", "min-time"),
         ({"policy": "constant", "throughput": StageSeconds((1.0, 2.0))}, "throughput", "for 2 stages"),
-        ({"nodes": 0}, "nodes", "the least is 1"),
-        ({"restart_seconds": -1}, "restart_seconds", "below zero"),
-        ({"restart_seconds": math.nan}, "restart_seconds", "must be a time"),
-        ({"restart_seconds": math.inf}, "restart_seconds", "must be a time"),
-        ({"accumulation_steps": 0}, "accumulation_steps", "the least is 1"),
-        ({"accumulation_steps": -1, "policy": "constant"}, "accumulation_steps", "the least is 1"),
+        ({"nodes": 0}, "nodes", "must be at least 1"),
+        ({"restart_seconds": -1}, "restart_seconds", "must be at least 0"),
+        ({"restart_seconds": math.nan}, "restart_seconds", "must be at least 0 and finite"),
+        ({"restart_seconds": math.inf}, "restart_seconds", "must be at least 0 and finite"),
+        ({"accumulation_steps": 0}, "accumulation_steps", "must be at least 1"),
+        ({"accumulation_steps": -1, "policy": "constant"}, "accumulation_steps", "must be at least 1"),
         (
             {"policy": "min-node-hours", "throughput": MODEL, "deadline_hours": math.inf},
             "deadline_hours",
-            "is no limit",
+            "is not a limit",
         ),
         (
             {"policy": "min-time", "throughput": MODEL, "node_hours_budget": math.nan},
             "node_hours_budget",
-            "is no limit",
+            "is not a limit",
         ),
     ],
 )
@@ -536,7 +536,7 @@ def test_sequence_length_counts_by_tokens():
     assert "scaled by tokens" in model.remarks([1, 1, 1], [4096, 8192, None])[0]
     assert model.remarks([1, 1, 1], [4096, 4096, None]) == ()
     unknown = Throughput(1.0, 1.0)
-    assert "the same at every sequence_length (4096, 8192): nothing says" in unknown.remarks([1, 1], [8192, 4096])[0]
+    assert "the same at every sequence_length (4096, 8192): it is unknown" in unknown.remarks([1, 1], [8192, 4096])[0]
     assert unknown.remarks([1, 1], [4096, 4096]) == ()
 
 
@@ -566,7 +566,7 @@ def test_the_length_that_was_probed_is_the_one_that_times_hold_for():
     found, notes = seconds({"trials": trials, "identity": {"sequence_length": None}}, sequence_length=2048)
     assert found == pytest.approx([0.2 * 2, 0.8 * 4]) and "scaled by tokens from 2048" in notes
     found, notes = seconds({"trials": trials})
-    assert found == pytest.approx([0.2 * 2, 0.2 * 4]) and "nothing says for which they hold" in notes
+    assert found == pytest.approx([0.2 * 2, 0.2 * 4]) and "it is unknown at which one they were measured" in notes
 
 
 @pytest.mark.parametrize(
@@ -885,4 +885,4 @@ def test_shortened_last_step_is_noted():
     segment = Segment(0, 0, 256, 10, shortfall=100)
     plan = place([segment], EIGHT, nodes=8, micro_batch_size=4, policy="constant")
     assert plan.stages[0].end_sample == 2460
-    assert plan.notes == ("the last step of stage 1 is cut to 156 samples, and runs ragged.",)
+    assert plan.notes == ("the last step of stage 1 has only 156 samples, and runs ragged.",)

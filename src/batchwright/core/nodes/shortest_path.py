@@ -1,9 +1,9 @@
-"""The best chain of node counts: one choice per stage, a price for every change, optionally within a limit.
+"""The best chain of node counts: one choice per stage, a cost for every change, optionally within a limit.
 
 Without a limit it is a shortest path, found by dynamic programming. With one it is a constrained shortest path, which is
-NP-hard: a Lagrangian bound gives a chain within the limit and says by how much a cheaper one could be cheaper. A
+NP-hard: a Lagrangian bound gives a chain within the limit and says how much a cheaper one could save. A
 depth-first search under that bound, cut off after a fixed number of choices, improves it. That matters for ramps of few
-stages: of 72 ramps of 3 to 8 stages the bound's own answer was up to 19% dearer than the best, and after the search 1%.
+stages: for 72 ramps of 3 to 8 stages the bound's own answer cost up to 19% more than the best, after the search 1%.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_CHOICES = 20_000
 
 
 class Found(NamedTuple):
-    """The nodes of each stage, and by how much a cheaper choice could be cheaper at most: 0 where this is the cheapest."""
+    """The nodes of each stage, and how much a cheaper choice could save at most: 0 if this one is the cheapest."""
 
     counts: list[int]
     gap: int = 0
@@ -37,17 +37,17 @@ def cheapest_chain(
     always: bool = False,
     limit: int | None = None,
 ) -> Found | None:
-    """The nodes for each stage at the least total cost, of total weight up to `limit`; None where no chain is within it.
+    """The nodes for each stage at the least total cost, of total weight up to `limit`; None if every chain is above it.
 
     A stage's `options` are {nodes: (cost, weight)}; a `start` on other nodes than before (`always`: at every boundary)
     costs extra. Integers only, so sums are exact: among equal costs fewer changes win, then fewer nodes. Within a limit
-    the chain may be dearer than the cheapest, by `gap` at most.
+    the chain may cost more than the cheapest, by `gap` at most.
 
     >>> stages = [{1: (10, 10), 2: (12, 6)}, {2: (20, 10)}]
     >>> [cheapest_chain(stages, lambda nodes: (wait, 1)).counts for wait in (1, 3)]
     [[1, 2], [2, 2]]
     """
-    # The order of preference becomes one number, cost | changes | nodes: wide enough that no sum overflows its part.
+    # One number holds the order of preference, cost | changes | nodes: each part is wide enough for every sum.
     counts = sorted({n for option in options for n in option})
     change = (len(options) * counts[-1]).bit_length()
     shift = change + len(options).bit_length()
@@ -101,13 +101,13 @@ class _Chain:
         return counts
 
     def total(self, counts: Sequence[int]) -> Pair:
-        """(cost, weight) of a choice."""
+        """(cost, weight) of a chain."""
         pairs = [option[n] for option, n in zip(self.options, counts, strict=True)]
         pairs += [self.stay[b] if a == b else self.move[b] for a, b in pairwise(counts)]
         return sum(cost for cost, _ in pairs), sum(weight for _, weight in pairs)
 
     def within(self, limit: int) -> Found | None:
-        """A choice of weight up to `limit`, and by how much a cheaper one could be cheaper at most."""
+        """A chain of weight up to `limit`, and how much a cheaper one could save at most."""
         counts = self.path(self.to_go(1, 0))
         low = self.total(counts)
         if low[1] <= limit:
@@ -117,7 +117,7 @@ class _Chain:
         high = self.total(counts)
         if high[1] > limit:
             return None
-        while True:  # p / q closes in on the slope of the convex hull where it crosses the limit
+        while True:  # p / q converges to the slope of the convex hull where it crosses the limit
             q, p = low[1] - high[1], high[0] - low[0]
             bound = self.to_go(q, p)
             path = self.path(bound)
