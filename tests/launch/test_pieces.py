@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from batchwright.core import codec
-from batchwright.core.batch.request import Request
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.errors import ConfigError, EnvironmentFault
 from batchwright.core.ramp.request import read_ramp
 from batchwright.launch import directory as files
@@ -46,7 +46,7 @@ Current thread 0x00007e (most recent call first):
 
 @pytest.fixture
 def plan() -> RunPlan:
-    request = Request(nodes=4, devices_per_node=1, max_micro_batch_size=8)
+    request = BatchRequest(nodes=4, devices_per_node=1, max_micro_batch_size=8)
     wanted = read_ramp({"thresholds": "0:8 64:16 192:32", "samples": "512", "node_policy": "constant-work"})
     return build(request, wanted, Options(), command=["train", "{global_batch_size}"])[0]
 
@@ -362,7 +362,7 @@ def test_a_closed_stream_does_not_stop_a_run(plan):
 
 
 def test_a_command_notes_the_site_settings_that_are_for_tasks():
-    request = Request(nodes=2, devices_per_node=1, max_micro_batch_size=8)
+    request = BatchRequest(nodes=2, devices_per_node=1, max_micro_batch_size=8)
     wanted = read_ramp({"thresholds": "0:8 64:16", "samples": "512"})
     options = Options(engine="slurm", slurm={"container": "image.sif", "partition": "gpu"})
     plan, _ = build(request, wanted, options, command=["train", "{end_sample}"])

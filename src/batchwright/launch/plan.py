@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchwright.core.batch.request import Request
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.errors import ConfigError, EnvironmentFault, PlanError, ScheduleError
 from batchwright.core.ramp.ramp import Ramp, ramp
 from batchwright.core.ramp.request import RampRequest
@@ -21,7 +21,7 @@ from .work import BATCH_PLACEHOLDERS, check_placeholders, placeholders
 
 
 def build(
-    request: Request,
+    request: BatchRequest,
     wanted: RampRequest,
     options: Options,
     *,
@@ -99,7 +99,7 @@ def build(
     return plan, replace(made, notes=(*notes, *made.notes))
 
 
-def _placed(request: Request, notes: list[str]) -> Request:
+def _placed(request: BatchRequest, notes: list[str]) -> BatchRequest:
     """The request with a world: its own, or one process."""
     known = (request.nodes, request.devices, request.data_parallel_size)
     if any(value is not None for value in known):
