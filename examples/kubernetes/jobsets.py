@@ -45,8 +45,8 @@ def label(text: str, most: int = 40) -> str:
     >>> label("My run's $(rm) dir"), label("2024")
     ('my-run-s-rm-dir', 'run-2024')
     """
-    words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:most].strip("-")
-    return words if words[:1].isalpha() else f"run-{words}".strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:most].strip("-")
+    return name if name[:1].isalpha() else f"run-{name}".strip("-")
 
 
 def manifests(directory: RunDirectory, plan: RunPlan, pods: Pods | None = None) -> list[dict[str, Any]]:

@@ -125,7 +125,7 @@ def test_advice_keeps_the_global_batch(plan):
     assert "micro_batch_size 8 × accumulation_steps 1 × data_parallel_size 2 does not fit in memory" in text
     assert "4 × 2 × 2 or 2 × 4 × 2" in text and "--resume 'a run' --max-micro-batch-size 4" in text
     least = replace(plan.stages[1], micro_batch_size=1, accumulation_steps=8)
-    assert "the smallest legal micro batch" in memory_advice(plan, least, "r")
+    assert "the smallest valid micro batch" in memory_advice(plan, least, "r")
 
 
 def test_a_smaller_micro_batch_changes_only_the_split(plan):

@@ -141,7 +141,7 @@ def test_a_circular_pipeline_gets_multiples_of_its_stages():
     assert legal_nodes(plan, plan.launches[0]) == (8, 4)
 
 
-def test_where_no_split_is_legal_the_nearest_limit_is_named():
+def test_where_no_split_is_valid_the_nearest_limit_is_named():
     """28 samples on 2 replicas: zero-bubble takes 7 microbatches on 4 stages, and not 14."""
     request = replace(CIRCULAR, pipeline_schedule="zero-bubble", micro_batch_size=2)
     plan = run_plan(request, 28)
@@ -153,7 +153,7 @@ def test_where_no_split_is_legal_the_nearest_limit_is_named():
         "/ data_parallel_size 2 = 14 samples per rank. Nearest: 2."
     )
     assert caught.value.violations[0].nearest == (2,)
-    assert "the smallest legal micro batch" in memory_advice(plan, plan.stages[0], "DIR")
+    assert "the smallest valid micro batch" in memory_advice(plan, plan.stages[0], "DIR")
 
 
 def test_the_advice_is_one_that_every_stage_allows():
@@ -161,7 +161,7 @@ def test_the_advice_is_one_that_every_stage_allows():
     plan = run_plan(request, 28, 32)
     assert [numbers(stage)[0] for stage in plan.stages] == [2, 2]
     assert plan.smaller(plan.stages[1])[1:] != []
-    assert "the smallest legal micro batch" in memory_advice(plan, plan.stages[1], "DIR")
+    assert "the smallest valid micro batch" in memory_advice(plan, plan.stages[1], "DIR")
 
 
 def test_a_plan_of_an_older_version_is_read_without_its_rules(tmp_path):

@@ -116,7 +116,7 @@ def memory_advice(plan: RunPlan, stage: Stage, directory: str) -> str:
     )
     if not smaller:
         return (
-            f"{batch} is out of memory at the smallest legal micro batch: shorten sequences, recompute activations, "
+            f"{batch} is out of memory at the smallest valid micro batch: shorten sequences, recompute activations, "
             "or shard the model (--strategy fsdp2)."
         )
     options = " or ".join(f"{s.micro_batch_size} × {s.accumulation_steps} × {s.data_parallel_size}" for s in smaller)

@@ -83,7 +83,7 @@ class RunPlan:
         return self.schedule.at_sample(position).step
 
     def resplit(self, stage: Stage, nodes: int, limit: int) -> Stage | None:
-        """The same global batch on `nodes` in micro batches of at most `limit`, or None where no split is legal."""
+        """The same global batch on `nodes` in micro batches of at most `limit`, or None where no split is valid."""
         fit = self.rules.resplit(stage.global_batch_size, nodes, limit)
         if fit is None:
             return None
@@ -100,7 +100,7 @@ class RunPlan:
         )
 
     def smaller(self, stage: Stage) -> list[Stage]:
-        """The stage, then its splits on the same nodes in smaller and smaller micro batches, down to the smallest legal."""
+        """The stage, then its splits on the same nodes in smaller and smaller micro batches, down to the smallest valid."""
         found = [stage]
         while made := self.resplit(stage, stage.nodes, found[-1].micro_batch_size - 1):
             found.append(made)

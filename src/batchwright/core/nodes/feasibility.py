@@ -88,7 +88,7 @@ class StageRules:
         )
 
     def _free(self, batch: int, nodes: int, dp: int) -> Iterator[Fit]:
-        """Every legal split where the micro batch is free, best first."""
+        """Every valid split where the micro batch is free, best first."""
         rule = None if self.inner_microbatches else self.pipeline
         if batch % dp == 0:
             known = (batch, None, self.accumulation_steps, dp, self.max_micro_batch_size, 1, rule, self.sequence_length)
@@ -101,9 +101,9 @@ class StageRules:
                 yield Fit(nodes, dp, micro, steps, True)
 
     def resplit(self, batch: int, nodes: int, limit: int) -> Fit | None:
-        """The best split of `batch` on `nodes` in micro batches of at most `limit`, or None where none is legal.
+        """The best split of `batch` on `nodes` in micro batches of at most `limit`, or None where none is valid.
 
-        A micro batch that the rules fix is kept where that is legal. Accumulation steps that they fix are not kept:
+        A micro batch that the rules fix is kept where that is valid. Accumulation steps that they fix are not kept:
         smaller micro batches or fewer ranks need more steps.
 
         >>> rules = StageRules(World(1, pipeline_parallel=4), nodes=8, pipeline=PipelineRule("circular", stages=4))
