@@ -7,7 +7,7 @@ import json
 import os
 from hashlib import file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from batchwright.core.codec import encode
 from batchwright.core.errors import BatchwrightError, EnvironmentFault, RunError
@@ -47,6 +47,38 @@ def find_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def find_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in `path`; None where `find_json` gives None or anything else."""
+    document = find_json(path)
+    return cast("dict[str, Any]", document) if isinstance(document, dict) else None
+
+
+class JsonLines:
+    """Reads a file of JSON lines, such as events, while it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset, self._rest = 0, b""
+
+    def new(self) -> list[Any]:
+        """The lines that were completed since the last call. What is not JSON, or has no line end yet, is left out."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                chunk = file.read()
+        except OSError:
+            return []
+        self._offset += len(chunk)
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        found: list[Any] = []
+        for line in lines:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
 
 
 def digest_of(path: Path) -> str:

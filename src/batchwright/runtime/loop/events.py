@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from batchwright.core.errors import MissingExtraError
 from batchwright.rundir import atomic, names
-from batchwright.rundir.files import write_fault
+from batchwright.rundir.files import JsonLines, write_fault
 
 # Long enough to cost nothing, short enough to watch.
 _SECONDS = 0.5
@@ -133,13 +133,7 @@ def read_events(directory: Path | str, *, lineage: bool = True) -> list[dict[str
     found = sorted((number, name) for name in names.listed(folder) if (number := names.read_events(name)) is not None)
     launches: list[list[dict[str, Any]]] = []
     for _, name in found:
-        events: list[dict[str, Any]] = []
-        for line in (folder / name).read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                events.append(json.loads(line))
-            except ValueError:
-                break  # the line that was being written when the process died
-        launches.append(events)
+        launches.append(JsonLines(folder / name).new())
     if lineage:
         limit = math.inf
         for index in reversed(range(len(launches))):
