@@ -96,7 +96,7 @@ def test_arguments_reach_the_function():
         ((f"{TASKS}:cnn", "--accumulate-dtype", "int8"), "accumulate_dtype='int8' is none of"),
         ((f"{TASKS}:cnn", "--micro-batch-size", "two"), "micro_batch_size='two' is not a number"),
         ((f"{TASKS}:cn",), "Did you mean cnn"),
-        ((f"{TASKS}:cnn", "--seed", "-1"), "too small"),
+        ((f"{TASKS}:cnn", "--seed", "-1"), "must be at least 0"),
     ],
 )
 def test_requests_that_cannot_be_read_name_the_field(words, message):

@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from batchwright.core.batch.request import Request
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.ramp.request import read_ramp
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.plan import build
@@ -23,7 +23,7 @@ from .jobset_schema import violations
 
 
 def nemo(directory: Path, command=("python", "train.py", "--until", "{end_sample}"), **options):
-    request = Request(global_batch_size=2048, micro_batch_size=4, nodes=16, devices_per_node=8)
+    request = BatchRequest(global_batch_size=2048, micro_batch_size=4, nodes=16, devices_per_node=8)
     ramp = read_ramp({"linear": "256,256,10M", "samples": "12M", "node_policy": "launcher"})
     plan, _ = build(request, ramp, Options(**options), command=command, working_directory="/data/my code")
     return RunDirectory(directory), plan

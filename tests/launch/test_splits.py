@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from batchwright.core.batch.pipeline import SCHEDULES
 from batchwright.core.batch.plan import plan as check
-from batchwright.core.batch.request import Request, resolve_ranks
-from batchwright.core.errors import BatchwrightError, PlanError
+from batchwright.core.batch.request import BatchRequest, resolve_ranks
+from batchwright.core.errors import BatchwrightError, ConfigError, PlanError
 from batchwright.core.nodes.policies import Stage
 from batchwright.core.ramp.request import read_ramp
 from batchwright.launch.directory import RunDirectory, write_json
@@ -22,10 +22,12 @@ from batchwright.launch.plan import build, refit
 from batchwright.launch.records import Options, RunPlan
 from batchwright.launch.slurm.elastic import legal_nodes, on_nodes
 
-CIRCULAR = Request(nodes=8, devices_per_node=1, pipeline_parallel=4, pipeline_schedule="circular", micro_batch_size=3)
+CIRCULAR = BatchRequest(
+    nodes=8, devices_per_node=1, pipeline_parallel=4, pipeline_schedule="circular", micro_batch_size=3
+)
 
 
-def run_plan(request: Request, *batches: int, policy: str = "constant") -> RunPlan:
+def run_plan(request: BatchRequest, *batches: int, policy: str = "constant") -> RunPlan:
     thresholds = " ".join(f"{100 * batches[0] * i}:{batch}" for i, batch in enumerate(batches))
     wanted = read_ramp({"thresholds": thresholds, "samples": str(100 * sum(batches)), "node_policy": policy})
     return build(request, wanted, Options(), command=["train", "{global_batch_size}"])[0]
@@ -35,7 +37,7 @@ def numbers(stage: Stage) -> tuple[int, int, int]:
     return stage.micro_batch_size, stage.accumulation_steps, stage.data_parallel_size
 
 
-def assert_plan_accepts(request: Request, stage: Stage) -> None:
+def assert_plan_accepts(request: BatchRequest, stage: Stage) -> None:
     micro, steps, ranks = numbers(stage)
     fixed = replace(
         request,
@@ -56,14 +58,14 @@ def offered(advice: str) -> list[tuple[int, ...]]:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
+def requests(draw: st.DrawFn) -> BatchRequest:
     stages = draw(st.sampled_from([1, 2, 3, 4]))
     schedule = draw(st.sampled_from(SCHEDULES)) if stages > 1 else None
     inner = stages > 1 and draw(st.booleans())
     virtual = draw(st.integers(1, 2)) if schedule in ("interleaved", "circular") else 1
     given_micro = draw(st.booleans())
     micro = draw(st.integers(1, 12))
-    return Request(
+    return BatchRequest(
         nodes=draw(st.integers(1, 8)),
         devices_per_node=stages * draw(st.integers(1, 2)),
         pipeline_parallel=stages,
@@ -80,7 +82,7 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 @given(requests(), st.lists(st.integers(1, 60), min_size=1, max_size=2), st.integers(1, 12))
-def test_plan_accepts_every_split_that_is_made(request: Request, shares: list[int], limit: int):
+def test_plan_accepts_every_split_that_is_made(request: BatchRequest, shares: list[int], limit: int):
     ranks = resolve_ranks(request) or 0
     try:  # a request that ramp or plan refuses is no run
         plan = run_plan(request, *(share * ranks for share in shares))
@@ -163,7 +165,7 @@ def test_the_advice_is_one_that_every_stage_allows():
 
 
 def test_a_plan_of_an_older_version_is_read_without_its_rules(tmp_path):
-    request = Request(nodes=4, devices_per_node=2, tensor_parallel=2, max_micro_batch_size=8)
+    request = BatchRequest(nodes=4, devices_per_node=2, tensor_parallel=2, max_micro_batch_size=8)
     plan = run_plan(request, 32, 64)
     directory = RunDirectory(tmp_path)
     write_json(directory.path / "plan.json", plan)
@@ -174,4 +176,8 @@ def test_a_plan_of_an_older_version_is_read_without_its_rules(tmp_path):
     old = directory.plan()
     assert old.rules.replicas(4) == 4 and replace(old, rules=plan.rules) == plan
     assert refit(old, 3).stages == refit(plan, 3).stages
+    for damage in ({"stages": []}, {"devices_per_node": None}, {"launches": [{"nodes": 1}]}):
+        (tmp_path / "plan.json").write_text(json.dumps(document | damage))
+        with pytest.raises(ConfigError, match=r"plan\.json is damaged"):
+            directory.plan()
     assert legal_nodes(old, old.launches[0]) == legal_nodes(plan, plan.launches[0]) == (4, 2, 1)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchwright.core.causes import unknown_causes
 from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import ConfigError, MissingExtraError, PlanError, RunError, raise_violations
 from batchwright.core.numbers import count
@@ -85,13 +84,14 @@ def _check(target: str, arguments: tuple[str, ...], allow: tuple[str, ...], flag
         raise ConfigError(
             f"accumulate_dtype={kind!r} is none of {', '.join(_DTYPES)}.", field="accumulate_dtype", given=kind
         )
-    raise_violations(PlanError, unknown_causes(allow))
     with _torch_needed():
         import torch
 
         from batchwright.runtime.check import check
+        from batchwright.runtime.check.causes import unknown_causes
         from batchwright.runtime.check.gradients import set_seeds
         from batchwright.runtime.task import load_task
+    raise_violations(PlanError, unknown_causes(allow))  # before the user's function runs
     try:
         set_seeds(seed)  # what the function itself draws (a model, a synthetic dataset) is the same in every process
         return check(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from batchwright.core.batch.request import READERS, Request, read_request, unknown_key
+from batchwright.core.batch.request import READERS, BatchRequest, read_request
 from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.fields import unknown_key
 from batchwright.core.numbers import LONGEST
-from batchwright.core.record import record
 
 from .options import FILES
 from .paste import unpaste
@@ -56,7 +57,7 @@ class PasteCommand(click.Command):
         return super().parse_args(ctx, words)
 
 
-@record
+@dataclass(frozen=True)
 class Gathered:
     """Raw values by our names, where each was given, and notes on how they were read."""
 
@@ -64,7 +65,7 @@ class Gathered:
     origins: dict[str, str]
     notes: tuple[str, ...]
 
-    def request(self) -> Request:
+    def request(self) -> BatchRequest:
         """The part that describes a batch and its world."""
         values = {name: value for name, value in self.values.items() if name in READERS}
         return read_request(values, origins=self.origins, notes=self.notes)

@@ -9,7 +9,7 @@ import click
 
 from batchwright.core import codec
 from batchwright.core.batch.pipeline import SCHEDULES
-from batchwright.core.batch.plan import Plan, plan
+from batchwright.core.batch.plan import BatchPlan, plan
 from batchwright.core.errors import PlanError, Violation
 from batchwright.core.numbers import percentage
 
@@ -19,7 +19,7 @@ from .options import batch_options, json_option, number, print_json, stack, worl
 
 if TYPE_CHECKING:
     from batchwright.core.batch.nearby import Nearby
-    from batchwright.core.batch.request import Request
+    from batchwright.core.batch.request import BatchRequest
     from batchwright.core.nodes.throughput import Throughput
 
 _pipeline_options = stack(
@@ -98,7 +98,7 @@ def command(
         click.echo("\n".join(render(made, near)))
 
 
-def _probed(request: Request, path: str) -> tuple[Request, Throughput]:
+def _probed(request: BatchRequest, path: str) -> tuple[BatchRequest, Throughput]:
     """What a probe measured: the most that fits, and the times."""
     from batchwright.core.batch.request import within_probe
     from batchwright.core.nodes.throughput import Throughput
@@ -109,7 +109,7 @@ def _probed(request: Request, path: str) -> tuple[Request, Throughput]:
     return within_probe(request, record, path), Throughput.from_probe(record)
 
 
-def render(made: Plan, near: tuple[Nearby, ...] | None = None) -> list[str]:
+def render(made: BatchPlan, near: tuple[Nearby, ...] | None = None) -> list[str]:
     """A plan for people: the equation, the numbers with their sources, what else would do, and notes."""
     sign = "≤" if made.ragged else "="
     lines = [
@@ -146,7 +146,7 @@ _FEW = 6
 _ROWS = 12
 
 
-def _alternatives(made: Plan) -> list[str]:
+def _alternatives(made: BatchPlan) -> list[str]:
     timed = made.alternatives[0].step_seconds is not None
     rows = [
         (
@@ -164,7 +164,7 @@ def _alternatives(made: Plan) -> list[str]:
     return lines + ([f"  … and {more} more: --json lists them"] if more > 0 else [])
 
 
-def _numbers(made: Plan, part: object, names: Iterable[str]) -> list[str]:
+def _numbers(made: BatchPlan, part: object, names: Iterable[str]) -> list[str]:
     """Numbers of a part of a plan with their sources; defaults only where a reader would miss them."""
     return text.table(
         [

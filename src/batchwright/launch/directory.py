@@ -78,7 +78,7 @@ class RunDirectory:
             )
         try:
             return codec.decode(RunPlan, _with_rules(document))
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+        except (TypeError, LookupError, ArithmeticError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"{self.path}/plan.json is damaged: {error}.", field="dir", given=str(self.path)
             ) from None

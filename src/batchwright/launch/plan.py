@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchwright.core.batch.request import Request
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.errors import ConfigError, EnvironmentFault, PlanError, ScheduleError
 from batchwright.core.ramp.ramp import Ramp, ramp
 from batchwright.core.ramp.request import RampRequest
@@ -21,7 +21,7 @@ from .work import BATCH_PLACEHOLDERS, check_placeholders, placeholders
 
 
 def build(
-    request: Request,
+    request: BatchRequest,
     wanted: RampRequest,
     options: Options,
     *,
@@ -81,26 +81,25 @@ def build(
     replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
     per_node = request.devices_per_node or stage.data_parallel_size * replica // stage.nodes
     plan = RunPlan(
-        TASK if target else COMMAND,
-        "{}:{}".format(*task_file(target))
-        if target
-        else command[0],  # an absolute path: a run is resumed from anywhere
-        dict(arguments or {}),
-        tuple(command),
-        tuple(position_command),
-        working_directory or os.getcwd(),
-        made.schedule,
-        made.placement.stages,
-        made.placement.launches,
-        per_node,
-        made.placement.rules,
-        options,
-        tuple(notes),
+        kind=TASK if target else COMMAND,
+        # With an absolute path: a run is resumed from anywhere.
+        target="{}:{}".format(*task_file(target)) if target else command[0],
+        arguments=dict(arguments or {}),
+        command=tuple(command),
+        position_command=tuple(position_command),
+        working_directory=working_directory or os.getcwd(),
+        schedule=made.schedule,
+        stages=made.placement.stages,
+        launches=made.placement.launches,
+        devices_per_node=per_node,
+        rules=made.placement.rules,
+        options=options,
+        notes=tuple(notes),
     )
     return plan, replace(made, notes=(*notes, *made.notes))
 
 
-def _placed(request: Request, notes: list[str]) -> Request:
+def _placed(request: BatchRequest, notes: list[str]) -> BatchRequest:
     """The request with a world: its own, or one process."""
     known = (request.nodes, request.devices, request.data_parallel_size)
     if any(value is not None for value in known):

@@ -74,7 +74,7 @@ class Supervisor:
                 (self._directory.path / names.OUTCOME).unlink(missing_ok=True)
                 self._directory.event("supervising", launches=len(self._plan.launches))
                 try:
-                    state, failure = self._walk()
+                    state, failure = self._run_launches()
                 except BatchwrightError as error:
                     self._finish("failed", Failure(str(error)))
                     raise
@@ -83,7 +83,7 @@ class Supervisor:
         finally:
             self._directory.unlock()
 
-    def _walk(self) -> tuple[str, Failure | None]:
+    def _run_launches(self) -> tuple[str, Failure | None]:
         self._adopt()
         failures, furthest, doubt, before = 0, self._work.position(), True, None
         while True:
@@ -123,7 +123,7 @@ class Supervisor:
         """Start one launch and wait until it ends."""
         number = max(self._directory.numbers(), default=0) + 1
         job = self._work.job(launch, number, position)
-        manifest = self._manifest(launch, job, number, position)
+        manifest = self._manifest(number, launch, job, position)
         # The fence first: from here on no older launch can save, even if it still runs.
         self._directory.fence(number)
         self._work.prepare(launch, number, position)
@@ -132,29 +132,28 @@ class Supervisor:
         try:
             manifest = replace(manifest, handle=handle)
             write_json(self._directory.launch(number) / "manifest.json", manifest)
-            self._announce(manifest)
+            self._report_start(manifest)
             return self._wait_for_end(manifest, handle)
         except BaseException:
             self._until_ended(handle, 30.0, "kill")
             raise
 
-    def _manifest(self, launch: Launch, job: Job, number: int, position: int) -> Manifest:
-        """The record of a launch before its start."""
+    def _manifest(self, number: int, launch: Launch, job: Job, position: int, handle: Handle | None = None) -> Manifest:
         return Manifest(
-            number,
-            launch.index,
-            launch.nodes,
-            self._plan.ranks(launch),
-            position,
-            launch_end(self._plan, launch),
-            job.argv,
-            job.environment,
-            str(job.working_directory),
-            self._clock(),
+            number=number,
+            launch=launch.index,
+            nodes=launch.nodes,
+            ranks=self._plan.ranks(launch),
+            start_sample=position,
+            end_sample=launch_end(self._plan, launch),
+            command=job.argv,
+            environment=job.environment,
+            working_directory=str(job.working_directory),
+            started=self._clock(),
+            handle=handle,
         )
 
-    def _announce(self, manifest: Manifest) -> None:
-        """Report the start of a launch."""
+    def _report_start(self, manifest: Manifest) -> None:
         self._directory.event(
             "launch",
             number=manifest.number,
@@ -170,18 +169,18 @@ class Supervisor:
 
     def _adopt(self) -> None:
         """Wait for the end of a launch that an earlier supervisor started and did not record."""
-        for number in self._directory.numbers()[-1:]:
-            manifest = self._directory.manifest(number)
-            if manifest is None or manifest.handle is None or self._directory.ending(number) is not None:
-                continue
-            running = self._engine.poll(manifest.handle).state != "ended"
-            if running:
-                self._listener.note(f"launch {number} still runs; waiting until it ends")
-            if running or self._engine.name == "slurm":  # a job outlives its supervisor and records its own end
-                self._wait_for_end(manifest, manifest.handle)
-            else:
-                left = Failure("its supervisor ended, and the launch with it")
-                self._record(manifest, Poll("ended"), self._work.progress(manifest), left, stopping=False)
+        number = max(self._directory.numbers(), default=0)
+        manifest = self._directory.manifest(number)
+        if manifest is None or manifest.handle is None or self._directory.ending(number) is not None:
+            return
+        running = self._engine.poll(manifest.handle).state != "ended"
+        if running:
+            self._listener.note(f"launch {number} still runs; waiting until it ends")
+        if running or self._engine.name == "slurm":  # a job outlives its supervisor and records its own end
+            self._wait_for_end(manifest, manifest.handle)
+        else:
+            left = Failure("its supervisor ended, and the launch with it")
+            self._record(manifest, Poll("ended"), self._work.progress(manifest), left, stopping=False)
 
     def _wait_for_end(self, manifest: Manifest, handle: Handle) -> Ending:
         progress, failure, stopping = self._watch(manifest, handle)
@@ -293,24 +292,24 @@ class Supervisor:
                 f"no checkpoint was made: {lost:,} samples, from {position:,} to {progress.position:,}, will be repeated"
             )
         ending = Ending(
-            manifest.number,
-            outcome,
-            position,
-            self._clock(),
-            polled.code,
-            failure,
-            progress.first_step,
-            progress.last_step,
-            progress.saved,
-            progress.loaded,
-            progress.load_seconds,
+            number=manifest.number,
+            outcome=outcome,
+            position=position,
+            ended=self._clock(),
+            code=polled.code,
+            failure=failure,
+            first_step=progress.first_step,
+            last_step=progress.last_step,
+            saved=progress.saved,
+            loaded=progress.loaded,
+            load_seconds=progress.load_seconds,
         )
         self._boundary_of(manifest, ending)
         try:
             write_json(self._directory.launch(manifest.number) / "ending.json", ending)
         except OSError as error:
             self._listener.note(f"{error}")
-        self._directory.event("ended", **{**vars(ending), "failure": failure})
+        self._directory.event("ended", **vars(ending))
         self._listener.ended(self._plan, manifest, ending)
         self._last = ending
         return ending

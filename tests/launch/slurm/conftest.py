@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from batchwright.core.batch.request import Request
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.ramp.request import read_ramp
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import process_state
@@ -229,7 +229,7 @@ def make(tmp_path: Path) -> Callable[..., tuple[RunDirectory, RunPlan]]:
         directory = RunDirectory(tmp_path / f'{title}\'s "directory" 100%j')
         arguments = "--start {start_sample} --end {end_sample} --nodes {nodes}".split()
         plan, _ = build(
-            Request(nodes=4, devices_per_node=1),
+            BatchRequest(nodes=4, devices_per_node=1),
             read_ramp(RAMP),
             options,
             command=(sys.executable, str(TRAINER), *arguments, *extra),

@@ -250,7 +250,7 @@ class ChainJob(Supervisor):
         number = max(numbers, default=0) + 1
         job = self._work.job(launch, number, position)
         handle = {"engine": "slurm", "job": slurm.me(), "directory": str(job.directory)}
-        manifest = replace(self._manifest(launch, job, number, position), handle=handle)
+        manifest = self._manifest(number, launch, job, position, handle)
         if not create_once(self._directory.launch(number) / "manifest.json", manifest):
             say(f"nothing to do: another job has just claimed launch {number}")
             return 0
@@ -281,7 +281,7 @@ class ChainJob(Supervisor):
             submit_successor(self._directory, self._run, launch, script, slurm.me() or "", launch.nodes)
         self._directory.fence(manifest.number)  # from here on no older launch can save
         self._work.prepare(launch, manifest.number, position)
-        self._announce(manifest)
+        self._report_start(manifest)
         try:
             handle = self._engine.start(self._work.job(launch, manifest.number, position))
         except BatchwrightError as error:
