@@ -49,7 +49,7 @@ def test_a_fraction_is_resolved_with_words():
     assert p.reasons["micro_batch_size"] == "per_device_batch_size × 8 devices per replica"
     text = "\n".join(p.notes)
     assert "counts every device: 1/4 × 8 devices per replica = micro_batch_size 2" in text
-    assert "throws 75% of them away; here exactly the global batch is read" in text
+    assert "drops 75% of them; batchwright reads exactly the global batch" in text
 
 
 def test_a_fraction_that_is_no_micro_batch_names_those_that_are():
@@ -127,7 +127,7 @@ def plan(**keys):
 
 def test_an_axis_that_fills_the_devices_counts_as_one_without_them_and_says_so():
     made = plan(per_device_batch_size=4, ici_fsdp_parallelism=-1)  # as MaxText's own file has it
-    assert made.data_parallel_size == 1 and any("ici_fsdp_parallelism" in n and "count as 1" in n for n in made.notes)
+    assert made.data_parallel_size == 1 and any("ici_fsdp_parallelism" in n and "1 is assumed" in n for n in made.notes)
     assert plan(per_device_batch_size=4, ici_fsdp_parallelism=-1, devices=8).data_parallel_size == 8
 
 

@@ -116,10 +116,10 @@ def test_accumulate_grad_batches_is_one_because_nemo_derives_it():
     keys = [("data.micro_batch_size", Given(4)), ("data.global_batch_size", Given(16))]
     alone = resolve([*keys, ("trainer.accumulate_grad_batches", Given("1"))])
     assert alone.fields["accumulation_steps"].value == "1"
-    assert "read as accumulation_steps=1 in the documented equation" in alone.notes[0]
+    assert "so it is read as accumulation_steps=1" in alone.notes[0]
     placed = resolve([*keys, ("trainer.accumulate_grad_batches", Given(1)), ("devices", Given(2))])
     assert "accumulation_steps" not in placed.fields  # 16 / (4 × 2) = 2 follows
-    assert "must stay 1" in placed.notes[0]
+    assert "must be 1" in placed.notes[0]
 
 
 @pytest.mark.parametrize("prefix", ["", "training."])

@@ -198,12 +198,11 @@ def test_no_ramp_samples_go_straight_to_the_target_with_a_note():
     assert schedule.notes == ("The ramp has 0 samples: the run starts at its target, 32, not at 16.",)
 
 
-def test_stages_that_one_step_jumps_over_are_left_out_and_noted():
+def test_stages_that_one_step_skips_are_noted():
     schedule = Linear(100, 100, 10, target=1000).compile()
     assert [(s.global_batch_size, s.steps) for s in schedule.segments] == [(100, 1), (1000, None)]
     assert schedule.notes == (
-        "Left out, because one step jumps over them: the stages of 200 from 2 samples, 300 from 3 samples, "
-        "400 from 4 samples and 5 more.",
+        "One step skips the stages of 200 from 2 samples, 300 from 3 samples, 400 from 4 samples and 5 more.",
     )
 
 
@@ -211,7 +210,7 @@ def test_stages_that_one_step_jumps_over_are_left_out_and_noted():
 def test_every_stage_is_a_segment_or_a_note(rule: Rule):
     schedule = rule.compile()
     missing = len(rule.switches()) - len(schedule.segments)
-    assert (missing > 0) == any("Left out" in note for note in schedule.notes)
+    assert (missing > 0) == any("One step skips" in note for note in schedule.notes)
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------
