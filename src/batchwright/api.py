@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from . import dialects
 from .core.batch.nearby import Nearby
@@ -33,7 +33,7 @@ def _resolve(source: object, given: Mapping[str, Any], own: Collection[str]) -> 
     lenient = False
     if source is not None:
         if isinstance(source, Mapping):
-            keys = dialects.flatten(source)
+            keys = dialects.flatten(cast("Mapping[Any, Any]", source))
         else:
             from .dialects import nemo
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import ConfigError
@@ -139,4 +139,4 @@ def write_recipe(plan: BatchPlan, recipe: Any) -> dict[str, Any]:
 
 
 def _get(target: Any, name: str) -> Any:
-    return target.get(name) if isinstance(target, Mapping) else getattr(target, name, None)
+    return cast("Mapping[str, Any]", target).get(name) if isinstance(target, Mapping) else getattr(target, name, None)

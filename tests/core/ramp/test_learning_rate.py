@@ -1,4 +1,4 @@
-"""Learning rates beside the batch, and horizons that a ramp does not move."""
+"""Learning rates of a ramp, and horizons that do not depend on it."""
 
 from __future__ import annotations
 
