@@ -223,7 +223,10 @@ def test_learning_rates():
         (("--linear", "1024,128,1M", "--global-batch-size", "256"), "would fall"),
         (("--linear", "256,0,1M", "--global-batch-size", "256"), "increment=0"),
         (("--linear", "256,128,1M"), "global_batch_size"),
-        (("--linear", "256,128,1M", "--thresholds", "0:8", "--global-batch-size", "1024"), "two rules"),
+        (
+            ("--linear", "256,128,1M", "--thresholds", "0:8", "--global-batch-size", "1024"),
+            "mutually exclusive",
+        ),
         (("--thresholds", "0-8"), "THRESHOLD:SIZE"),
         (("--thresholds", "10:8"), "first threshold"),
         (("--thresholds-tokens", "0:8 1M:16"), "sequence_length"),
@@ -234,7 +237,7 @@ def test_learning_rates():
         ((*LINEAR, "--nodes", "4"), "devices_per_node"),
         ((*LINEAR, "--node-policy", "launcher"), "needs nodes"),
         ((*LINEAR, "--node-policy", "fastest"), "launcher"),
-        ((*LINEAR, "--samples", "1M", "--tokens", "1M"), "either samples or tokens"),
+        ((*LINEAR, "--samples", "1M", "--tokens", "1M"), "exactly one of samples and tokens"),
         ((*LINEAR, "--compare", "linear,levanter"), "linear,maxtext|two of"),
         ((*LINEAR, "--at", "-1"), "must be at least 0"),
         ((*LINEAR, "--lr-scaling", "sqrt"), "needs lr"),
@@ -316,8 +319,10 @@ def test_nothing_a_user_types_gives_a_traceback(pairs):
 
 def test_a_target_that_the_budget_does_not_reach_is_said(cli):
     words = ("ramp", "--linear", "256,128,50M", "--global-batch-size", "1024", "--json", "--samples")
-    assert any("256 then, and 1024 is not reached" in note for note in cli(*words, "1M").json["notes"])
-    assert not any("not reached" in note for note in cli(*words, "60M").json["notes"])
+    assert any(
+        "the last batch is 256, and the run does not reach 1024" in note for note in cli(*words, "1M").json["notes"]
+    )
+    assert not any("not reach" in note for note in cli(*words, "60M").json["notes"])
 
 
 def test_experts_choose_nodes_where_they_can_and_are_noted_where_not(cli):
