@@ -112,7 +112,7 @@ class Life:
         saved = self.checkpoints.newest()
         self.saved = saved
         if saved is None:
-            generators.reseed(settings.seed, 0, world.rank)
+            generators.seed_rank(settings.seed, 0, world.rank)
         else:
             self._resume(saved)
         self.ledger = Ledger(
@@ -172,7 +172,7 @@ class Life:
         before = time.time()
         restored = self.checkpoints.load(saved, self.model, self.optimizer)
         if not restored:
-            generators.reseed(settings.seed, saved.position, self.world.rank)
+            generators.seed_rank(settings.seed, saved.position, self.world.rank)
         self.times["load_seconds"] = time.time() - before
         self.step, self.position, self.tokens = saved.step, saved.position, float(state.get("tokens", 0.0))
         self.saved_position, self.evaluation_loss = saved.position, state.get("evaluation_loss")

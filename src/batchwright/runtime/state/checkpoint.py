@@ -176,7 +176,8 @@ class Checkpoints:
         tensors.join(model, optimizers, parts, saved.state["optimizer"])
         if not restore_generators or saved.state["ranks"] != self.ranks:
             return False
-        return generators.restore(read_json(saved.path / "rng" / f"rank-{self.rank:05d}.json"))
+        generators.restore(read_json(saved.path / "rng" / f"rank-{self.rank:05d}.json"))
+        return True
 
     def _problem(self, path: Path, verify: bool) -> str | None:
         """What is wrong with a checkpoint, as far as this rank's part of the files says."""
