@@ -90,7 +90,7 @@ def _check(target: str, arguments: tuple[str, ...], allow: tuple[str, ...], flag
         import torch
 
         from batchwright.runtime.check import check
-        from batchwright.runtime.check.gradients import set_seeds
+        from batchwright.runtime.state.generators import set_seeds
         from batchwright.runtime.task import load_task
     try:
         set_seeds(seed)  # what the function itself draws (a model, a synthetic dataset) is the same in every process

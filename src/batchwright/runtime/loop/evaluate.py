@@ -13,11 +13,12 @@ from batchwright.core.ramp.schedule import Schedule, Segment
 from batchwright.runtime.data.loader import Loader
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
+from batchwright.runtime.device import to_device
 from batchwright.runtime.state import generators
-from batchwright.runtime.step.parallel import exact
+from batchwright.runtime.step.sums import widest_float
 from batchwright.runtime.task import Task
 
-from .process import World, moved
+from .process import World
 
 
 class Part:
@@ -55,15 +56,14 @@ def evaluate(
     size = len(dataset)
     whole = Schedule((Segment(0, 0, size, 1),))
     sampler = StepSampler(whole, min(batch_size, size), world.rank, world.ranks, allow_ragged=True)
-    options: dict[str, Any] = {"collate_fn": task.collate} if task.collate else {}
-    kind = exact(world.device)
+    kind = widest_float(world.device)
     sums = torch.zeros(2, dtype=kind, device=world.device)
     training, kept = model.training, generators.capture()
     model.eval()
     try:
         with torch.no_grad():
-            for micro in Loader(dataset, GlobalOrder(size, seed, shuffle=False), sampler, **options):
-                loss_sum, weight, _ = task.loss_of(model, moved(micro.data, world.device))
+            for micro in Loader(dataset, GlobalOrder(size, seed, shuffle=False), sampler, collate=task.collate):
+                loss_sum, weight, _ = task.loss_of(model, to_device(micro.data, world.device))
                 both = (loss_sum, torch.as_tensor(weight))
                 if not micro.filler:
                     sums += torch.stack([value.detach().reshape(()).to(sums) for value in both])

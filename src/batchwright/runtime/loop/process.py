@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -143,21 +143,6 @@ def _with_fixed_buckets(model: DistributedDataParallel) -> DistributedDataParall
     for parameter in parameters:
         parameter.grad = None
     return model
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    """A batch on a device: tensors, in any nesting of mappings and sequences."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return type(batch)({k: moved(v, device) for k, v in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(moved(v, device) for v in batch))
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return type(batch)(moved(v, device) for v in batch)  # type: ignore[call-arg]
-    return cast(Any, batch).to(device) if hasattr(batch, "to") else batch
 
 
 class StopSignals:

@@ -25,8 +25,8 @@ from batchwright.runtime.state import generators
 from batchwright.runtime.state.checkpoint import Checkpoints, Saved
 from batchwright.runtime.state.fingerprint import Change, changes, fingerprint
 from batchwright.runtime.state.ledger import Ledger, next_launch
+from batchwright.runtime.step.accumulate import StepResult
 from batchwright.runtime.step.noise import NoiseScale, NoiseTerms
-from batchwright.runtime.step.parallel import StepResult
 from batchwright.runtime.task import Task
 
 from .evaluate import Part

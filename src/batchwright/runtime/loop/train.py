@@ -38,14 +38,14 @@ from batchwright.core.ramp.schedule import Schedule, Step
 from batchwright.rundir.status import Status
 from batchwright.runtime.data.loader import Loader
 from batchwright.runtime.data.sampler import StepSampler, micro_steps
+from batchwright.runtime.device import to_device
 from batchwright.runtime.state.checkpoint import Saved
-from batchwright.runtime.step.accumulate import Accumulator
-from batchwright.runtime.step.parallel import StepResult
+from batchwright.runtime.step.accumulate import Accumulator, StepResult
 from batchwright.runtime.task import Task, load_task
 
 from .evaluate import evaluate
 from .events import Tracker
-from .process import StopSignals, joined, moved
+from .process import StopSignals, joined
 from .session import Life, OnStep
 from .settings import Settings, read_spec
 
@@ -106,8 +106,7 @@ class _Loop(Life):
         sampler = StepSampler(
             self._limited(), micro_of, world.rank, world.ranks, self.position, allow_ragged=settings.allow_ragged
         )
-        options: dict[str, Any] = {"collate_fn": self.task.collate} if self.task.collate else {}
-        loader = Loader(self.dataset, self.order, sampler, num_workers=settings.num_workers, **options)
+        loader = Loader(self.dataset, self.order, sampler, collate=self.task.collate, num_workers=settings.num_workers)
         accumulator = Accumulator(
             self.model, max_norm=settings.max_norm, noise=self.noise, scaler=self.scaler,
             accumulate_dtype=None if settings.strategy == "fsdp2" else self.accumulate_dtype,  # there the wrapper's
@@ -122,7 +121,7 @@ class _Loop(Life):
                 size = self.schedule.segments[stage].global_batch_size
                 self.emit("stage", stage=stage, step=plan.step, samples=plan.start_sample, global_batch_size=size)
             for micro in step:
-                step.backward(*self.task.loss_of(self.model, moved(micro.data, device)))
+                step.backward(*self.task.loss_of(self.model, to_device(micro.data, device)))
                 if not micro.filler:
                     ledger.fed(micro.ids)
             result = step.apply(self.optimizer, learning_rate=rate)

@@ -20,11 +20,11 @@ _bit_generator = cast(Any, np.random).get_bit_generator
 _set_bit_generator = cast(Any, np.random).set_bit_generator
 
 
-def seed_all(seed: int, *, accelerator: bool = True) -> None:
+def set_seeds(seed: int, *, accelerator: bool = True) -> None:
     """Seed the three generators: the only place in this package that does. `accelerator`: the devices' generators, too.
 
-    >>> seed_all(3); first = random.random(), np.random.rand(), float(torch.rand(()))
-    >>> seed_all(3); first == (random.random(), np.random.rand(), float(torch.rand(())))
+    >>> set_seeds(3); first = random.random(), np.random.rand(), float(torch.rand(()))
+    >>> set_seeds(3); first == (random.random(), np.random.rand(), float(torch.rand(())))
     True
     """
     random.seed(seed)
@@ -37,12 +37,12 @@ def seed_all(seed: int, *, accelerator: bool = True) -> None:
 
 def seed_rank(seed: int, position: int, rank: int) -> None:
     """Seed a rank that has no saved generators to restore: a pure function of (seed, position, rank)."""
-    seed_all(_hashed(b"batchwright rank 1: seed %d, position %d, rank %d" % (seed, position, rank)) >> 1)
+    set_seeds(_hashed(b"batchwright rank 1: seed %d, position %d, rank %d" % (seed, position, rank)) >> 1)
 
 
 def seed_sample(seed: int, position: int) -> None:
     """Seed what `dataset[i]` draws at a position: a pure function of (seed, position)."""
-    seed_all(_hashed(b"batchwright sample 1: seed %d, position %d" % (seed, position)), accelerator=False)
+    set_seeds(_hashed(b"batchwright sample 1: seed %d, position %d" % (seed, position)), accelerator=False)
 
 
 def capture() -> dict[str, Any]:
