@@ -49,6 +49,32 @@ def find_json(path: Path) -> Any:
         return None
 
 
+class JsonLines:
+    """Reads a file of JSON lines, such as events, while it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset, self._rest = 0, b""
+
+    def new(self) -> list[Any]:
+        """The lines that were completed since the last call. What is not JSON, or has no line end yet, is left out."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                chunk = file.read()
+        except OSError:
+            return []
+        self._offset += len(chunk)
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        found: list[Any] = []
+        for line in lines:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+
 def digest_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with open(path, "rb", buffering=0) as file:

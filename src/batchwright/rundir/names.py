@@ -19,6 +19,7 @@ from pathlib import Path
 
 PLAN, LOCK, FENCE, STOP, OUTCOME = "plan.json", "lock", "launch.json", "stop.json", "outcome.json"
 STATUS, CHECKPOINTS, LEDGER, EVENTS, LAUNCHES = "status.json", "checkpoints", "ledger", "events", "launches"
+SUPERVISOR_EVENTS = "supervisor.jsonl"
 
 _CHECKPOINT = re.compile(r"step-(\d{12})-launch-(\d{5,})")
 _LEDGER = re.compile(r"launch-(\d{5,})-rank-(\d{5,})\.jsonl")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchwright.core.codec import encode
+from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import BatchwrightError
 
 from . import names
@@ -74,6 +74,11 @@ def error_record(error: BaseException, rank: int) -> dict[str, Any]:
     known = isinstance(error, BatchwrightError)
     record = error.record() if known else {"type": type(error).__name__, "message": str(error)}
     return {**record, "rank": rank, "traceback": traceback.format_exception(error)}
+
+
+def write_failure(root: Path, launch: int, error: dict[str, Any]) -> None:
+    """Write the error of a rank other than 0, which does not write the status of the launch."""
+    write_json(root / names.status(launch, error["rank"]), {"schema": SCHEMA, "state": "failed", "error": error})
 
 
 def last_seen(root: Path, launch: int) -> dict[str, Any]:
