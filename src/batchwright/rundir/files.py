@@ -1,4 +1,4 @@
-"""JSON documents on disk, hashes of files, and an error of the disk as an error of ours."""
+"""JSON documents and JSON lines on disk, hashes of files, and disk errors as errors of batchwright."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import atomic
 _REMEDIES = {
     errno.ENOSPC: "Free some space, or keep fewer checkpoints.",
     errno.EDQUOT: "Raise the quota, or keep fewer checkpoints.",
-    errno.EFBIG: "The file size limit (ulimit -f) or the file system allows no larger file.",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or use a file system that allows larger files.",
     errno.EROFS: "Mount it writable, or choose another directory.",
     errno.EACCES: "Give this user write permission, or choose another directory.",
     errno.EPERM: "Give this user write permission, or choose another directory.",
@@ -25,14 +25,14 @@ _REMEDIES = {
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o666, sync: bool = True) -> None:
-    """Write a value, or a dataclass: a reader sees the old file or the new one, and after a power cut one of the two."""
+    """Write a value or a dataclass: a reader sees the old file or the new one, also after a power failure."""
     text = json.dumps(encode(value), ensure_ascii=False, indent=1, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write(path, text + "\n", mode=mode, sync=sync)
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in `path`; a RunError that names the file when it is missing or not JSON."""
+    """The JSON in `path`; a RunError that names the file if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -42,17 +42,26 @@ def read_json(path: Path) -> Any:
 
 
 def find_json(path: Path) -> Any:
-    """The JSON in `path`; None when it is missing, cannot be read, or is being written by somebody else."""
+    """The JSON in `path`; None if it is missing or cannot be read at this moment."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
+def json_object(value: Any) -> dict[str, Any]:
+    """A JSON object; an empty one if `value` is something else.
+
+    >>> json_object({"launch": 3}), json_object([3])
+    ({'launch': 3}, {})
+    """
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
 def find_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`; None where `find_json` gives None or anything else."""
+    """The JSON object in `path`; None if `find_json` returns None or anything else."""
     document = find_json(path)
-    return cast("dict[str, Any]", document) if isinstance(document, dict) else None
+    return json_object(document) if isinstance(document, dict) else None
 
 
 class JsonLines:
@@ -88,7 +97,7 @@ def digest_of(path: Path) -> str:
 
 
 def write_fault(error: BaseException, what: str, directory: Path, kept: str) -> BatchwrightError:
-    """An error of the disk in three parts: what could not be written, why with the numbers, and what is left."""
+    """A disk error as ours: what could not be written, why, with the free space, and what was kept."""
     if isinstance(error, BatchwrightError):
         return error
     reason = f"{type(error).__name__}: {error}"

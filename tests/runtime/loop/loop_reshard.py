@@ -1,4 +1,4 @@
-"""What ranks of the checkpoint's tests run: save under one strategy, load under another."""
+"""Functions for the ranks of the checkpoint tests: save with one strategy, load with another."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file, 
 
 from loop_tasks import Net
 
-from batchwright.runtime.loop.process import World, wrapped
+from batchwright.runtime.loop.process import ThisProcess, wrapped
 from batchwright.runtime.state import tensors
 from batchwright.runtime.state.checkpoint import Checkpoints
 
 
-def built(strategy: str, seed: int, steps: int) -> tuple[Any, Any, World]:
+def built(strategy: str, seed: int, steps: int) -> tuple[Any, Any, ThisProcess]:
     """A model and its optimizer after some steps with equal gradients on all ranks."""
     group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), group, False)
+    process = ThisProcess(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), group, False)
     torch.manual_seed(seed)
-    model = wrapped(Net(0.0, 24), strategy, world)
+    model = wrapped(Net(0.0, 24), strategy, process)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
     for _ in range(steps):
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model, optimizer, world
+    return model, optimizer, process
 
 
 def state(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Everything, whole: tensors and options."""
+    """The whole state: unsharded tensors, and options."""
     parts, rest = tensors.split(model, (optimizer,))
     whole = {p: (t.full_tensor() if isinstance(t, DTensor) else t).detach().numpy().copy() for p, t in parts.items()}
     return {**whole, **rest}
 
 
 def save_as(rank: int, directory: str, strategy: str, asynchronous: bool = False) -> dict[str, Any]:
-    model, optimizer, world = built(strategy, 0, 3)
-    checkpoints = Checkpoints(directory, group=world.control, asynchronous=asynchronous)
+    model, optimizer, process = built(strategy, 0, 3)
+    checkpoints = Checkpoints(directory, group=process.control, asynchronous=asynchronous)
     before = state(model, optimizer)
     checkpoints.save(model, optimizer, step=3, position=24)
-    with torch.no_grad():  # after an asynchronous save has begun, training goes on
+    with torch.no_grad():  # as training does after an asynchronous save has begun
         for p in model.parameters():
             p.add_(1.0)
     checkpoints.wait()
@@ -53,8 +53,8 @@ def save_as(rank: int, directory: str, strategy: str, asynchronous: bool = False
 
 
 def load_as(rank: int, directory: str, strategy: str) -> dict[str, Any]:
-    model, optimizer, world = built(strategy, 1, 0)
-    checkpoints = Checkpoints(directory, group=world.control)
+    model, optimizer, process = built(strategy, 1, 0)
+    checkpoints = Checkpoints(directory, group=process.control)
     saved = checkpoints.newest()
     assert saved is not None and saved.position == 24
     checkpoints.load(saved, model, optimizer)
@@ -62,11 +62,11 @@ def load_as(rank: int, directory: str, strategy: str) -> dict[str, Any]:
 
 
 def fail_on_one_rank(rank: int, directory: str) -> list[str]:
-    """The disk of rank 1 is full; every rank hears of it, and nothing is left."""
+    """The disk of rank 1 is full: every rank raises the error, and no file is left."""
     import errno
 
-    model, optimizer, world = built("ddp", 0, 1)
-    checkpoints = Checkpoints(directory, group=world.control)
+    model, optimizer, process = built("ddp", 0, 1)
+    checkpoints = Checkpoints(directory, group=process.control)
     checkpoints.save(model, optimizer, step=1, position=8)
     write = tensors._HashingStream.write
 
