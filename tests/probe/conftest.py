@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchwright.probe.request import read_request
+from batchwright.probe.records import read_request
 
 HEADER = """
 import json, os, signal, sys, time
@@ -31,7 +31,7 @@ def fits(peak=None, **more):
     sys.exit(0)
 
 def oom(kind="host-oom"):
-    say(status="death", identity=IDENTITY, kind=kind, reason="scripted", limit_bytes=2000)
+    say(status="failed", identity=IDENTITY, kind=kind, reason="scripted", limit_bytes=2000)
     sys.exit(1)
 """
 

@@ -9,8 +9,8 @@ import pytest
 from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
 from batchwright.probe import probe
 from batchwright.probe.command import CommandRunner, _Steps
-from batchwright.probe.process import environment
-from batchwright.probe.request import read_request
+from batchwright.probe.machine import trial_environment
+from batchwright.probe.records import read_request
 
 SCRIPT = """
 import sys, time
@@ -51,7 +51,7 @@ def test_limit_and_throughput(script, tmp_path, style, steps, options):
         script("{micro_batch_size}", steps, style, "5"), dir=tmp_path / "j", seconds=0.1, timeout=60, **options
     )
     assert (made.max_micro_batch_size, made.first_failing_micro_batch_size) == (5, 6)
-    assert {t.death for t in made.trials if not t.fits} == {"device-oom"}
+    assert {t.cause for t in made.trials if not t.fits} == {"device-oom"}
     timed = [t for t in made.trials if t.purpose == "throughput"]
     assert [t.micro_batch_size for t in timed] == [1, 2, 4, 5]
     if style != "none":  # two totals on a busy machine may differ by less than their noise
@@ -168,8 +168,10 @@ def test_a_commands_identity_and_conditions(tmp_path, monkeypatch):
 
 def test_the_allocator_is_fixed_under_a_budget_only(monkeypatch):
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    assert environment(limited=True)["MALLOC_ARENA_MAX"] == "1"
-    assert not [name for name in environment(limited=False) if name in ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_")]
+    assert trial_environment(limited=True)["MALLOC_ARENA_MAX"] == "1"
+    assert not [
+        name for name in trial_environment(limited=False) if name in ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_")
+    ]
 
 
 def test_no_steps_in_the_output_end_the_search_for_speed_after_one_trial(script, tmp_path):
@@ -197,7 +199,7 @@ def test_a_real_limit_of_address_space(tmp_path):
     made = probe(command, memory="256MiB", dir=None, throughput=False, exact=True)
     assert made.first_failing_micro_batch_size == made.max_micro_batch_size + 1
     assert 150 < made.max_micro_batch_size < 256
-    assert {t.death for t in made.trials if not t.fits} == {"host-oom"}
+    assert {t.cause for t in made.trials if not t.fits} == {"host-oom"}
     assert len(made.trials) <= 5
 
 

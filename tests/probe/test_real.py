@@ -15,9 +15,10 @@ import pytest
 pytest.importorskip("torch")
 
 from batchwright.cli import main
+from batchwright.core.numbers import parse_bytes
 from batchwright.probe import probe
-from batchwright.probe.process import environment
-from batchwright.probe.request import read_bytes, read_request
+from batchwright.probe.machine import trial_environment
+from batchwright.probe.records import read_request
 from batchwright.probe.runner import TaskRunner
 
 pytestmark = pytest.mark.torch
@@ -55,9 +56,9 @@ except (RuntimeError, MemoryError):
 
 
 def runs(folder: Path, size: int, micro_steps: int) -> bool:
-    words = [sys.executable, "-c", PLAIN, folder, size, micro_steps, read_bytes(BUDGET, "memory")]
+    words = [sys.executable, "-c", PLAIN, folder, size, micro_steps, parse_bytes(BUDGET, "memory")]
     done = subprocess.run(
-        [*map(str, words)], env=environment(limited=True), capture_output=True, text=True, timeout=900
+        [*map(str, words)], env=trial_environment(limited=True), capture_output=True, text=True, timeout=900
     )
     assert done.returncode in (0, 3), done.stderr
     return done.returncode == 0

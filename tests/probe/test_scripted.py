@@ -14,12 +14,12 @@ import pytest
 
 from batchwright.core.errors import ConfigError, NothingFitsError, RunError
 from batchwright.probe.prober import run_probe
-from batchwright.probe.progress import Silent
+from batchwright.probe.display import NoProgress
 
 LIMIT_40 = "oom() if size > 40 else fits()\n"
 
 
-class Watching(Silent):
+class Watching(NoProgress):
     def __init__(self):
         self.trials, self.notes = [], []
 
@@ -59,7 +59,7 @@ def test_deaths_that_bound_the_size(scripted, death, kind):
         scripted(f"fits() if size <= 8 else {death}" if "raise" not in death else f"if size > 8: {death}\nfits()")
     )
     assert probe.max_micro_batch_size == 8
-    assert {t.death for t in probe.trials if not t.fits} == {kind}
+    assert {t.cause for t in probe.trials if not t.fits} == {kind}
     assert {t.status for t in probe.trials if not t.fits} == {"oom"}
 
 
@@ -72,7 +72,10 @@ def test_deaths_that_bound_the_size(scripted, death, kind):
         ("open(spec['result'] + '.0', 'w').write('{\"status\": \"do'); sys.exit(0)", "no result"),
         ("open(spec['result'] + '.0', 'w').write('[1, 2]'); sys.exit(0)", "no result"),
         ("raise KeyError('mine')", "KeyError"),
-        ("say(status='death', kind='compile', reason='InductorError', traceback='Traceback: theirs')", "InductorError"),
+        (
+            "say(status='failed', kind='compile', reason='InductorError', traceback='Traceback: theirs')",
+            "InductorError",
+        ),
     ],
 )
 def test_deaths_that_stop_the_search(scripted, death, said):
@@ -97,7 +100,7 @@ def test_a_hang_ends_at_its_timeout(scripted):
     assert probe.max_micro_batch_size == 4
     hung = [t for t in probe.trials if t.status == "timeout"]
     assert hung
-    assert hung[0].death == "hang"
+    assert hung[0].cause == "hang"
     assert any("timed out" in note for note in probe.notes)
 
 
@@ -133,9 +136,8 @@ def test_nothing_fits(scripted):
 
 
 def test_an_invalid_task_is_an_invalid_request(scripted):
-    code = (
-        "say(status='invalid', error={'message': 'no such function', 'field': 'task', 'given': 'x', 'nearest': ['y']})"
-    )
+    error = {"type": "ConfigError", "message": "no such function", "field": "task", "given": "x", "nearest": ["y"]}
+    code = f"say(status='invalid', error={error})"
     with pytest.raises(ConfigError, match="no such function") as caught:
         run_probe(scripted(code))
     assert caught.value.nearest == ("y",)
@@ -270,6 +272,31 @@ def test_a_full_disk_keeps_the_results(scripted, tmp_path):
     assert "No space left on device" in probe.journal_error
 
 
+def test_an_interrupted_probe_says_what_is_kept(scripted):
+    class Interrupt(Watching):
+        def __init__(self, after):
+            super().__init__()
+            self.after = after
+
+        def started(self, size, purpose, left):
+            if len(self.trials) == self.after:
+                raise KeyboardInterrupt
+
+    for after, options in ((0, {}), (2, {}), (2, {"directory": None})):
+        watching = Interrupt(after)
+        with pytest.raises(KeyboardInterrupt):
+            run_probe(scripted(LIMIT_40, fresh=True, **options), progress=watching)
+        said = [note for note in watching.notes if "kept in" in note]
+        assert len(said) == (1 if after and not options else 0)
+        assert all(note.startswith("2 trials are kept in") for note in said)
+
+
+def test_a_message_with_a_full_stop_gets_no_second_one(scripted):
+    with pytest.raises(RunError, match=r"ValueError: use x instead\. This does not depend on the size") as caught:
+        run_probe(scripted("say(status='failed', kind='crash', reason='ValueError: use x instead.')"))
+    assert ".." not in str(caught.value)
+
+
 # Processes.
 
 
@@ -296,7 +323,7 @@ def test_killing_the_prober_leaves_no_orphan_and_a_journal(scripted, tmp_path, h
     """
     request = scripted(code)
     program = (
-        "import sys; from batchwright.probe.request import read_request; from batchwright.probe.prober import run_probe\n"
+        "import sys; from batchwright.probe.records import read_request; from batchwright.probe.prober import run_probe\n"
         f"run_probe(read_request({request.target!r}, worker={request.worker!r}, throughput=False,\n"
         f"    directory={str(request.directory)!r}))"
     )
