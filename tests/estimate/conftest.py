@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from batchwright.estimate import process
-from batchwright.estimate.records import Request
+from batchwright.estimate import worker
+from batchwright.estimate.records import EstimateRequest
 
 TASKS = Path(__file__).with_name("tasks.py")
 
@@ -26,24 +26,18 @@ def tasks() -> str:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the estimate run here instead of in a process of its own."""
 
-    def run(job: str, request: Request, *, timeout: float) -> dict[str, Any]:
-        from batchwright.estimate.worker import answer
+    def run(job: str, request: EstimateRequest, *, timeout: float) -> dict[str, Any]:
+        return worker._checked(worker.answer(job, request))
 
-        result = answer(job, request)
-        if "error" in result:
-            raise process._error(result["error"])
-        return result
-
-    monkeypatch.setattr(process, "run", run)
+    monkeypatch.setattr(worker, "run", run)
 
 
 @pytest.fixture(scope="session")
 def peaks() -> Callable[..., dict[int, int]]:
     """`peaks(task, sizes, **options)` gives the estimated peaks by size."""
-    from batchwright.estimate.worker import answer
 
     def of(task: str, sizes: tuple[int, ...], **options: Any) -> dict[int, int]:
-        result = answer("estimate", Request(task, micro_batch_sizes=sizes, **options))
+        result = worker.answer("estimate", EstimateRequest(task, micro_batch_sizes=sizes, **options))
         assert "error" not in result, result
         return {p["micro_batch_size"]: p["peak_memory_bytes"] for p in result["points"]}
 

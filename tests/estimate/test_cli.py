@@ -36,14 +36,14 @@ def test_the_answer_comes_first_and_says_that_it_is_predicted(run, tasks):
         first.startswith("max_micro_batch_size ") and "at sequence_length 64, predicted, in 64.0 MiB (1.0 MiB" in first
     )
     for words in ("parameters", "optimizer", "activations", "per sample over", "frontier, from peak =", "assumed:",
-                  "not validated on one here", "Predicted, not measured"):  # fmt: skip
+                  "not validated on a device", "Predicted, not measured"):  # fmt: skip
         assert words in out
     assert "estimated micro_batch_size 1 sequence_length 32" in err
 
 
 @pytest.mark.torch
 def test_a_calibrated_answer_shows_both(run, tasks, monkeypatch):
-    monkeypatch.setattr("batchwright.estimate.trial.measure", lambda request: 2**20)
+    monkeypatch.setattr("batchwright.estimate.steps.measure", lambda request: 2**20)
     code, out, _ = run(f"{tasks}:small", "--device", "t4-16g", "--micro-batch-size", "64", "--calibrate")
     assert code == 0 and "one real trial on this CPU" in out and re.search(r"measured +1\.0 MiB", out)
     assert "with the difference added, max_micro_batch_size would be" in out

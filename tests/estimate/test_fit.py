@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.estimate.fit import frontier, largest, line, settle, three_coefficients
-from batchwright.estimate.records import Fit, Point
+from batchwright.estimate.records import FrontierFit, Point
 
 lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**4)), min_size=1, max_size=3)
 
@@ -87,6 +87,6 @@ def test_less_than_nothing_per_squared_length_is_not_extrapolated():
 
 
 def test_the_frontier_ends_where_nothing_fits():
-    rows = frontier(Fit(100, 1, 0.01, 0.0), 10_000, {64: 60})
+    rows = frontier(FrontierFit(100, 1, 0.01, 0.0), 10_000, {64: 60})
     assert rows[0].source == "estimated" and rows[0].max_micro_batch_size == 60
     assert rows[-1].max_micro_batch_size == 0 and all(r.source == "fit" for r in rows[1:])

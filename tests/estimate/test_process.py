@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from batchwright.core.errors import RunError
-from batchwright.estimate import process
-from batchwright.estimate.records import Request
+from batchwright.estimate import worker
+from batchwright.estimate.records import EstimateRequest
 
 COMMAND = [sys.executable, "-m", "batchwright", "estimate"]
 
@@ -57,9 +57,9 @@ def test_a_missing_framework_names_its_extra(tmp_path, module, source):
 
 
 def test_a_timeout_ends_the_process(tasks, tmp_path):
-    request = Request(f"{tasks}:sleeps", {"pid_file": str(tmp_path / "pid")})
+    request = EstimateRequest(f"{tasks}:sleeps", {"pid_file": str(tmp_path / "pid")})
     with pytest.raises(RunError, match=r"did not finish within 0\.2 s"):
-        process.run("estimate", request, timeout=0.2)
+        worker.run("estimate", request, timeout=0.2)
 
 
 @pytest.mark.torch
@@ -85,10 +85,12 @@ def _wait_for(condition, seconds=600):
     return value
 
 
-def test_a_death_without_a_result_is_told(monkeypatch, tmp_path):
+def test_an_end_without_a_result_is_reported(monkeypatch, tmp_path):
     killer = tmp_path / "python"
     killer.write_text("#!/bin/sh\nkill -9 $$\n")
     killer.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(killer))
-    with pytest.raises(RunError, match=r"died of signal 9 \(killed: out of memory, perhaps\) and left no result"):
-        process.run("estimate", Request("x.py:task"), timeout=600)
+    with pytest.raises(
+        RunError, match="ended without a result: killed by SIGKILL, as the kernel's out-of-memory killer does"
+    ):
+        worker.run("estimate", EstimateRequest("x.py:task"), timeout=600)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from batchwright.core.errors import ConfigError, NothingFitsError, RunError
-from batchwright.probe.prober import run_probe
 from batchwright.probe.display import NoProgress
+from batchwright.probe.prober import run_probe
 
 LIMIT_40 = "oom() if size > 40 else fits()\n"
 

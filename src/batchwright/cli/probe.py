@@ -70,8 +70,8 @@ def command(
     names the bottleneck. Only sizes that ran are recommended. Every trial goes to a journal, from which an interrupted
     probe goes on.
     """
-    from batchwright.probe.prober import probe
     from batchwright.probe.display import TrialLines, TrialTable
+    from batchwright.probe.prober import probe
 
     words = ctx.meta["command"]
     if bool(target) == bool(words):

@@ -1,10 +1,9 @@
-"""Facts about this machine and process: memory, processors, the environment of trials, the code that is probed."""
+"""What trials depend on outside of the request: their environment, other programs' use of the processors, the code."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -24,25 +23,6 @@ def trial_environment(*, limited: bool, ranks: int = 1, task: bool = True) -> di
         changes["PYTHONSAFEPATH"] = "1"  # a `random.py` in the current folder replaces nothing
     threads = max(1, (os.cpu_count() or 1) // ranks)  # torchrun would set 1
     return environment(FIXED_ALLOCATOR if limited else {}, changes, default={"OMP_NUM_THREADS": str(threads)})
-
-
-def physical_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's limit."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            total = min(total, int(Path(path).read_text()))
-        except (OSError, ValueError):
-            continue
-    return total
-
-
-def status_bytes(name: str) -> int:
-    """A size of this process from /proc: VmSize (now), or VmPeak, which the kernel compares with RLIMIT_AS."""
-    for line in Path("/proc/self/status").read_text().splitlines() if sys.platform == "linux" else ():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
 
 
 def others_seconds() -> float | None:

@@ -12,9 +12,10 @@ from typing import Any
 from batchwright.core import codec
 from batchwright.core.errors import ConfigError, MissingExtraError
 from batchwright.processes.endings import ExitCause, error_from_record, from_exit
+from batchwright.processes.memory import physical_memory
 from batchwright.processes.start import Exit, GuardedProcess
 
-from .machine import physical_memory, trial_environment
+from .machine import trial_environment
 from .records import ProbeRequest, Trial
 from .server import TrialServer
 from .speed import Timing

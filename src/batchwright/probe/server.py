@@ -35,7 +35,7 @@ class TrialServer(GuardedProcess):
 
     def __init__(self, env: Mapping[str, str], scratch: Path) -> None:
         self._channel, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "batchwright.probe.server"]
+        command = [sys.executable, "-P", "-c", "from batchwright.probe.server import main; main()"]
         with theirs:
             super().__init__(command, env, stdin=theirs.fileno(), scratch=str(scratch))
 
@@ -78,8 +78,9 @@ def serve(channel: socket.socket) -> None:
         channel.sendall(str(code).encode())
 
 
-if __name__ == "__main__":
-    _channel, _nothing = socket.socket(fileno=os.dup(0)), os.open(os.devnull, os.O_RDONLY)
-    os.dup2(_nothing, 0)
-    serve(_channel)
+def main() -> None:
+    """Serve requests on standard input, which trials do not inherit."""
+    channel, nothing = socket.socket(fileno=os.dup(0)), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    serve(channel)
     os._exit(0)  # shutting an interpreter with torch down takes a second

@@ -29,12 +29,13 @@ from batchwright.core import codec
 from batchwright.core.errors import PlanError
 from batchwright.processes.endings import cause_of, error_record
 from batchwright.processes.guard import die_with
+from batchwright.processes.memory import status_bytes
 from batchwright.rundir import atomic
 from batchwright.runtime.device import choose
 from batchwright.runtime.ranks import discover
 from batchwright.runtime.task import Task, load_task
 
-from .machine import code_below, digest, others_seconds, status_bytes
+from .machine import code_below, digest, others_seconds
 from .speed import Timing
 
 _SEED = 0

@@ -62,7 +62,8 @@ class ExitCause:
 
 
 _OURS = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # wherever they are: a .pth file may point to another environment
 # Class -> kind. Of an exception's class and its base classes, the most derived one in this table decides.
 _CLASSES = {
     "OutOfMemoryError": "device-oom",  # torch.OutOfMemoryError, which CUDA, HIP and XPU raise
@@ -160,7 +161,8 @@ def cause_of(error: BaseException) -> ExitCause:
 
 def is_users(filename: str) -> bool:
     """Whether a frame's file is the user's: not ours, not a library's."""
-    return not filename.startswith((_OURS, "<", *_LIBRARIES))
+    installed = any(part in filename for part in _INSTALLED)
+    return not installed and not filename.startswith((_OURS, "<", *_LIBRARIES))
 
 
 def users_frames(error: BaseException) -> TracebackType | None:

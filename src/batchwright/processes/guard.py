@@ -87,7 +87,8 @@ def _descendants(*roots: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for pid, (parent, _, _) in processes.items():
         children.setdefault(parent, []).append(pid)
-    found, level = [], [*roots]
+    found: list[int] = []
+    level = [*roots]
     while level:
         level = [child for parent in level for child in children.get(parent, ())]
         found += level
