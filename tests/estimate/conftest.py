@@ -1,4 +1,4 @@
-"""Estimates inside the test process, where starting one would only cost time; real processes have tests of their own."""
+"""Estimates in the test process, to save the time of starting one; test_process.py has real processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tasks() -> str:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the estimate run here instead of in a process of its own."""
+    """Let the estimate run in this process."""
 
     def run(job: str, request: EstimateRequest, *, timeout: float) -> dict[str, Any]:
         return worker._checked(worker.answer(job, request))
@@ -45,7 +45,7 @@ def peaks() -> Callable[..., dict[int, int]]:
 
 
 def needs(module: str) -> None:
-    """Skip where a framework is not installed, but not in CI: there it has to be. It is looked for, not imported."""
+    """Skip if a framework is not installed, but fail in CI. The framework is searched, not imported."""
     if find_spec(module) is None:
         reason = f"{module} is not installed: pip install 'batchwright[{module}]'"
         pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)

@@ -84,7 +84,7 @@ def test_options_of_torch_are_refused(jax_task):
         estimate(f"{jax_task}:task", precision="bf16", ranks=2, micro_batch_sizes=(1,))
 
 
-def test_what_is_wrong_with_the_file_is_told(jax_task):
+def test_errors_in_the_file_are_named(jax_task):
     with pytest.raises(PlanError, match="has no function 'nothing'"):
         estimate(f"{jax_task}:nothing", micro_batch_sizes=(1,))
     with pytest.raises(PlanError, match=r"takes no argument 'depth'"):

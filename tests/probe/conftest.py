@@ -38,7 +38,7 @@ def oom(kind="host-oom"):
 
 @pytest.fixture
 def scripted(tmp_path):
-    """`scripted(code, **options)` is a request whose worker is `code`, with `size`, `mode`, `fits()`, `oom()` at hand."""
+    """`scripted(code, **options)` is a request whose worker runs `code`, which can use `size`, `mode`, `fits()`, `oom()`."""
 
     def make(code: str, **options):
         worker = tmp_path / "worker.py"

@@ -1,4 +1,4 @@
-"""Timings, curves and verdicts on numbers that are known."""
+"""Timings, curves and verdicts for known numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks: all report, the smallest verdict wins, a hung one is named. Scripted; test_real has real ones."""
+"""Several ranks: all report, one that is out of memory decides, a hung one is named. Scripted; test_real has real ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_out_of_memory_wins_over_a_crash_it_caused(scripted):
 
 
 @pytest.mark.parametrize("missing", ["done", "running"])
-def test_a_rank_without_a_word(scripted, missing):
+def test_a_rank_without_a_result(scripted, missing):
     code = f"""
     if size <= 4: both()
     rank(0, status={missing!r}, stage=3)
