@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.core.errors import BatchwrightError
-from batchwright.core.numbers import count, positive
+from batchwright.core.numbers import count, format_bytes, parse_bytes, positive
 
 from . import text
 from .options import json_option, number, print_json, read_task
@@ -42,7 +42,6 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
     and only measured sizes are recommended.
     """
     from batchwright.estimate import estimate
-    from batchwright.estimate.devices import memory
 
     if flags["device"] == "list":
         _devices(as_json)
@@ -52,8 +51,8 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
     task, arguments = read_task(task, flags["arguments"])
     given = {
         "device": flags["device"],
-        "memory_bytes": None if flags["memory"] is None else memory(flags["memory"]),
-        "margin_bytes": 0 if flags["margin"] is None else memory(flags["margin"], "margin"),
+        "memory_bytes": None if flags["memory"] is None else parse_bytes(flags["memory"]),
+        "margin_bytes": 0 if flags["margin"] is None else parse_bytes(flags["margin"], "margin"),
         "micro_batch_sizes": _counts(flags["micro_batch_size"], "micro_batch_size"),
         "sequence_lengths": _counts(flags["sequence_length"], "sequence_length"),
         "ranks": count(flags["ranks"] or 1, "ranks"),
@@ -65,8 +64,8 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
     try:
         made = estimate(task, progress=True, **given)
     except BatchwrightError as error:
-        if trace := getattr(error, "users_traceback", None):
-            click.echo(trace, err=True, nl=False)  # theirs, and the only one they ever see
+        for trace in getattr(error, "__notes__", ()):  # the user's
+            click.echo(trace, err=True)
         raise
     if as_json:
         print_json(made.to_json())
@@ -79,26 +78,28 @@ def _counts(words: str | None, field: str) -> tuple[int, ...]:
 
 
 def _devices(as_json: bool) -> None:
-    from batchwright.estimate.devices import DEVICES, human
+    from batchwright.estimate.devices import DEVICES
 
     if as_json:
         print_json({"schema": 1, "devices": [vars(d) for d in DEVICES.values()]})
         return
-    click.echo("\n".join(text.table([(d.name, human(d.memory_bytes), d.source) for d in DEVICES.values()], right=[1])))
+    click.echo(
+        "\n".join(text.table([(d.name, format_bytes(d.memory_bytes), d.source) for d in DEVICES.values()], right=[1]))
+    )
 
 
 def render(made: Estimate) -> list[str]:
     """An estimate for people: the answer, the table, the line, the frontier, the trial, and what was assumed."""
-    from batchwright.estimate.devices import human
-
     several = len(made.lengths) > 1
     limit = None if made.memory_bytes is None else made.memory_bytes - made.margin_bytes
     lines: list[str] = []
     if limit is not None:
         where = (
-            f"{human(made.memory_bytes or 0)} of {made.device.name}" if made.device else human(made.memory_bytes or 0)
+            f"{format_bytes(made.memory_bytes or 0)} of {made.device.name}"
+            if made.device
+            else format_bytes(made.memory_bytes or 0)
         )
-        left = f" ({human(made.margin_bytes)} of it left free)" if made.margin_bytes else ""
+        left = f" ({format_bytes(made.margin_bytes)} of it left free)" if made.margin_bytes else ""
         length = f" at sequence_length {made.lengths[-1].sequence_length}" if several else ""
         lines += [f"max_micro_batch_size {made.max_micro_batch_size}{length}, predicted, in {where}{left}", ""]
     kinds = [k for k in made.points[0].breakdown if any(p.breakdown.get(k) for p in made.points)]
@@ -107,8 +108,8 @@ def render(made: Estimate) -> list[str]:
         (
             *([p.sequence_length] if several else []),
             p.micro_batch_size,
-            human(p.peak_memory_bytes),
-            *(human(p.breakdown.get(k, 0)) if p.breakdown.get(k, 0) else "-" for k in kinds),
+            format_bytes(p.peak_memory_bytes),
+            *(format_bytes(p.breakdown.get(k, 0)) if p.breakdown.get(k, 0) else "-" for k in kinds),
             *(["yes" if p.peak_memory_bytes <= limit else "no"] if limit is not None else []),
         )
         for p in made.points
@@ -121,13 +122,13 @@ def render(made: Estimate) -> list[str]:
             low, high = row.slope.micro_batch_sizes
             lines += [
                 *([""] if row is made.lengths[0] else []),
-                f"{length}{human(row.slope.bytes_per_sample)} per sample over {human(row.slope.base_bytes)} "
+                f"{length}{format_bytes(row.slope.bytes_per_sample)} per sample over {format_bytes(row.slope.base_bytes)} "
                 f"(line through {low} and {high})",
             ]
     if made.frontier and made.fit:
         lines += [
             "",
-            f"frontier, from peak = {human(made.fit.constant)} + {made.fit.linear:.6g}·B·T + "
+            f"frontier, from peak = {format_bytes(made.fit.constant)} + {made.fit.linear:.6g}·B·T + "
             f"{made.fit.quadratic:.6g}·B·T² bytes (within {made.fit.error:.2%} of the estimates):",
         ]
         lines += text.table(
@@ -146,8 +147,6 @@ def render(made: Estimate) -> list[str]:
 
 
 def _calibration(made: Estimate) -> list[str]:
-    from batchwright.estimate.devices import human
-
     trial = made.calibration
     assert trial is not None
     lines = [
@@ -156,9 +155,9 @@ def _calibration(made: Estimate) -> list[str]:
         + ":",
         *text.table(
             [
-                ("estimated", human(trial.estimated_bytes)),
-                ("measured", human(trial.measured_bytes)),
-                ("difference", human(trial.difference_bytes)),
+                ("estimated", format_bytes(trial.estimated_bytes)),
+                ("measured", format_bytes(trial.measured_bytes)),
+                ("difference", format_bytes(trial.difference_bytes)),
             ],
             right=[1],
         ),

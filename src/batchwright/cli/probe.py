@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from batchwright.core.errors import ConfigError, RunError
+from batchwright.core.numbers import format_bytes, parse_bytes
 
 from . import text
 from .options import CommandLine, json_option, number, print_json, read_task, stack, task_arguments
@@ -69,8 +70,8 @@ def command(
     names the bottleneck. Only sizes that ran are recommended. Every trial goes to a journal, from which an interrupted
     probe goes on.
     """
+    from batchwright.probe.display import TrialLines, TrialTable
     from batchwright.probe.prober import probe
-    from batchwright.probe.progress import Lines, Live
 
     words = ctx.meta["command"]
     if bool(target) == bool(words):
@@ -88,7 +89,7 @@ def command(
         )
     target, arguments = read_task(target, args) if target else (None, task_arguments(args))
     slope = _estimated(target, arguments, flags) if estimate and target else None
-    progress = Live() if sys.stderr.isatty() else Lines()
+    progress = TrialTable() if sys.stderr.isatty() else TrialLines()
     try:
         made = probe(
             target or list(words),
@@ -103,10 +104,6 @@ def command(
         for trace in getattr(error, "__notes__", ()):
             click.echo(trace, err=True)
         raise
-    except KeyboardInterrupt:
-        progress.close()
-        click.echo("What was measured is kept: the same command goes on from there.", err=True)
-        raise
     finally:
         progress.close()
     if as_json:
@@ -114,7 +111,7 @@ def command(
     else:
         click.echo("\n".join(render(made)))
         if plot or (plot is None and sys.stdout.isatty()):
-            from batchwright.probe.plots import plots
+            from batchwright.probe.display import plots
 
             click.echo("\n".join(plots(made, min(100, text_width()))))
     if made.journal_error:
@@ -131,9 +128,8 @@ def _estimated(target: str, args: dict[str, Any], flags: dict[str, Any]) -> Call
 
     def slope() -> float:
         from batchwright.estimate import predict_slope
-        from batchwright.probe.request import read_bytes
 
-        memory = flags["memory"] and read_bytes(flags["memory"], "memory")
+        memory = flags["memory"] and parse_bytes(flags["memory"], "memory")
         return predict_slope(target, args, memory_bytes=memory).bytes_per_sample
 
     return slope
@@ -148,15 +144,14 @@ def text_width() -> int:
 
 def render(made: Any) -> list[str]:
     """A probe for people: the answer, the trials behind it, the speed, and notes."""
-    from batchwright.probe.progress import HEAD, row
-    from batchwright.probe.request import megabytes
+    from batchwright.probe.display import HEAD, row
 
     failing = made.first_failing_micro_batch_size
     lines = [
         f"micro_batch_size {made.max_micro_batch_size} is the largest that ran"
         + (f"; {failing} did not" if failing else " (the cap)")
-        + (f"; limit {megabytes(made.memory_bytes)}" if made.memory_bytes else "")
-        + (f", of which {megabytes(made.margin_bytes)} kept free" if made.margin_bytes else ""),
+        + (f"; limit {format_bytes(made.memory_bytes)}" if made.memory_bytes else "")
+        + (f", of which {format_bytes(made.margin_bytes)} kept free" if made.margin_bytes else ""),
         "",
         *text.table([row(t) for t in made.trials], head=HEAD, right=[1, 3, 4, 5, 6]),
     ]
@@ -166,7 +161,7 @@ def render(made: Any) -> list[str]:
         lines += ["", *_speed(made)]
     lines += ["", f"recommended: micro_batch_size {made.recommended_micro_batch_size}"]
     if made.diagnosis:
-        lines += text.notes([f"bottleneck: {made.bottleneck}. {made.diagnosis.words}"])
+        lines += text.notes([f"bottleneck: {made.bottleneck}. {made.diagnosis.text}"])
     if made.notes:
         lines += ["", "notes:", *text.notes(made.notes)]
     return lines

@@ -1,0 +1,195 @@
+"""What a user sees: progress while trials run (on standard error), a table of trials, and two plots for a terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from batchwright.core.numbers import format_bytes
+
+from .records import Probe, Trial
+
+
+class TrialProgress(Protocol):
+    """Is called before and after every trial; `left` is how many trials are expected after this one."""
+
+    def started(self, size: int, purpose: str, left: int) -> None: ...
+    def finished(self, trial: Trial) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class NoProgress:
+    """Prints nothing: the library's default."""
+
+    def started(self, size: int, purpose: str, left: int) -> None: ...
+    def finished(self, trial: Trial) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class TrialLines:
+    """One line per trial."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        self._left = 0
+
+    def started(self, size: int, purpose: str, left: int) -> None:
+        self._left = left
+
+    def finished(self, trial: Trial) -> None:
+        self._count(trial)
+        _print(f"{trial.purpose:<10}  micro_batch_size {trial.micro_batch_size:<6} {verdict(trial)}{self._eta()}")
+
+    def note(self, text: str) -> None:
+        _print(text)
+
+    def close(self) -> None: ...
+
+    def _count(self, trial: Trial) -> None:
+        if trial.seconds and not trial.resumed:
+            self._seconds.append(trial.seconds)
+
+    def _eta(self) -> str:
+        return eta(self._seconds, self._left)
+
+
+class TrialTable(TrialLines):
+    """For a terminal: a table that grows, the trial that runs now, and the expected time."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        super().__init__()
+        self._trials: list[Trial] = []
+        self._now = "starting"
+        self._live = Live(
+            console=Console(stderr=True), get_renderable=self._render, refresh_per_second=4, transient=True
+        )
+        self._live.start()
+
+    def started(self, size: int, purpose: str, left: int) -> None:
+        super().started(size, purpose, left)
+        self._now = f"{purpose}: micro_batch_size {size} …{self._eta()}"
+        self._live.refresh()
+
+    def finished(self, trial: Trial) -> None:
+        self._count(trial)
+        self._trials.append(trial)
+        self._live.refresh()
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, highlight=False)
+
+    def close(self) -> None:
+        self._now = ""
+        self._live.stop()
+
+    def _render(self) -> Any:
+        from rich.console import Group
+        from rich.spinner import Spinner
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False)
+        for column in HEAD:
+            table.add_column(column, justify="left" if column in ("purpose", "verdict") else "right")
+        for trial in self._trials:
+            table.add_row(*row(trial), style="" if trial.fits else "red")
+        return Group(table, Spinner("dots", self._now)) if self._now else table
+
+
+HEAD = ("purpose", "micro batch", "verdict", "peak memory", "predicted", "samples/s", "seconds")
+
+
+def row(trial: Trial) -> tuple[str, ...]:
+    """A trial as the cells of a table."""
+    return (
+        trial.purpose,
+        str(trial.micro_batch_size),
+        (trial.status if trial.fits else f"{trial.status} ({trial.cause})") + (", resumed" if trial.resumed else ""),
+        format_bytes(trial.peak_memory_bytes),
+        format_bytes(trial.predicted_peak_memory_bytes),
+        "-" if trial.samples_per_second is None else f"{trial.samples_per_second:.4g}",
+        "-" if trial.seconds is None else f"{trial.seconds:.1f}",
+    )
+
+
+def verdict(trial: Trial) -> str:
+    """A trial in one line: what happened, and why."""
+    if not trial.fits:
+        return f"{trial.status} ({trial.cause}): {(trial.reason or '')[:160]}"
+    parts = ["fits"]
+    if trial.peak_memory_bytes and trial.purpose != "throughput":
+        parts.append(f"peak {format_bytes(trial.peak_memory_bytes)}")
+        if trial.predicted_peak_memory_bytes:
+            parts.append(f"predicted {format_bytes(trial.predicted_peak_memory_bytes)}")
+    if trial.samples_per_second and trial.timing:
+        parts.append(f"{trial.samples_per_second:.4g} samples/s ± {trial.timing.noise:.0%}")
+    return ", ".join(parts) + (" (resumed)" if trial.resumed else "")
+
+
+def eta(seconds: Sequence[float], left: int) -> str:
+    """How long the next trials will take, if they take as long as those before.
+
+    >>> eta([2.0, 4.0], 2)
+    '  [about 2 more, 6 s]'
+    """
+    if left <= 0 or not seconds:
+        return ""
+    return f"  [about {left} more, {left * sum(seconds) / len(seconds):.0f} s]"
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def plots(probe: Probe, width: int = 76) -> list[str]:
+    """Throughput and memory against batch size, without colours; no lines where there is nothing to draw."""
+    speed = _best_by_size([t for t in probe.trials if t.fits], lambda t: t.samples_per_second)
+    memory = _best_by_size(
+        [t for t in probe.trials if t.purpose == "limit" and t.fits], lambda t: (t.peak_memory_bytes or 0) / 2**20
+    )
+    lines: list[str] = []
+    if len(speed) > 1:
+        labels = [(size, speed[size], "knee") for size in [probe.saturating_micro_batch_size] if size in speed]
+        lines += _plot("samples/s against micro_batch_size (knee: 90% of the best)", speed, labels, width)
+    if len(memory) > 1 and probe.memory_bytes:  # without a limit, the peak is only a command's host memory
+        failing = probe.first_failing_micro_batch_size
+        labels = [(failing, probe.memory_bytes / 2**20, "fails")] if failing else []
+        lines += _plot("peak memory, MiB, against micro_batch_size", memory, labels, width)
+    return lines
+
+
+def _best_by_size(trials: Sequence[Trial], value: Callable[[Trial], float | None]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for trial in trials:
+        found[trial.micro_batch_size] = max(found.get(trial.micro_batch_size, 0.0), float(value(trial) or 0.0))
+    return dict(sorted((size, v) for size, v in found.items() if v > 0))
+
+
+def _plot(title: str, points: dict[int, float], labels: list[tuple[int, float, str]], width: int) -> list[str]:
+    import plotext
+
+    figure: Any = plotext.figure
+    figure.clear()
+    plotext.terminal.limit(False, False)
+    figure.plot_size(width, 14)
+    figure.title(title)
+    line = figure.signal([math.log2(s) for s in points], list(points.values()), marker="braille")
+    line.lines()
+    figure.draw(line)
+    figure.draw(figure.signal([math.log2(s) for s in points], list(points.values()), marker="•"))
+    for size, value, label in labels:
+        figure.draw(figure.signal([math.log2(size)], [value], marker="×" if label == "fails" else "◆"))
+        figure.draw(figure.text(math.log2(size), value, f"{label} {size} ", alignment="right"))
+    sizes = sorted({*points, *(size for size, *_ in labels)})
+    kept = [s for i, s in enumerate(sizes) if i == 0 or s >= 1.3 * sizes[i - 1]]
+    figure.ruler("x").ticks([math.log2(s) for s in kept], [str(s) for s in kept])
+    text = figure.build().string(colorless=True)
+    figure.clear()
+    return ["", *(row.rstrip() for row in text.rstrip("\n").split("\n"))]
