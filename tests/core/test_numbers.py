@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.core.errors import ConfigError
-from batchwright.core.numbers import LARGEST_COUNT, count, fraction, human, percentage, positive
+from batchwright.core.numbers import (
+    LARGEST_COUNT,
+    count,
+    format_bytes,
+    fraction,
+    human,
+    parse_bytes,
+    percentage,
+    positive,
+)
 
 POWERS = {"": 0, "K": 1, "k": 1, "M": 2, "m": 2, "B": 3, "G": 3, "g": 3, "b": 3, "T": 4, "t": 4}
 
@@ -140,3 +149,54 @@ def test_positive_keeps_within_what_a_float_can_divide_by():
 @given(st.integers(0, 10**14))
 def test_human_is_exact(number):
     assert count(human(number), least=0) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("80 GiB", 80 * 2**30),
+        ("80Gib", 80 * 2**30),
+        ("80Gi", 80 * 2**30),
+        ("2.5GB", 2_500_000_000),
+        ("2.5gb", 2_500_000_000),
+        ("1.5G", 1_500_000_000),
+        ("1B", 10**9),
+        ("512Mi", 2**29),
+        (" 1kB\n", 1000),
+        ("1TiB", 2**40),
+        (7, 7),
+    ],
+)
+def test_bytes_as_people_write_them(text, size):
+    assert parse_bytes(text, "memory") == size
+
+
+@pytest.mark.parametrize("text", ["much", "", "GiB", "-1GiB", "0", "1.5B B", "1GiBB", None, True])
+def test_what_is_no_number_of_bytes_is_refused(text):
+    with pytest.raises(ConfigError, match=r"^margin") as caught:
+        parse_bytes(text, "margin")
+    assert caught.value.field == "margin"
+
+
+def test_zero_bytes_where_they_are_allowed():
+    assert parse_bytes("0", "margin", least=0) == 0 == parse_bytes("0MiB", "margin", least=0)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 * 2**20, "3.0 MiB"),
+        (2**30, "1.00 GiB"),
+        (2**40, "1.00 TiB"),
+        (-(2**30), "-1.00 GiB"),
+        (1.5 * 2**20, "1.5 MiB"),
+        (Fraction(2**30, 3), "341.3 MiB"),
+        (None, "-"),
+    ],
+)
+def test_bytes_are_printed_in_binary_units(size, text):
+    assert format_bytes(size) == text

@@ -134,6 +134,32 @@ def human(number: int) -> str:
     return f"{number:,}" if number >= 10_000 else str(number)
 
 
+def parse_bytes(value: int | float | str | Fraction, name: str = "memory", *, least: int = 1) -> int:
+    """A number of bytes: `80GiB`, `80Gi`, `80GB` (decimal) or a plain number.
+
+    >>> parse_bytes("2GiB"), parse_bytes("1.5G"), parse_bytes("500MB"), parse_bytes(1024)
+    (2147483648, 1500000000, 500000000, 1024)
+    """
+    # Only a B after a unit means bytes: without one, it means billions, as in every other number.
+    return count(
+        re.sub(r"(?<=[kKmMgGtTi])[bB]$", "", value.strip()) if isinstance(value, str) else value, name, least=least
+    )
+
+
+def format_bytes(size: int | float | Fraction | None) -> str:
+    """A number of bytes in binary units; `-` where it is not known.
+
+    >>> format_bytes(85 * 2**30), format_bytes(-1536), format_bytes(12), format_bytes(None)
+    ('85.00 GiB', '-1.5 KiB', '12 B', '-')
+    """
+    if size is None:
+        return "-"
+    for unit, scale, digits in (("TiB", 2**40, 2), ("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
+        if abs(size) >= scale:
+            return f"{float(size) / scale:.{digits}f} {unit}"
+    return f"{float(size):.0f} B"
+
+
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending. Trial division by 2, 3 and 6k ± 1: 30 ms for a prime near 10^12.
 
