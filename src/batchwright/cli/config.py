@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -11,7 +12,6 @@ import click
 from batchwright.core.batch.request import READERS, Request, read_request, unknown_key
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.numbers import LONGEST
-from batchwright.core.record import record
 
 from .options import FILES
 from .paste import unpaste
@@ -56,7 +56,7 @@ class PasteCommand(click.Command):
         return super().parse_args(ctx, words)
 
 
-@record
+@dataclass(frozen=True)
 class Gathered:
     """Raw values by our names, where each was given, and notes on how they were read."""
 

@@ -16,13 +16,12 @@ what they would mean. One error may carry several `violations`: all of them are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from .record import record
 
-
-@record
+@dataclass(frozen=True)
 class Violation:
     """One thing that does not work out: the message, the field it is about, what was given, what would be valid."""
 

@@ -12,14 +12,13 @@ Every count says whether it counts prompts or responses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .errors import ConfigError, PlanError, Violation, either, raise_violations
 from .numbers import count, divisors, nearest_divisors, nearest_multiples
-from .record import record
 
 
-@record
+@dataclass(frozen=True)
 class RLPlan:
     """One round of reinforcement learning, to the last response."""
 
@@ -134,7 +133,7 @@ def _prompts_of_a_rank(micro: int, sizes: _Sizes) -> int:
     )
 
 
-@record
+@dataclass(frozen=True)
 class _Sizes:
     prompts: int
     generations: int

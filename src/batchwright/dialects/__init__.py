@@ -7,14 +7,14 @@ where they were given, and a later level (file < override < flag) wins over an e
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from batchwright.core.batch.request import READERS, unknown_key
 from batchwright.core.errors import ConfigError, Violation, raise_violations
-from batchwright.core.record import record
 
 
-@record
+@dataclass(frozen=True)
 class Given:
     """A value, where it was given (for people to read), and how strongly: the higher level wins."""
 
@@ -26,7 +26,7 @@ class Given:
 Fields = dict[str, Given]
 
 
-@record
+@dataclass(frozen=True)
 class Dialect:
     """How one framework spells a batch.
 
@@ -41,7 +41,7 @@ class Dialect:
     resolve: Callable[[Fields, Fields], tuple[Fields, list[str]]] | None = None
 
 
-@record
+@dataclass(frozen=True)
 class Resolved:
     """Our fields, notes on how they were read, and the keys that have nothing to do with a batch."""
 

@@ -8,13 +8,12 @@ microbatches are the accumulation steps, the trade-off of `core.pipeline` ranks 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from math import prod
 
 from batchwright.core.errors import PlanError, Violation, either
 from batchwright.core.numbers import divisors, nearest_divisors
-from batchwright.core.record import record
 
 from .pipeline import PipelineRule
 from .request import Request, asked_for
@@ -23,7 +22,7 @@ _TRIES = 200  # batches tried on each side of one that has no split; the legal n
 MOST_ALTERNATIVES = 1000  # enough for every divisor of any batch in use; three free numbers can give millions
 
 
-@record
+@dataclass(frozen=True)
 class Split:
     """One way to make a batch: the three factors."""
 
@@ -41,7 +40,7 @@ class Split:
         return self.micro_batch_size * self.accumulation_steps * self.data_parallel_size
 
 
-@record
+@dataclass(frozen=True)
 class Unknowns:
     """What is known of the equation (None where unknown), and what the world and the pipeline allow.
 

@@ -12,13 +12,13 @@ The order of samples is not decided here: reading hosts only partition a step's 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 
 from batchwright.core.errors import PlanError
-from batchwright.core.record import record
 
 
-@record
+@dataclass(frozen=True)
 class Loading:
     """The loading part of a plan; `rows_per_loading_host` is a list where the shares are uneven."""
 

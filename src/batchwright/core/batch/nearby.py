@@ -6,12 +6,11 @@ wait for a machine.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
 
 from batchwright.core.errors import PlanError, raise_violations
-from batchwright.core.record import record
 
 from .plan import plan, rank_step
 from .request import Request, batch_in_samples, devices_of, resolve_ranks, world_of
@@ -22,7 +21,7 @@ MOST_COUNTS = 10_000  # rank counts looked at on each side
 _LIMITS = ("max_micro_batch_size", "expansion_factor", "loading_hosts", "stored_hosts")
 
 
-@record
+@dataclass(frozen=True)
 class Nearby:
     """One request that works, and how far it is from what was asked."""
 

@@ -13,10 +13,10 @@ W (backward for input and for weights) take equal time:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 from batchwright.core.errors import PlanError
-from batchwright.core.record import record
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "circular", "zero-bubble")
 
@@ -25,7 +25,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "circular", "zero-bubble")
 HALF_SPEED_TOKENS = 512
 
 
-@record
+@dataclass(frozen=True)
 class PipelineRule:
     """A pipeline schedule with its sizes, before the number of microbatches is known.
 
@@ -138,7 +138,7 @@ class PipelineRule:
         return tuple(m for m in found if m is not None and (most is None or m <= most))
 
 
-@record
+@dataclass(frozen=True)
 class Pipeline:
     """The pipeline part of a plan. `pipeline_style` says whether its microbatches are the accumulation steps
     (`accumulation`: Megatron, DeepSpeed, NeoX) or a factor inside one of them (`inner`: MaxText)."""

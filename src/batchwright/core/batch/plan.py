@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
 from batchwright.core import codec
 from batchwright.core.errors import PlanError, Violation, either, raise_violations
 from batchwright.core.numbers import count, divisors, nearest_divisors
-from batchwright.core.record import record
 
 from .equation import Split, Unknowns, ragged_plan, rounded_batch, solve
 from .explain import notes_for, provenance
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from batchwright.core.nodes.throughput import Throughput
 
 
-@record
+@dataclass(frozen=True)
 class Alternative:
     """Another way to the same batch, and what it would mean."""
 
@@ -34,7 +33,7 @@ class Alternative:
     step_seconds: float | None = None
 
 
-@record
+@dataclass(frozen=True)
 class Plan:
     """A batch that works out: every number, its source (given, derived, probed, default) and the reason."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from math import gcd
@@ -11,7 +11,6 @@ from typing import Any
 
 from batchwright.core.errors import ConfigError, PlanError, Violation, either, raise_violations
 from batchwright.core.numbers import count, fraction, nearest_multiples, positive
-from batchwright.core.record import record
 
 from .pipeline import SCHEDULES
 from .world import World
@@ -22,7 +21,7 @@ LARGEST_WORLD = 10**6
 LARGEST_PARALLEL = 10**5
 
 
-@record
+@dataclass(frozen=True)
 class Request:
     """What is known of a job; None is unknown.
 

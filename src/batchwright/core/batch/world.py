@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import gcd, lcm
 
 from batchwright.core.errors import Violation, either
-from batchwright.core.record import record
 
 
-@record
+@dataclass(frozen=True)
 class World:
     """`devices = data_parallel_size × tensor × pipeline × context`.
 

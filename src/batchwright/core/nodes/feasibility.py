@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
@@ -11,7 +12,6 @@ from batchwright.core.batch.pipeline import PipelineRule
 from batchwright.core.batch.world import World
 from batchwright.core.errors import Violation, either
 from batchwright.core.numbers import divisors
-from batchwright.core.record import record
 
 
 class Fit(NamedTuple):
@@ -24,7 +24,7 @@ class Fit(NamedTuple):
     ragged: bool
 
 
-@record
+@dataclass(frozen=True)
 class StageRules:
     """What every stage must satisfy, whatever chose its nodes.
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
 from typing import TypeAlias
-
-from batchwright.core.record import record
 
 Pair: TypeAlias = tuple[int, int]  # (cost, weight)
 Values: TypeAlias = Sequence[Mapping[int, int]]  # by stage, then by nodes
@@ -33,7 +32,7 @@ _SETTLED = 30
 _FIRST = 16
 
 
-@record
+@dataclass(frozen=True)
 class Search:
     """A chain of stages, the multipliers (q, p), and the least values and weights from each end to every choice."""
 

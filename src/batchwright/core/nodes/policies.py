@@ -18,7 +18,7 @@ whichever is found.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from itertools import groupby, pairwise
@@ -29,7 +29,6 @@ from batchwright.core.batch.world import World
 from batchwright.core.errors import ScheduleError, Violation, either, raise_violations
 from batchwright.core.numbers import divisors, human
 from batchwright.core.ramp.schedule import Segment
-from batchwright.core.record import record
 
 from .feasibility import Fit, StageRules
 from .shortest_path import Pair, cheapest_chain
@@ -41,7 +40,7 @@ POLICIES = ("launcher", "constant-work", "min-node-hours", "min-time", "constant
 ASSUMED_RESTART_SECONDS = 300.0
 
 
-@record
+@dataclass(frozen=True)
 class Stage:
     """A segment placed on nodes; `hours` are those of its steps, without restarts; one cut short counts whole.
 
@@ -67,7 +66,7 @@ class Stage:
     node_hours: float | None
 
 
-@record
+@dataclass(frozen=True)
 class Launch:
     """One life of the training processes: neighbouring stages on equal nodes.
 
@@ -84,7 +83,7 @@ class Launch:
     end_sample: int | None
 
 
-@record
+@dataclass(frozen=True)
 class NodePlan:
     """All stages placed; totals count restarts, and are None where a time is unknown or the end is open.
 

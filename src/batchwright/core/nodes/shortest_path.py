@@ -7,10 +7,9 @@ bound, and a search by labels within it (`labels.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
-
-from batchwright.core.record import record
 
 from .labels import Pair, Search
 
@@ -59,7 +58,7 @@ def cheapest_chain(
     return None if found is None else Found(found[0], -(-found[1] >> shift))
 
 
-@record
+@dataclass(frozen=True)
 class _Chain:
     options: Sequence[Mapping[int, Pair]]
     move: Mapping[int, Pair]

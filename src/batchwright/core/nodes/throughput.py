@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 from math import inf
 from statistics import median
@@ -22,10 +23,9 @@ from typing import Any, cast
 
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.numbers import count, positive
-from batchwright.core.record import record
 
 
-@record
+@dataclass(frozen=True)
 class Throughput:
     """The time of a step from few named parameters; `measured` points replace a + b × micro_batch_size.
 
@@ -216,7 +216,7 @@ def probed_length(record: Mapping[str, Any]) -> int | None:
     return None if length is None else count(length, "sequence_length")
 
 
-@record
+@dataclass(frozen=True)
 class StageSeconds:
     """Step times given stage by stage, as a paper or a log states them: true for the nodes they were measured on only.
 

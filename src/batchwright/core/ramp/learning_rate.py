@@ -7,11 +7,11 @@ horizon here is counted in samples, and `check_horizon` says by how much one cou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import cos, pi, sqrt
 
 from batchwright.core.errors import ScheduleError, Violation, raise_violations
 from batchwright.core.numbers import human
-from batchwright.core.record import record
 
 from .schedule import Segment
 
@@ -41,7 +41,7 @@ def scale(rule: str, base_lr: float, base_batch: int, batch: int) -> float:
     return base_lr * dict(_FACTORS)[rule](batch / base_batch)
 
 
-@record
+@dataclass(frozen=True)
 class Suggestion:
     """A rule that suits an optimizer, and why. It is shown; it is never applied unasked.
 
@@ -69,7 +69,7 @@ def suggested_rule(optimizer: str) -> Suggestion:
     return Suggestion("none", f"no established rule is known for {optimizer}")
 
 
-@record
+@dataclass(frozen=True)
 class StageRate:
     """The learning rate before and after one batch change; `factor` is against the base.
 
@@ -106,7 +106,7 @@ def stage_rates(
     return tuple(rows)
 
 
-@record
+@dataclass(frozen=True)
 class SampleSchedule:
     """Warm-up and decay as a function of samples consumed: whatever the batch does, it ends at `end_sample`.
 
@@ -152,7 +152,7 @@ class SampleSchedule:
         return (self.min_lr + (self.peak_lr - self.min_lr) * height) * factor
 
 
-@record
+@dataclass(frozen=True)
 class HorizonCheck:
     """Where a learning-rate horizon ends against the budget; `off_by_samples` is below zero when it ends early.
 

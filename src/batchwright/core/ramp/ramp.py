@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from batchwright.core import codec
@@ -13,7 +13,6 @@ from batchwright.core.errors import ConfigError, ScheduleError, raise_violations
 from batchwright.core.nodes.policies import NodePlan, place
 from batchwright.core.nodes.throughput import StageSeconds, Throughput
 from batchwright.core.numbers import fraction
-from batchwright.core.record import record
 
 from .learning_rate import HorizonCheck, StageRate, Suggestion, check_horizon, stage_rates, suggested_rule
 from .recipes import Recipe, recipe
@@ -22,7 +21,7 @@ from .rules import PerDevice
 from .schedule import Rule, Schedule, Step
 
 
-@record
+@dataclass(frozen=True)
 class Ramp:
     """A schedule, where each stage runs, what it costs, and the learning rate beside it."""
 

@@ -6,10 +6,10 @@ carries the nearest whole size and the note says what was printed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 from batchwright.core.errors import ScheduleError
-from batchwright.core.record import record
 
 from .rules import Linear, Thresholds
 from .schedule import Rule, Schedule
@@ -18,7 +18,7 @@ B = 10**9
 T = 10**12
 
 
-@record
+@dataclass(frozen=True)
 class PublishedStage:
     """What a report says about one stage: where it ran and how fast.
 
@@ -34,7 +34,7 @@ class PublishedStage:
     days: float
 
 
-@record
+@dataclass(frozen=True)
 class Recipe:
     """A published ramp: the rule, the budget where the report gives one, and what it leaves open.
 

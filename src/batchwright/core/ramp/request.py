@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -20,7 +20,6 @@ from batchwright.core.batch.request import (
 from batchwright.core.errors import ConfigError, ScheduleError, Violation, raise_violations
 from batchwright.core.nodes.policies import POLICIES
 from batchwright.core.numbers import count, positive
-from batchwright.core.record import record
 
 from .learning_rate import RULES
 from .recipes import Recipe
@@ -32,7 +31,7 @@ from .schedule import LastStep, Rule, Schedule, Unit
 RULE_FLAGS = ("linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling", "recipe")
 
 
-@record
+@dataclass(frozen=True)
 class RampRequest:
     """What is wanted beside the batch and the world; at most one rule. Numbers are as `read_ramp` reads them."""
 

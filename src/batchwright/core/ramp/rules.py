@@ -12,13 +12,13 @@ A rule that exists works out: everything is checked when it is made, and all tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import ceil
 
 from batchwright.core.errors import ConfigError, ScheduleError, Violation, raise_violations
 from batchwright.core.numbers import LARGEST_COUNT, count, divisors, fraction, nearest_divisors
-from batchwright.core.record import record
 
 from .schedule import Rule, Schedule, Switch, Unit
 
@@ -29,7 +29,7 @@ UNITS: tuple[Unit, ...] = ("samples", "tokens", "steps")
 MOST_STAGES = 100_000
 
 
-@record
+@dataclass(frozen=True)
 class Constant(Rule):
     """One batch size from the first step to the last.
 
@@ -48,7 +48,7 @@ class Constant(Rule):
         return (Switch(0, self.global_batch_size, self.sequence_length),)
 
 
-@record
+@dataclass(frozen=True)
 class Linear(Rule):
     """Megatron's ramp: at `c` consumed samples the batch is `start + increment × min(n, c × n // samples)`.
 
@@ -94,7 +94,7 @@ class Linear(Rule):
         return _straight(self.start, self.target, self.samples)
 
 
-@record
+@dataclass(frozen=True)
 class PerDevice(Rule):
     """MaxText's ramp: each per-device size trains on `samples / num_increments`, in whole steps, rounded up.
 
@@ -196,7 +196,7 @@ class PerDevice(Rule):
         )
 
 
-@record
+@dataclass(frozen=True)
 class Thresholds(Rule):
     """From each threshold on, a size: pairs of (position, global batch), counted in samples, tokens or steps.
 
@@ -311,7 +311,7 @@ def parse_thresholds(
     return Thresholds(tuple(sorted(pairs)), unit, sequence_length, allow_falling)
 
 
-@record
+@dataclass(frozen=True)
 class Doubling(Rule):
     """Twice the batch every `every` samples, tokens or steps, from `start` to `target`.
 
@@ -360,7 +360,7 @@ class Doubling(Rule):
         return Thresholds(pairs, self.unit, self.sequence_length)
 
 
-@record
+@dataclass(frozen=True)
 class Compared:
     """One batch size in two schedules: the steps each spends at it (0 when it has no such stage, None when open).
 
