@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def table(
@@ -84,10 +84,10 @@ def fitted(items: Sequence[str]) -> list[str]:
     return [("    " if k else "") + line for item in items for k, line in enumerate(wrapped(item, max(20, width - 4)))]
 
 
-def notes(items: Sequence[str], width: int | None = None) -> list[str]:
-    """Notes as bullets, wrapped at the terminal's width.
+def bullets(items: Iterable[str], width: int | None = None) -> list[str]:
+    """Texts as bullets, wrapped at the width of the terminal.
 
-    >>> notes(["one two three four five six seven eight nine"], width=40)
+    >>> bullets(["one two three four five six seven eight nine"], width=40)
     ['  - one two three four five six seven', '    eight nine']
     """
     width = max(40, min(100, width or _terminal() or 100))
