@@ -91,10 +91,10 @@ def test_arguments_reach_the_function():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "got neither"),
-        ((f"{TASKS}:cnn", "--ledger", "x"), "got both"),
-        ((f"{TASKS}:cnn", "--accumulate-dtype", "int8"), "accumulate_dtype='int8' is none of"),
-        ((f"{TASKS}:cnn", "--micro-batch-size", "two"), "micro_batch_size='two' is not a number"),
+        ((), "neither is given"),
+        ((f"{TASKS}:cnn", "--ledger", "x"), "both are given"),
+        ((f"{TASKS}:cnn", "--accumulate-dtype", "int8"), "--accumulate-dtype='int8' is not one of"),
+        ((f"{TASKS}:cnn", "--micro-batch-size", "two"), "--micro-batch-size='two' is not a number"),
         ((f"{TASKS}:cn",), "Did you mean cnn"),
         ((f"{TASKS}:cnn", "--seed", "-1"), "too small"),
     ],

@@ -285,7 +285,7 @@ def test_paths_that_are_no_files(cli, tmp_path):
         ran = cli("plan", str(word), "--json")
         assert ran.code == 2
         assert ran.json["error"]["message"]
-    assert "there is no such file" in cli("plan", str(tmp_path / "missing.yaml")).err
+    assert ": no such file." in cli("plan", str(tmp_path / "missing.yaml")).err
 
 
 leaf = (

@@ -46,7 +46,7 @@ def test_help_and_version(cli):
     ("words", "hint"),
     [
         (["pln"], "Did you mean plan?"),
-        (["xyzzy"], "There are: plan"),
+        (["xyzzy"], "The verbs are: plan"),
         ([""], "is not a verb"),
         (["plan", "--global-batch-siz", "3"], "Did you mean one of: '--global-batch-size'"),
         (["rl", "--prompt", "3"], "--prompts"),

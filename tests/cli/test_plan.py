@@ -78,7 +78,7 @@ def test_what_a_launcher_takes_for_granted_was_not_given(cli):
 
 def test_what_is_left_out_of_a_pasted_line_is_named(cli):
     ran = cli("plan", "nemo", "llm", "pretrain", "--factory", "llama3_8b", "data.micro_batch_size=4", "optim.lr=1")
-    assert "Left out, as it does not concern the batch: nemo llm pretrain --factory llama3_8b, optim.lr" in " ".join(
+    assert "Ignored because it does not concern the batch: nemo llm pretrain --factory llama3_8b, optim.lr" in " ".join(
         ran.out.split()
     )
 
@@ -140,7 +140,7 @@ def test_a_key_given_twice_in_a_file_is_refused(cli, tmp_path, ending):
     file.write_text('{"micro_batch_size": 2, "devices": 4, "micro_batch_size": 4}')
     ran = cli("plan", str(file))
     assert ran.code == 2
-    assert "micro_batch_size is given twice" in ran.err
+    assert "'micro_batch_size' is given twice" in ran.err
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_nothing_at_all_is_a_helpful_error(cli):
     ran = cli("plan")
     assert (ran.code, ran.out) == (2, "")
     assert "There is not enough to plan from" in ran.err
-    assert "Give global_batch_size (or global_batch_size_tokens), micro_batch_size or max_micro_batch_size" in ran.err
+    assert "Give --global-batch-size (or --global-batch-size-tokens), --micro-batch-size or --max-micro" in ran.err
 
 
 def test_a_contradiction_shows_the_product(cli):
@@ -183,7 +183,7 @@ def test_a_contradiction_shows_the_product(cli):
         "plan", "--global-batch-size", "64", "--micro-batch-size", "4", "--accumulation-steps", "8", "--devices", "4"
     )
     assert ran.code == 2
-    assert "micro_batch_size 4 × accumulation_steps 8 × data_parallel_size 4 = 128" in ran.err
+    assert "--micro-batch-size 4 × --accumulation-steps 8 × data_parallel_size 4 = 128" in ran.err
 
 
 # --- tolerance, round, ragged -----------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_tolerance_lists_what_works_even_when_the_request_does_not(cli):
              "--tolerance", "20%"]  # fmt: skip
     ran = cli(*words)
     assert ran.code == 2
-    assert "nearby, and valid:" in ran.out
+    assert "valid batches nearby:" in ran.out
     assert "960" in ran.out
     found = cli(*words, "--json").json
     assert "error" in found
@@ -202,7 +202,7 @@ def test_tolerance_lists_what_works_even_when_the_request_does_not(cli):
     assert {row["nodes"] for row in found["nearby"]} == {5, 6, 7}
     fine = cli("plan", "--global-batch-size", "960", *words[3:])
     assert fine.code == 0
-    assert "nearby, and valid:" in fine.out
+    assert "valid batches nearby:" in fine.out
     assert cli("plan", "--global-batch-size", "960", *words[3:], "--json").json["nearby"]
     nothing = cli("plan", "--global-batch-size", "7", "--micro-batch-size", "4", "--devices", "48", "--tolerance", "1%")
     assert nothing.code == 2
@@ -226,8 +226,8 @@ def test_tolerance_lists_what_is_near_numbers_that_are_not_whole(cli, line, batc
 def test_round_and_ragged_are_said(cli):
     words = ["plan", "--global-batch-size", "1000", "--micro-batch-size", "4", "--data-parallel-size", "48"]
     down, up = cli(*words, "--round", "down"), cli(*words, "--round", "up")
-    assert "Rounded down as asked: global_batch_size 1000 -> 960" in " ".join(down.out.split())
-    assert "Rounded up as asked: global_batch_size 1000 -> 1152" in " ".join(up.out.split())
+    assert "Rounded down as asked: --global-batch-size 1000 -> 960" in " ".join(down.out.split())
+    assert "Rounded up as asked: --global-batch-size 1000 -> 1152" in " ".join(up.out.split())
     assert shown(down.out, "global_batch_size") == ["960", "derived", "rounded down as asked"]
     ragged = cli(*words, "--allow-ragged")
     assert ragged.out.splitlines()[0] == "1000 ≤ 4 micro × 6 accumulation × 48 data-parallel   (ragged)"
@@ -249,7 +249,7 @@ def test_loading_and_pipeline_are_shown(cli):
     stored = cli(
         "plan", "--micro-batch-size", "8", "--nodes", "4", "--devices-per-node", "8", "--expansion-factor", "1/2"
     )
-    assert "host h goes on with stored shards h, h + 4, … of 8" in stored.out
+    assert "host h continues with stored shards h, h + 4, … of 8" in stored.out
 
 
 def test_many_alternatives_are_cut_short_and_all_in_the_json(cli):

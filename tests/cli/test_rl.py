@@ -41,8 +41,8 @@ def test_counts_always_say_what_they_count(cli):
 
 
 def test_errors(cli):
-    assert "prompts is needed: --prompts N." in cli("rl").err
-    assert "generations is needed" in cli("rl", "--prompts", "4").err
+    assert "--prompts is required." in cli("rl").err
+    assert "--generations is required" in cli("rl", "--prompts", "4").err
     ran = cli("rl", "--prompts", "32", "--generations", "8", "--updates", "5", "--json")
     assert (ran.code, ran.json["error"]["nearest"]) == (2, [4, 8])
     slip = cli("rl", "promts=32", "generations=8")
@@ -91,4 +91,4 @@ def test_one_micro_batch_for_both(cli):
     wrong = cli(*words, "micro_batch_size=3", "--json")
     assert (wrong.code, wrong.json["error"]["field"], wrong.json["error"]["nearest"]) == (2, "micro_batch_size", [2, 4])
     odd = cli(*words, "micro_batch_size=1", "--data-parallel-size", "16")
-    assert "No number of prompts works: give train_micro_responses" in odd.err
+    assert "No number of prompts works: give --train-micro-responses" in odd.err

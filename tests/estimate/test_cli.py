@@ -35,8 +35,8 @@ def test_the_answer_comes_first_and_says_that_it_is_predicted(run, tasks):
     assert (
         first.startswith("max_micro_batch_size ") and "at sequence_length 64, predicted, in 64.0 MiB (1.0 MiB" in first
     )
-    for words in ("parameters", "optimizer", "activations", "per sample over", "frontier, from peak =", "assumed:",
-                  "not validated on one here", "Predicted, not measured"):  # fmt: skip
+    for words in ("parameters", "optimizer", "activations", "per sample over", "frontier, from peak =", "assumptions:",
+                  "not validated on one here", "predicted, not measured"):  # fmt: skip
         assert words in out
     assert "estimated micro_batch_size 1 sequence_length 32" in err
 
@@ -69,7 +69,7 @@ def test_invalid_requests_exit_2(run):
     assert run("x.py:task", "--memory", "lots")[0] == 2
     assert run("x.py:task", "--micro-batch-size", "2,x")[0] == 2
     code, _, err = run()
-    assert code == 2 and "which task?" in err
+    assert code == 2 and "needs a task" in err
 
 
 def test_devices_are_listed(run):

@@ -256,7 +256,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{key[:60]} is given twice")
+            raise ValueError(f"{key[:60]!r} is given twice")
         found[key] = value
     return found
 

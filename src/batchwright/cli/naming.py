@@ -94,7 +94,8 @@ class Names:
                 if "_" not in name and shown[1] != "=" and start < suggestions:
                     ours = ours and re.match(r" [×/=]", message[shown.end() :]) is not None
             else:
-                ours = "_" in name or start in listed or (start == 0 and name == field)
+                about = name == field and (start == 0 or message[:start].endswith(("needs ", "give ", "Give ")))
+                ours = "_" in name or start in listed or about
             return (written if ours else None) or match[0]
 
         return re.sub(r"(--[a-z-]+)=True\b", r"\1", _WORD.sub(spelled, message))

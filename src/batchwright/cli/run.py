@@ -293,7 +293,7 @@ def _resumed(
     if arguments or others:
         named = ", ".join([*arguments, *(f"--{name.replace('_', '-')}" for name in others)])
         raise ConfigError(
-            f"--resume cannot change {named[:200]}. It can change launch settings and --max-micro-batch-size.",
+            f"{named[:200]} cannot be changed with --resume. Launch settings and --max-micro-batch-size can.",
             field="resume",
             given=named[:200],
         )
@@ -427,7 +427,7 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
             _show_status(directory, as_json, plan=plan)
             return
     if directory.supervisor() is not None:
-        click.echo("stopping" + ("" if now else " after a checkpoint"), err=True)
+        click.echo("stopping" + ("" if now else ": a checkpoint first"), err=True)
         stop(directory, plan, now)
     _show_status(directory, as_json, plan=plan)
 
