@@ -17,12 +17,11 @@ from . import text
 _GIVEN = "batchwright.given"
 _NAME = r"[a-z]+(?:_[a-z]+)*"
 # Quoted text is what the user wrote. A name in a path, in a dotted key, in {braces} or in a flag is not one of ours.
-_WORD = re.compile(
-    rf"(?<!\w)(?:'[^'\n]*'|\"[^\"\n]*\"|`[^`\n]*`)(?!\w)|(?<![\w./{{$:+\\-])(?P<name>{_NAME})(?![\w/{{}}(]|[.:-]\w)"
-)
-_LIST = re.compile(rf"(?<![\w./{{$:+\\-]){_NAME}(?:(?:,? or|,? and|,| ×) {_NAME})+")
-_VALUE = re.compile(r"(=| is | falls from | )('[^']*'|-?\d[\d,./]*[a-zA-Z]{0,3}%?|True\b)")
-_SUGGESTION = re.compile(r"\b(?:Nearest|Give|Or|or keep)\b")
+# Patterns are compiled when a message has a name in it: most commands never need them.
+_WORD = rf"(?<!\w)(?:'[^'\n]*'|\"[^\"\n]*\"|`[^`\n]*`)(?!\w)|(?<![\w./{{$:+\\-])(?P<name>{_NAME})(?![\w/{{}}(]|[.:-]\w)"
+_LIST = rf"(?<![\w./{{$:+\\-]){_NAME}(?:(?:,? or|,? and|,| ×) {_NAME})+"
+_VALUE = r"(=| is | falls from | )('[^']*'|-?\d[\d,./]*[a-zA-Z]{0,3}%?|True\b)"
+_SUGGESTION = r"\b(?:Nearest|Give|Or|or keep)\b"
 
 
 class Verb(click.Command):
@@ -77,7 +76,9 @@ class Names:
         >>> names.spell("nodes=3 is odd: 3 nodes. Nearest: nodes=4. Or allow_ragged.")
         '--nodes=3 is odd: 3 nodes. Nearest: --nodes=4. Or --allow-ragged.'
         """
-        found = _SUGGESTION.search(message)
+        if not any(name in message for name in self.flags):
+            return message
+        found = re.search(_SUGGESTION, message)
         suggestions = found.start() if found else len(message)
         listed = set(self._listed(message, field))
 
@@ -86,23 +87,23 @@ class Names:
             if name not in self.flags or name in keep or re.search(r"\d $", message[:start]):
                 return match[0]
             value, written = self.given.get(name, (None, self.flags[name]))
-            shown = _VALUE.match(message, match.end())
+            shown = re.match(_VALUE, message[match.end() :])
             if shown:
                 typed = name in self.given and ((start == 0 and shown[1] == "=") or _same(value, shown[2]))
                 ours = start >= suggestions or typed
                 # A word such as `nodes` before a number may be plain English, but not in an equation.
                 if "_" not in name and shown[1] != "=" and start < suggestions:
-                    ours = ours and re.match(r" [×/=]", message[shown.end() :]) is not None
+                    ours = ours and re.match(r" [×/=]", message[match.end() + shown.end() :]) is not None
             else:
                 about = name == field and (start == 0 or message[:start].endswith(("needs ", "give ", "Give ")))
                 ours = "_" in name or start in listed or about
             return (written if ours else None) or match[0]
 
-        return re.sub(r"(--[a-z-]+)=True\b", r"\1", _WORD.sub(spelled, message))
+        return re.sub(r"(--[a-z-]+)=True\b", r"\1", re.sub(_WORD, spelled, message))
 
     def _listed(self, message: str, field: str | None) -> Iterable[int]:
         """Where names stand in a list of names: there, `nodes` is no plain English."""
-        for run in _LIST.finditer(message):
+        for run in re.finditer(_LIST, message):
             names = [word for word in re.finditer(_NAME, run[0]) if word[0] in self.flags]
             if len(names) > 1 and any("_" in word[0] or word[0] == field for word in names):
                 yield from (run.start() + word.start() for word in names)

@@ -56,7 +56,8 @@ rule_options = stack(
 node_options = stack(
     number(
         "--node-policy",
-        f"How many nodes each stage gets: {' | '.join(POLICIES)}.  [default: launcher with --micro-batch-size, else constant-work]",
+        f"How many nodes each stage gets: {' | '.join(POLICIES)}.  "
+        "[default: launcher with --micro-batch-size, else constant-work]",
         "NAME",
     ),
     number("--micro-step-seconds", "Time of a micro step: A + B × micro batch, in seconds.", "A,B"),
