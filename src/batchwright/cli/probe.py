@@ -23,7 +23,7 @@ _limit_options = stack(
     number(
         "--memory",
         "Memory limit in bytes, such as 2GiB. CPU: above the size after importing torch. CUDA: of the device.  "
-        "[default: all of it]",
+        "[default: half of the host's memory; on CUDA what is free]",
         "BYTES",
     ),
     number("--margin", "Memory to keep free, in bytes.  [default: 0]", "BYTES"),
