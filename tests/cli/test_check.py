@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,12 +40,10 @@ def test_json_has_the_keys_others_rely_on():
     assert result.exit_code == 5
     document = json.loads(result.stdout)
     assert document["schema"] == 1 and document["ok"] is False
-    assert [
-        {k: s[k] for k in ("micro_batch_size", "accumulation_steps", "ranks")} for s in document["splits"]
-    ] == [
+    assert [{k: s[k] for k in ("micro_batch_size", "accumulation_steps", "ranks")} for s in document["splits"]] == [
         {"micro_batch_size": 2, "accumulation_steps": 4, "ranks": 1},
         {"micro_batch_size": 3, "accumulation_steps": 3, "ranks": 1},
-    ]  # fmt: skip
+    ]
     assert document["splits"][0]["relative_error"] < 1e-6 < document["splits"][1]["relative_error"]
     assert set(document["findings"][0]) == {"cause", "severity", "message"}
     assert document["findings"][0]["cause"] == "ragged-tail"
@@ -105,18 +101,12 @@ def test_requests_that_cannot_be_read_name_the_field(words, message):
     assert message in str(error)
 
 
-def test_the_only_traceback_is_the_users():
-    done = subprocess.run(
-        [sys.executable, "-m", "batchwright", "check", f"{TASKS}:broken_at_one", "--micro-batch-size", "1", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 5
-    assert json.loads(done.stdout)["error"]["type"] == "RunError"
-    assert 'raise ValueError("one is not enough")' in done.stderr
-    frames = [line for line in done.stderr.splitlines() if line.lstrip().startswith("File ")]
+def test_the_only_traceback_is_the_users(cli):
+    done = cli("check", f"{TASKS}:broken_at_one", "--micro-batch-size", "1", "--json")
+    assert done.code == 5
+    assert done.json["error"]["type"] == "RunError"
+    assert 'raise ValueError("one is not enough")' in done.err
+    frames = [line for line in done.err.splitlines() if line.lstrip().startswith("File ")]
     assert frames and all("check_tasks.py" in line for line in frames)
 
 
@@ -143,8 +133,13 @@ def test_a_ledger_in_order_passes(tmp_path):
     document = json.loads(result.stdout)
     assert result.exit_code == 0
     assert {k: document[k] for k in ("schema", "ok", "samples", "gaps", "repeats", "discarded_samples")} == {
-        "schema": 1, "ok": True, "samples": 32, "gaps": 0, "repeats": 0, "discarded_samples": 0,
-    }  # fmt: skip
+        "schema": 1,
+        "ok": True,
+        "samples": 32,
+        "gaps": 0,
+        "repeats": 0,
+        "discarded_samples": 0,
+    }
 
 
 def test_a_ledger_with_a_fault_exits_with_5(tmp_path):

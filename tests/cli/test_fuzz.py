@@ -280,8 +280,18 @@ def test_paths_that_are_no_files(cli, tmp_path):
     (tmp_path / "dangling.yaml").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
     os.mkfifo(tmp_path / "fifo.yaml")
-    for word in (tmp_path, tmp_path / "missing.yaml", tmp_path / "dangling.yaml", tmp_path / "loop.yaml", tmp_path / "fifo.yaml",
-                 "/dev/zero", "x" * 5000, "a" * 5000 + "=1", "x/" * 3000, ""):  # fmt: skip
+    for word in (
+        tmp_path,
+        tmp_path / "missing.yaml",
+        tmp_path / "dangling.yaml",
+        tmp_path / "loop.yaml",
+        tmp_path / "fifo.yaml",
+        "/dev/zero",
+        "x" * 5000,
+        "a" * 5000 + "=1",
+        "x/" * 3000,
+        "",
+    ):
         ran = cli("plan", str(word), "--json")
         assert ran.code == 2
         assert ran.json["error"]["message"]

@@ -147,12 +147,33 @@ def test_a_key_given_twice_in_a_file_is_refused(cli, tmp_path, ending):
 
 
 def test_the_json_has_the_promised_keys(cli):
-    ran = cli("plan", "--global-batch-size", "256", "--nodes", "4", "--devices-per-node", "8", "--pipeline-parallel", "4",
-              "--max-micro-batch-size", "2", "--json")  # fmt: skip
+    ran = cli(
+        "plan",
+        "--global-batch-size",
+        "256",
+        "--nodes",
+        "4",
+        "--devices-per-node",
+        "8",
+        "--pipeline-parallel",
+        "4",
+        "--max-micro-batch-size",
+        "2",
+        "--json",
+    )
     found = ran.json
     assert found["schema"] == 1
-    for name in ("global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "batch_quantum", "devices",
-                 "sources", "alternatives", "notes"):  # fmt: skip
+    for name in (
+        "global_batch_size",
+        "micro_batch_size",
+        "accumulation_steps",
+        "data_parallel_size",
+        "batch_quantum",
+        "devices",
+        "sources",
+        "alternatives",
+        "notes",
+    ):
         assert name in found
     assert {"pipeline_microbatches", "bubble_fraction", "schedule"} <= set(found["pipeline"])
     assert {"load_batch_size", "loading_hosts", "rows_per_loading_host"} <= set(found["loading"])
@@ -165,8 +186,11 @@ def test_an_error_is_one_json_document_on_stdout(cli):
     assert (ran.code, ran.err) == (2, "")
     error = ran.json["error"]
     assert (error["type"], error["field"], error["given"], error["nearest"]) == (
-        "PlanError", "global_batch_size", 1000, [960, 1152],
-    )  # fmt: skip
+        "PlanError",
+        "global_batch_size",
+        1000,
+        [960, 1152],
+    )
     several = cli("plan", "--global-batch-size", "x", "--nodes", "0", "--json").json["error"]
     assert [v["field"] for v in several["violations"]] == ["global_batch_size", "nodes"]
 
@@ -190,8 +214,19 @@ def test_a_contradiction_shows_the_product(cli):
 
 
 def test_tolerance_lists_what_works_even_when_the_request_does_not(cli):
-    words = ["plan", "--global-batch-size", "1000", "--micro-batch-size", "4", "--nodes", "6", "--devices-per-node", "8",
-             "--tolerance", "20%"]  # fmt: skip
+    words = [
+        "plan",
+        "--global-batch-size",
+        "1000",
+        "--micro-batch-size",
+        "4",
+        "--nodes",
+        "6",
+        "--devices-per-node",
+        "8",
+        "--tolerance",
+        "20%",
+    ]
     ran = cli(*words)
     assert ran.code == 2
     assert "valid batches nearby:" in ran.out
@@ -236,8 +271,22 @@ def test_round_and_ragged_are_said(cli):
 
 
 def test_loading_and_pipeline_are_shown(cli):
-    ran = cli("plan", "--micro-batch-size", "8", "--nodes", "5", "--devices-per-node", "8", "--tensor-parallel", "5",
-              "--equal-rows", "--loading-hosts", "3", "--pipeline-parallel", "2")  # fmt: skip
+    ran = cli(
+        "plan",
+        "--micro-batch-size",
+        "8",
+        "--nodes",
+        "5",
+        "--devices-per-node",
+        "8",
+        "--tensor-parallel",
+        "5",
+        "--equal-rows",
+        "--loading-hosts",
+        "3",
+        "--pipeline-parallel",
+        "2",
+    )
     assert "pipeline: 1f1b, 2 stages\n" in ran.out
     assert shown(ran.out, "pipeline_microbatches") == ["2", "derived", "accumulation_steps"]
     assert shown(ran.out, "bubble_fraction") == ["33.3%", "derived", "1 / (1 × 2 + 1)"]
@@ -285,8 +334,18 @@ def test_a_probe_says_what_fits_and_what_each_split_costs(cli, tmp_path):
     assert costs == pytest.approx({m: 48 // m * (0.1 + 0.05 * m) for m in (1, 2, 3, 4, 6)})
     text = cli("plan", "--global-batch-size", "96", "--devices", "2", "--from-probe", str(probe)).out
     assert "s/step" in text
-    given = cli("plan", "--global-batch-size", "96", "--devices", "2", "--max-micro-batch-size", "4",
-                "--from-probe", str(probe), "--json").json  # fmt: skip
+    given = cli(
+        "plan",
+        "--global-batch-size",
+        "96",
+        "--devices",
+        "2",
+        "--max-micro-batch-size",
+        "4",
+        "--from-probe",
+        str(probe),
+        "--json",
+    ).json
     assert given["micro_batch_size"] == 4 and given["sources"]["max_micro_batch_size"] == "given"
     probe.write_text(json.dumps({"trials": trials, "bottleneck": "too-noisy", "ranks": 1}))
     notes = " ".join(
@@ -399,14 +458,28 @@ def test_a_bad_probe_file_is_refused(cli, tmp_path, content):
     probe = tmp_path / "probe.json"
     probe.write_text(content)
     for verb in ("plan", "ramp"):
-        ran = cli(verb, "--global-batch-size", "96", "--nodes", "2", "--devices-per-node", "1", "--micro-batch-size", "1",
-                  "--from-probe", str(probe), "--json")  # fmt: skip
+        ran = cli(
+            verb,
+            "--global-batch-size",
+            "96",
+            "--nodes",
+            "2",
+            "--devices-per-node",
+            "1",
+            "--micro-batch-size",
+            "1",
+            "--from-probe",
+            str(probe),
+            "--json",
+        )
         assert ran.code == 2 and ran.json["error"]["type"] == "ConfigError"
 
 
 def test_megatrons_expert_flags_as_they_are(cli):
-    line = "--global-batch-size 32 --micro-batch-size 1 --devices 8 --tensor-model-parallel-size 2 " \
-        "--expert-model-parallel-size 8 --expert-tensor-parallel-size"  # fmt: skip
+    line = (
+        "--global-batch-size 32 --micro-batch-size 1 --devices 8 --tensor-model-parallel-size 2 "
+        "--expert-model-parallel-size 8 --expert-tensor-parallel-size"
+    )
     assert cli("plan", *line.split(), "1", "--json").json["accumulation_steps"] == 8
     refused = cli("plan", *line.split(), "2")
     assert refused.code == 0 and "Megatron refuses 8 devices" in refused.out

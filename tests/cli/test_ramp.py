@@ -77,8 +77,15 @@ def test_the_launchers_documented_table():
 
 def test_nemotron_days_are_the_published_ones():
     document = run_json(
-        "--recipe", "nemotron-4-15b", "--nodes", "288", "--node-policy", "constant-work", "--stage-seconds", "0.57,0.58,0.64"
-    )  # fmt: skip
+        "--recipe",
+        "nemotron-4-15b",
+        "--nodes",
+        "288",
+        "--node-policy",
+        "constant-work",
+        "--stage-seconds",
+        "0.57,0.58,0.64",
+    )
     assert [stage["nodes"] for stage in document["stages"]] == [96, 192, 288]
     assert [round(stage["hours"] / 24, 1) for stage in document["stages"]] == [0.8, 0.4, 11.9]
 
@@ -92,8 +99,12 @@ MAXTEXT = (
 def test_maxtext_keys():
     document = run_json(*MAXTEXT)
     assert [(s["global_batch_size"], s["steps"]) for s in document["stages"]] == [
-        (32, 4), (48, 3), (64, 2), (80, 2), (96, None)
-    ]  # fmt: skip
+        (32, 4),
+        (48, 3),
+        (64, 2),
+        (80, 2),
+        (96, None),
+    ]
     assert [s["micro_batch_size"] for s in document["stages"]] == [4, 6, 8, 10, 12]
 
 
@@ -167,9 +178,15 @@ def test_policies_need_times_and_say_so():
     cheap = run_json(*words[:-1], "min-node-hours", "--samples", "60M", "--micro-step-seconds", "0.05,0.1")
     assert fast["hours"] <= cheap["hours"] and cheap["node_hours"] <= fast["node_hours"]
     bounded = run_json(
-        *words[:-1], "min-node-hours", "--samples", "60M", "--micro-step-seconds", "0.05,0.1",
-        "--deadline-hours", str((fast["hours"] + cheap["hours"]) / 2),
-    )  # fmt: skip
+        *words[:-1],
+        "min-node-hours",
+        "--samples",
+        "60M",
+        "--micro-step-seconds",
+        "0.05,0.1",
+        "--deadline-hours",
+        str((fast["hours"] + cheap["hours"]) / 2),
+    )
     assert bounded["hours"] <= (fast["hours"] + cheap["hours"]) / 2
 
 
@@ -184,8 +201,18 @@ def test_times_from_a_probe(tmp_path):
 
 
 def test_a_bad_stage_is_named_and_ragged_accepts_it():
-    words = ("--thresholds", "0:256 10M:640 20M:1024", "--micro-batch-size", "4", "--nodes", "8", "--devices-per-node", "8",
-             "--node-policy", "constant")  # fmt: skip
+    words = (
+        "--thresholds",
+        "0:256 10M:640 20M:1024",
+        "--micro-batch-size",
+        "4",
+        "--nodes",
+        "8",
+        "--devices-per-node",
+        "8",
+        "--node-policy",
+        "constant",
+    )
     with pytest.raises(BatchwrightError, match="ramp stage 2 of 3") as caught:
         run(*words)
     assert caught.value.field == "global_batch_size" and caught.value.nearest == (512, 768)
@@ -195,8 +222,22 @@ def test_a_bad_stage_is_named_and_ragged_accepts_it():
 
 
 def test_pipeline_rules_hold_for_every_stage():
-    words = ("--thresholds", "0:64 1M:1024", "--micro-batch-size", "1", "--nodes", "8", "--devices-per-node", "8",
-             "--pipeline-parallel", "4", "--virtual-stages", "2", "--node-policy", "constant")  # fmt: skip
+    words = (
+        "--thresholds",
+        "0:64 1M:1024",
+        "--micro-batch-size",
+        "1",
+        "--nodes",
+        "8",
+        "--devices-per-node",
+        "8",
+        "--pipeline-parallel",
+        "4",
+        "--virtual-stages",
+        "2",
+        "--node-policy",
+        "constant",
+    )
     assert run_json(*words)["stages"][0]["accumulation_steps"] == 4
     with pytest.raises(BatchwrightError, match=r"ramp stage 1 of 2.*interleaved"):
         run("--thresholds", "0:32 1M:1024", *words[2:])
@@ -321,8 +362,22 @@ def test_a_target_that_the_budget_does_not_reach_is_said(cli):
 
 
 def test_experts_choose_nodes_where_they_can_and_are_noted_where_not(cli):
-    words = ("ramp", "--thresholds", "0:48 480:64", "--samples", "1120", "--micro-batch-size", "1", "--nodes", "4",
-             "--devices-per-node", "8", "--node-policy", "constant-work", "--json")  # fmt: skip
+    words = (
+        "ramp",
+        "--thresholds",
+        "0:48 480:64",
+        "--samples",
+        "1120",
+        "--micro-batch-size",
+        "1",
+        "--nodes",
+        "4",
+        "--devices-per-node",
+        "8",
+        "--node-policy",
+        "constant-work",
+        "--json",
+    )
     assert [s["nodes"] for s in cli(*words).json["stages"]] == [3, 4]
     assert [s["nodes"] for s in cli(*words, "--expert-parallel", "16").json["stages"]] == [2, 4]
     noted = cli(*words, "--expert-parallel", "64").json

@@ -18,8 +18,15 @@ def test_the_graph_is_shown_with_units(cli):
 
 
 def test_maxtexts_keys_and_flags_win(cli):
-    found = cli("rl", "batch_size=32", "rl.num_generations=8", "train_micro_batch_size=4", "rollout_micro_batch_size=-1",
-                "rl.num_iterations=2", "--json").json  # fmt: skip
+    found = cli(
+        "rl",
+        "batch_size=32",
+        "rl.num_generations=8",
+        "train_micro_batch_size=4",
+        "rollout_micro_batch_size=-1",
+        "rl.num_iterations=2",
+        "--json",
+    ).json
     assert found["schema"] == 1
     assert (found["responses_per_round"], found["accumulation_steps"], found["rollout_micro_steps"]) == (256, 8, 1)
     assert (found["on_policy"], found["worst_policy_lag_updates"]) == (False, 1)
@@ -34,9 +41,21 @@ def test_no_micro_batching(cli, off):
 
 def test_counts_always_say_what_they_count(cli):
     found = cli("rl", "--prompts", "32", "--generations", "8", "--json").json
-    bare = {"updates_per_pass", "iterations", "updates_per_round", "data_parallel_size", "accumulation_steps",
-            "rollout_micro_steps", "rounds_ahead", "on_policy", "worst_policy_lag_updates", "notes",
-            "schema", "sources", "generations_per_prompt"}  # fmt: skip
+    bare = {
+        "updates_per_pass",
+        "iterations",
+        "updates_per_round",
+        "data_parallel_size",
+        "accumulation_steps",
+        "rollout_micro_steps",
+        "rounds_ahead",
+        "on_policy",
+        "worst_policy_lag_updates",
+        "notes",
+        "schema",
+        "sources",
+        "generations_per_prompt",
+    }
     assert all("prompts" in name or "responses" in name for name in found if name not in bare)
 
 
@@ -57,8 +76,10 @@ def test_a_file_is_weakest_and_every_source_is_shown(cli, tmp_path):
     found = cli("rl", str(file), "prompts=32", "--generations", "8", "--json").json
     assert (found["prompts_per_round"], found["generations_per_prompt"], found["iterations"]) == (32, 8, 2)
     assert found["sources"] == {
-        "prompts": "prompts=32", "generations": "--generations", "iterations": f"{file}: rl.num_iterations"
-    }  # fmt: skip
+        "prompts": "prompts=32",
+        "generations": "--generations",
+        "iterations": f"{file}: rl.num_iterations",
+    }
 
 
 def test_maxtexts_micro_batch_counts_all_ranks(cli):

@@ -45,8 +45,10 @@ def refused(*words: str) -> BatchwrightError:
 def test_a_dry_run_shows_every_launch_and_writes_nothing():
     document = dry("train.py:task", *RAMP, *WORLD, "--micro-batch-size", "8")
     assert [(x["nodes"], x["ranks"], x["start_sample"], x["end_sample"]) for x in document["launches"]] == [
-        (1, 1, 0, 64), (2, 2, 64, 192), (4, 4, 192, 512),
-    ]  # fmt: skip
+        (1, 1, 0, 64),
+        (2, 2, 64, 192),
+        (4, 4, 192, 512),
+    ]
     first = document["launches"][0]
     assert first["command"][:3] == [sys.executable, "-m", "torch.distributed.run"]
     for flag in ("--standalone", "--nproc-per-node=1", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"):
@@ -66,14 +68,34 @@ def test_stages_on_equal_nodes_share_a_launch_unless_asked():
 
 
 def test_places_are_filled_per_launch_and_never_go_through_a_shell():
-    words = ("--", "train it", "--b={global_batch_size}", "{micro_batch_size}", "{accumulation_steps}", "{nodes}",
-             "{start_sample}:{end_sample}", "{run_dir}", "{{nodes}}", '{"a": 1}', "$(reboot); `x`")  # fmt: skip
+    words = (
+        "--",
+        "train it",
+        "--b={global_batch_size}",
+        "{micro_batch_size}",
+        "{accumulation_steps}",
+        "{nodes}",
+        "{start_sample}:{end_sample}",
+        "{run_dir}",
+        "{{nodes}}",
+        '{"a": 1}',
+        "$(reboot); `x`",
+    )
     launches = dry(*RAMP, *WORLD, "--max-micro-batch-size", "4", "--dir", "a 'dir'", *words)["launches"]
     filled = [x["command"][x["command"].index("0") + 1 :] for x in launches]
     place = str(Path("a 'dir'").absolute())
     assert filled[1] == [
-        "train it", "--b=16", "4", "2", "2", "64:192", place, "{nodes}", '{"a": 1}', "$(reboot); `x`",
-    ]  # fmt: skip
+        "train it",
+        "--b=16",
+        "4",
+        "2",
+        "2",
+        "64:192",
+        place,
+        "{nodes}",
+        '{"a": 1}',
+        "$(reboot); `x`",
+    ]
     text = run(*RAMP, *WORLD, "--dry-run", *words)
     line = next(line for line in text.splitlines() if line.strip().startswith("$ "))
     assert shlex.split(line.strip()[2:])[-1] == "$(reboot); `x`"

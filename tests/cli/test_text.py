@@ -24,7 +24,7 @@ NEAR = "plan --global-batch-size 960 --max-micro-batch-size 4 --nodes 6 --device
 
 
 def on_terminal(words: list[str], columns: int) -> list[str]:
-    """What a command writes to a terminal so wide."""
+    """What a command writes to a terminal of this width."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     done = subprocess.Popen([sys.executable, "-m", "batchwright", *words], stdout=its)
