@@ -25,12 +25,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def run(name: str, *words: str) -> Result:
-    return CliRunner().invoke(command, [f"{TASKS}:{name}", *words], catch_exceptions=False)
+def run(name: str, *argv: str) -> Result:
+    return CliRunner().invoke(command, [f"{TASKS}:{name}", *argv], catch_exceptions=False)
 
 
-def fails(*words: str) -> Exception:
-    error = CliRunner().invoke(command, list(words)).exception
+def fails(*argv: str) -> Exception:
+    error = CliRunner().invoke(command, list(argv)).exception
     assert isinstance(error, Exception)
     return error
 
@@ -66,8 +66,8 @@ def test_a_correct_task_exits_with_0():
 
 def test_a_ramp_makes_a_step_counted_rate_an_error():
     assert run("scheduled").exit_code == 0
-    words = ("--ramp", "0:8 800:16", "--lr-horizon-steps", "1000", "--samples", "16000")
-    result = run("scheduled", *words)
+    argv = ("--ramp", "0:8 800:16", "--lr-horizon-steps", "1000", "--samples", "16000")
+    result = run("scheduled", *argv)
     assert result.exit_code == 5
     assert "error: step-counted-schedule" in result.stdout
 
@@ -85,7 +85,7 @@ def test_arguments_reach_the_function():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         ((), "neither is given"),
         ((f"{TASKS}:cnn", "--ledger", "x"), "both are given"),
@@ -95,8 +95,8 @@ def test_arguments_reach_the_function():
         ((f"{TASKS}:cnn", "--seed", "-1"), "too small"),
     ],
 )
-def test_requests_that_cannot_be_read_name_the_field(words, message):
-    error = fails(*words)
+def test_requests_that_cannot_be_read_name_the_field(argv, message):
+    error = fails(*argv)
     assert isinstance(error, ConfigError)
     assert message in str(error)
 

@@ -115,13 +115,13 @@ def test_any_text_is_answered_and_a_second_time_nothing_changes(message):
 
 
 def test_the_example_of_the_readme(cli):
-    words = ("plan", "--global-batch-size", "1000", *SPLIT)
-    assert cli(*words).err == (
+    argv = ("plan", "--global-batch-size", "1000", *SPLIT)
+    assert cli(*argv).err == (
         "error: --global-batch-size=1000 is not a whole number of accumulation steps: --micro-batch-size 3 × "
         "--data-parallel-size 64 = 192, and 1000 / 192 = 5.21. Nearest: 960 (5 steps) or 1152 (6 steps). "
         "Or --allow-ragged, where shares differ by one sample.\n"
     )
-    error = cli(*words, "--json").json["error"]
+    error = cli(*argv, "--json").json["error"]
     assert error["message"].startswith("global_batch_size=1000 is not") and "Or allow_ragged" in error["message"]
     assert error["field"] == "global_batch_size"
 
@@ -137,14 +137,14 @@ def test_a_value_of_a_file_or_of_another_framework_is_named_by_its_key(cli, tmp_
     assert shown.startswith("error: batch.global_batch_size=1000 is not")
     assert "batch.micro_batch_size 3 × --data-parallel-size 64 = 192" in shown
     # MaxText's number is per device: the message has another value, so it does not name MaxText's key.
-    words = (
+    argv = (
         "per_device_batch_size=1.5",
         "ici_tensor_parallelism=2",
         "ici_fsdp_parallelism=8",
         "--global-batch-size",
         "100",
     )
-    assert "per_device_batch_size 3" not in cli("plan", *words).err
+    assert "per_device_batch_size 3" not in cli("plan", *argv).err
 
 
 def test_other_verbs_name_flags_too(cli):

@@ -83,14 +83,14 @@ def test_a_file_is_weakest_and_every_source_is_shown(cli, tmp_path):
 
 
 def test_maxtexts_micro_batch_counts_all_ranks(cli):
-    words = ("rl", "batch_size=32", "rl.num_generations=8", "train_micro_batch_size=4")
-    assert cli(*words, "--data-parallel-size", "4", "--json").json["accumulation_steps"] == 8  # batch / micro
-    refused = cli(*words, "--data-parallel-size", "8", "--json")
+    argv = ("rl", "batch_size=32", "rl.num_generations=8", "train_micro_batch_size=4")
+    assert cli(*argv, "--data-parallel-size", "4", "--json").json["accumulation_steps"] == 8  # batch / micro
+    refused = cli(*argv, "--data-parallel-size", "8", "--json")
     assert (refused.code, refused.json["error"]["nearest"]) == (2, [8])
 
 
 @pytest.mark.parametrize("given", [("micro_batch_size=2",), ("--micro-batch-size", "2")])
-def test_maxtexts_page_word_for_word(cli, given):
+def test_the_examples_of_maxtexts_page(cli, given):
     found = cli("rl", "batch_size=8", "num_generations=16", *given, "--json").json
     assert (found["responses_per_update"], found["train_micro_responses"], found["accumulation_steps"]) == (128, 32, 4)
     assert (found["rollout_micro_prompts"], found["rollout_micro_steps"]) == (2, 4)
@@ -99,17 +99,17 @@ def test_maxtexts_page_word_for_word(cli, given):
 
 
 def test_one_micro_batch_for_both(cli):
-    words = ("rl", "batch_size=8", "num_generations=16")
-    off = cli(*words, "micro_batch_size=-1", "--json").json
+    argv = ("rl", "batch_size=8", "num_generations=16")
+    off = cli(*argv, "micro_batch_size=-1", "--json").json
     assert (off["accumulation_steps"], off["rollout_micro_steps"]) == (1, 1) and not off["notes"]
-    ranks = cli(*words, "micro_batch_size=4", "--data-parallel-size", "2", "--json").json
+    ranks = cli(*argv, "micro_batch_size=4", "--data-parallel-size", "2", "--json").json
     assert (ranks["train_micro_prompts"], ranks["accumulation_steps"], ranks["rollout_micro_prompts"]) == (2, 2, 4)
     assert "for that reading give train_micro_responses=2." in ranks["notes"][0]  # of each rank
-    none = cli(*words, "micro_batch_size=4", "train_micro_batch_size=-1", "--json").json
+    none = cli(*argv, "micro_batch_size=4", "train_micro_batch_size=-1", "--json").json
     assert (none["accumulation_steps"], none["rollout_micro_steps"]) == (1, 2)
-    own = cli(*words, "micro_batch_size=4", "train_micro_batch_size=1", "--json").json
+    own = cli(*argv, "micro_batch_size=4", "train_micro_batch_size=1", "--json").json
     assert (own["train_micro_prompts"], own["rollout_micro_prompts"]) == (1, 4)
-    wrong = cli(*words, "micro_batch_size=3", "--json")
+    wrong = cli(*argv, "micro_batch_size=3", "--json")
     assert (wrong.code, wrong.json["error"]["field"], wrong.json["error"]["nearest"]) == (2, "micro_batch_size", [2, 4])
-    odd = cli(*words, "micro_batch_size=1", "--data-parallel-size", "16")
+    odd = cli(*argv, "micro_batch_size=1", "--data-parallel-size", "16")
     assert "No number of prompts works: give --train-micro-responses" in odd.err

@@ -54,16 +54,16 @@ def spell(message: str) -> str:
 
 
 def notes(items: Iterable[str]) -> list[str]:
-    """The notes of a result, under their heading; nothing where there are none."""
+    """The notes of a result with their heading, or nothing if there are none."""
     items = [spell(item) for item in items]
     return ["", "notes:", *text.bullets(items)] if items else []
 
 
 @dataclass(frozen=True)
 class Names:
-    """The flags of a verb by keyword, and of each field that was given its value and how it was written.
+    """The flags of a verb by keyword, and for each given field its value and how the user wrote its name.
 
-    A field whose value was worked out from others is written as None: a message keeps its keyword.
+    None instead of a name: the value was derived from what the user wrote, so a message keeps the keyword.
     """
 
     flags: Mapping[str, str]
@@ -102,7 +102,7 @@ class Names:
         return re.sub(r"(--[a-z-]+)=True\b", r"\1", re.sub(_WORD, spelled, message))
 
     def _listed(self, message: str, field: str | None) -> Iterable[int]:
-        """Where names stand in a list of names: there, `nodes` is no plain English."""
+        """The positions of names in a list of names: there, `nodes` is not plain English."""
         for run in re.finditer(_LIST, message):
             names = [word for word in re.finditer(_NAME, run[0]) if word[0] in self.flags]
             if len(names) > 1 and any("_" in word[0] or word[0] == field for word in names):
@@ -123,7 +123,7 @@ def _names(ctx: click.Context) -> Names:
 
 
 def _spelling(origin: str, value: Any) -> str | None:
-    """The name in an origin; None where the value is not the one that was written there."""
+    """The name in an origin, or None if the value is not the one that was written there."""
     if origin.startswith("--"):
         return origin
     key, equals, written = origin.partition("=")

@@ -72,7 +72,8 @@ def curve(
     figure.draw(figure.signal(xs, ys, marker="•"))
     for size, value, label, marker in points:
         figure.draw(figure.signal([math.log2(size)], [value], marker=marker))
-        figure.draw(figure.text(math.log2(size), value, f"{label} ", alignment="right"))
+        # A text replaces what is below it, so it ends with the marker.
+        figure.draw(figure.text(math.log2(size), value, f"{label} {marker}", alignment="right"))
     sizes = sorted({*values, *(size for size, *_ in points)})
     # Labels of sizes that are too close to each other would overlap.
     kept = [size for i, size in enumerate(sizes) if i == 0 or size >= 1.3 * sizes[i - 1]]
