@@ -3,26 +3,33 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+# Three workers for two cores: many tests wait for a process.
+PYTEST := $(BIN)/pytest -n 3 --dist loadgroup
 
-.PHONY: demo test check bench docs venv clean
+.PHONY: demo test test-all check bench docs venv clean
 
 demo: $(STAMP)  ## the main job, on this machine
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
 
-test: $(STAMP)  ## all tests
-	$(BIN)/pytest -n 3 --dist loadfile  # three for two cores: many of them wait
+test: $(STAMP)  ## all tests, one real case of each kind: under ten minutes on two quiet cores
+	$(PYTEST)
+
+test-all: $(STAMP)  ## every round of every test, then every version of Python and packages that is supported
+	BATCHWRIGHT_EXAMPLES=all $(PYTEST) -m 'rounds or not rounds'
+	PYTHON=$(PYTHON) bash tests/versions.sh
 
 check: $(STAMP)  ## lint, types, and the tests that need no torch: under a minute
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	BATCHWRIGHT_QUICK=1 $(BIN)/pytest -x -n 2 -m 'not torch' tests/core tests/dialects tests/cli tests/report tests/boundaries src/batchwright/core
+	BATCHWRIGHT_EXAMPLES=few $(BIN)/pytest -x -n 2 -m 'not torch and not rounds' tests/core tests/dialects tests/cli tests/report tests/boundaries src/batchwright/core
 
 bench: $(STAMP)  ## benchmarks, as ratios against peers
 	$(BIN)/python benchmarks/run.py
 
 docs: $(STAMP)  ## write the real output into the README's and docs' code blocks
 	$(BIN)/python docs/render.py
+	$(BIN)/python docs/api.py
 
 venv: $(STAMP)
 
@@ -35,4 +42,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-versions .pytest_cache .ruff_cache .hypothesis

@@ -147,6 +147,7 @@ def test_import_alone_loads_no_room():
     assert done.stdout.split() == []
 
 
+@pytest.mark.torch  # `check` and `train` are imported with it
 def test_exported_names_are_importable_sorted_and_all_there_is():
     names = [name for name in batchwright.__all__ if name != "__version__"]
     assert names == sorted(names)

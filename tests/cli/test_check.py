@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from batchwright.cli.check import command
@@ -19,6 +18,8 @@ TASKS = Path(__file__).parents[1] / "runtime" / "check" / "check_tasks.py"
 
 @pytest.fixture(autouse=True)
 def one_thread():
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
