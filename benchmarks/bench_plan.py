@@ -61,10 +61,10 @@ def main() -> None:
 
     from batchwright.core.batch.nearby import nearby
     from batchwright.core.batch.plan import plan
-    from batchwright.core.batch.request import Request
+    from batchwright.core.batch.request import BatchRequest
 
-    large = Request(global_batch_size=100_000 * 720_720, devices=100_000)
-    near = Request(global_batch_size=100_000 * 720, devices=100_000, micro_batch_size=2)
+    large = BatchRequest(global_batch_size=100_000 * 720_720, devices=100_000)
+    near = BatchRequest(global_batch_size=100_000 * 720, devices=100_000, micro_batch_size=2)
     print("\n| in process, 100,000 devices | ms (median) |\n|---|---|")
     cases = {
         f"plan with all {1 + len(plan(large).alternatives)} splits": lambda: plan(large),

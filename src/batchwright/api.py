@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from . import dialects
 from .core.batch.nearby import Nearby
 from .core.batch.nearby import nearby as _nearby
-from .core.batch.plan import Plan as _Plan
+from .core.batch.plan import BatchPlan
 from .core.batch.plan import plan as _plan
-from .core.batch.request import READERS, Request, read_request
+from .core.batch.request import READERS, BatchRequest, read_request
 from .core.numbers import percentage
 
 if TYPE_CHECKING:
     from .core.ramp.ramp import Ramp
 
 
-class Plan(_Plan):
+class Plan(BatchPlan):
     """A plan that can also fill itself into another framework's recipe."""
 
     def apply(self, recipe: object) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def _resolve(source: object, given: Mapping[str, Any], own: Collection[str]) -> 
     return dialects.resolve(entries, own=own, lenient=lenient)
 
 
-def _request(resolved: dialects.Resolved) -> Request:
+def _request(resolved: dialects.Resolved) -> BatchRequest:
     fields = {name: given for name, given in resolved.fields.items() if name in READERS}
     return read_request(
         {name: given.value for name, given in fields.items()},

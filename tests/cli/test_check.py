@@ -93,7 +93,7 @@ def test_arguments_reach_the_function():
         ((f"{TASKS}:cnn", "--accumulate-dtype", "int8"), "--accumulate-dtype='int8' is not one of"),
         ((f"{TASKS}:cnn", "--micro-batch-size", "two"), "--micro-batch-size='two' is not a number"),
         ((f"{TASKS}:cn",), "Did you mean cnn"),
-        ((f"{TASKS}:cnn", "--seed", "-1"), "too small"),
+        ((f"{TASKS}:cnn", "--seed", "-1"), "must be at least 0"),
     ],
 )
 def test_requests_that_cannot_be_read_name_the_field(argv, message):

@@ -277,7 +277,7 @@ def test_learning_rates():
         ((*LINEAR, "--node-policy", "fastest"), "launcher"),
         ((*LINEAR, "--samples", "1M", "--tokens", "1M"), "either --samples or --tokens"),
         ((*LINEAR, "--compare", "linear,levanter"), "linear,maxtext|two of"),
-        ((*LINEAR, "--at", "-1"), "too small"),
+        ((*LINEAR, "--at", "-1"), "must be at least 0"),
         ((*LINEAR, "--lr-scaling", "sqrt"), "needs --lr,"),
         ((*LINEAR, "--from-probe", "/nonexistent.json"), "no such file"),
         ((*LINEAR, "ramp.linaer=1,2,3"), "linear"),

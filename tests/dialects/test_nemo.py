@@ -92,7 +92,7 @@ def test_objects_that_are_no_recipe_are_refused(source):
 def test_a_recipe_without_numbers_takes_them_from_keywords():
     empty = SimpleNamespace(data=SimpleNamespace(), trainer=SimpleNamespace())
     assert batchwright.plan(empty, micro_batch_size=2, devices=2).global_batch_size == 4
-    with pytest.raises(PlanError, match="not enough to plan from"):
+    with pytest.raises(PlanError, match="Not enough is known to plan a batch"):
         batchwright.plan(empty)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from batchwright.core import codec
-from batchwright.core.batch.request import Request
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.errors import ConfigError, EnvironmentFault
 from batchwright.core.ramp.request import read_ramp
 from batchwright.launch import directory as files
@@ -47,7 +47,7 @@ Current thread 0x00007e (most recent call first):
 
 @pytest.fixture
 def plan() -> RunPlan:
-    request = Request(nodes=4, devices_per_node=1, max_micro_batch_size=8)
+    request = BatchRequest(nodes=4, devices_per_node=1, max_micro_batch_size=8)
     wanted = read_ramp({"thresholds": "0:8 64:16 192:32", "samples": "512", "node_policy": "constant-work"})
     return build(request, wanted, Options(), command=["train", "{global_batch_size}"])[0]
 
@@ -360,7 +360,7 @@ def test_where_nobody_reads_the_run_goes_on(plan):
 
 
 def test_what_of_a_site_does_not_concern_a_command_is_said():
-    request = Request(nodes=2, devices_per_node=1, max_micro_batch_size=8)
+    request = BatchRequest(nodes=2, devices_per_node=1, max_micro_batch_size=8)
     wanted = read_ramp({"thresholds": "0:8 64:16", "samples": "512"})
     options = Options(engine="slurm", slurm={"container": "image.sif", "partition": "gpu"})
     plan, _ = build(request, wanted, options, command=["train", "{end_sample}"])

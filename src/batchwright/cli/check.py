@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchwright.core.causes import unknown_causes
 from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import ConfigError, MissingExtraError, PlanError, RunError, raise_violations
 from batchwright.core.numbers import count
@@ -99,13 +98,14 @@ def _check(target: str, args: tuple[str, ...], allow: tuple[str, ...], flags: di
         raise ConfigError(
             f"accumulate_dtype={kind!r} is not one of {', '.join(_DTYPES)}.", field="accumulate_dtype", given=kind
         )
-    raise_violations(PlanError, unknown_causes(allow))
     with _torch_needed():
         import torch
 
         from batchwright.runtime.check import check
+        from batchwright.runtime.check.causes import unknown_causes
         from batchwright.runtime.check.gradients import set_seeds
         from batchwright.runtime.task import load_task
+    raise_violations(PlanError, unknown_causes(allow))  # before the user's function runs
     try:
         # The function may draw random numbers (a model, a synthetic dataset): the same ones in every process.
         set_seeds(seed)

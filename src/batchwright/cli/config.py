@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
-from batchwright.core.batch.request import READERS, Request, read_request, unknown_key
+from batchwright.core.batch.request import READERS, BatchRequest, read_request
 from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.fields import unknown_key
 from batchwright.core.numbers import LONGEST
 
 from .naming import Verb, remember
@@ -66,7 +67,7 @@ class Gathered:
     origins: dict[str, str]
     notes: tuple[str, ...]
 
-    def request(self) -> Request:
+    def request(self) -> BatchRequest:
         """The fields that describe a batch and its world."""
         values = {name: value for name, value in self.values.items() if name in READERS}
         return read_request(values, origins=self.origins, notes=self.notes)

@@ -9,7 +9,7 @@ import click
 
 from batchwright.core import codec
 from batchwright.core.batch.pipeline import SCHEDULES
-from batchwright.core.batch.plan import Plan, plan
+from batchwright.core.batch.plan import BatchPlan, plan
 from batchwright.core.errors import PlanError, Violation
 from batchwright.core.numbers import percentage
 
@@ -20,7 +20,7 @@ from .options import batch_options, json_option, number, print_json, stack, worl
 
 if TYPE_CHECKING:
     from batchwright.core.batch.nearby import Nearby
-    from batchwright.core.batch.request import Request
+    from batchwright.core.batch.request import BatchRequest
     from batchwright.core.nodes.throughput import Throughput
 
 _pipeline_options = stack(
@@ -115,7 +115,7 @@ def command(
         click.echo("\n".join(render(made, near)))
 
 
-def _probed(request: Request, path: str) -> tuple[Request, Throughput]:
+def _probed(request: BatchRequest, path: str) -> tuple[BatchRequest, Throughput]:
     """The request within what a probe measured, and the measured times."""
     from batchwright.core.batch.request import within_probe
     from batchwright.core.nodes.throughput import Throughput
@@ -124,7 +124,7 @@ def _probed(request: Request, path: str) -> tuple[Request, Throughput]:
     return within_probe(request, record, path), Throughput.from_probe(record)
 
 
-def render(made: Plan, near: tuple[Nearby, ...] | None = None) -> list[str]:
+def render(made: BatchPlan, near: tuple[Nearby, ...] | None = None) -> list[str]:
     """A plan as text: the equation, the numbers with their sources, alternatives and notes."""
     sign = "≤" if made.ragged else "="
     lines = [
@@ -165,7 +165,7 @@ _FEW = 6
 _ROWS = 12
 
 
-def _alternatives(made: Plan) -> list[str]:
+def _alternatives(made: BatchPlan) -> list[str]:
     timed = made.alternatives[0].step_seconds is not None
     rows = [
         (
@@ -183,7 +183,7 @@ def _alternatives(made: Plan) -> list[str]:
     return lines + ([f"  … and {more} more: --json lists them"] if more > 0 else [])
 
 
-def _numbers(made: Plan, part: object, names: Iterable[str]) -> list[str]:
+def _numbers(made: BatchPlan, part: object, names: Iterable[str]) -> list[str]:
     """Numbers of a part of a plan with their sources. Most defaults are left out."""
     return text.table(
         [

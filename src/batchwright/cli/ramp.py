@@ -10,7 +10,7 @@ import click
 
 from batchwright.core import codec
 from batchwright.core.batch.pipeline import SCHEDULES
-from batchwright.core.batch.request import READERS, Request
+from batchwright.core.batch.request import READERS, BatchRequest
 from batchwright.core.errors import ConfigError
 from batchwright.core.nodes.policies import POLICIES, arrows
 from batchwright.core.numbers import count, human
@@ -315,7 +315,7 @@ def _show_step(made: Ramp, step: Step, as_json: bool) -> None:
     )
 
 
-def _compare(request: Request, wanted: RampRequest, names: str, as_json: bool) -> None:
+def _compare(request: BatchRequest, wanted: RampRequest, names: str, as_json: bool) -> None:
     """The same numbers as Megatron and as MaxText read them."""
     from batchwright.core.ramp.rules import Linear, PerDevice, compare
 

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from batchwright.core import codec
-from batchwright.core.batch.request import unknown_key
 from batchwright.core.errors import ConfigError, Violation, either, raise_violations
+from batchwright.core.fields import unknown_key
 from batchwright.core.numbers import count, nearest_multiples
 from batchwright.core.rl import RLPlan, rl
 from batchwright.dialects import flatten

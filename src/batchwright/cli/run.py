@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.core import codec
-from batchwright.core.batch.request import READERS, unknown_key
+from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError, RunError, Violation, raise_violations
+from batchwright.core.fields import unknown_key
 from batchwright.core.numbers import count
 from batchwright.core.ramp.request import RAMP_READERS, read_ramp
 

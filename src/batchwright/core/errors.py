@@ -1,16 +1,16 @@
-"""Every error a user can meet, as one tree. A class also says what the command line exits with.
+"""All errors that users can see, as one tree. Each class has the exit code of the command line.
 
     BatchwrightError          exit 1
-    ├── PlanError             exit 2   also a ValueError: the numbers do not work out
+    ├── PlanError             exit 2   also a ValueError: the numbers contradict each other
     │   ├── ConfigError                a file, a key or a value cannot be read
-    │   └── ScheduleError              a ramp or one of its stages does not work out
+    │   └── ScheduleError              a ramp or one of its stages is not valid
     ├── NothingFitsError      exit 3
     ├── EnvironmentFault      exit 4   a missing engine, permission or device
     │   └── MissingExtraError          also an ImportError
     └── RunError              exit 5   the user's code, a check or a run failed
 
-An error has three parts: what is wrong, with field names and numbers; the arithmetic; the nearest valid values and
-what they would mean. One error may carry several `violations`: all of them are collected before it is raised.
+An error says what is wrong, with field names and numbers; the arithmetic; the nearest valid values and what they
+mean. One error may carry several `violations`: all are collected before it is raised.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that does not work out: the message, the field it is about, what was given, what would be valid."""
+    """One thing that is wrong: the message, the field, the given value and the nearest valid values."""
 
     message: str
     field: str | None = None
@@ -32,7 +32,7 @@ class Violation:
 
 
 class BatchwrightError(Exception):
-    """The root of the tree; `field`, `given` and `nearest` are those of the first violation.
+    """The base class; `field`, `given` and `nearest` are those of the first violation.
 
     >>> error = PlanError("global_batch_size=10 is not …", field="global_batch_size", given=10, nearest=(8, 12))
     >>> error.nearest
@@ -66,13 +66,13 @@ class BatchwrightError(Exception):
 
 def _plain(v: Violation) -> dict[str, Any]:
     given = v.given if isinstance(v.given, (int, str, bool, type(None))) else str(v.given)
-    if isinstance(v.given, float) and isfinite(v.given):  # JSON knows no NaN
+    if isinstance(v.given, float) and isfinite(v.given):  # JSON has no NaN
         given = v.given
     return {"field": v.field, "given": given, "nearest": list(v.nearest)}
 
 
 class PlanError(BatchwrightError, ValueError):
-    """The request does not work out, or contradicts itself."""
+    """The request has no solution, or contradicts itself."""
 
     exit_code = 2
 
@@ -82,11 +82,11 @@ class ConfigError(PlanError):
 
 
 class ScheduleError(PlanError):
-    """A ramp, or one of its stages, does not work out."""
+    """A ramp, or one of its stages, is not valid."""
 
 
 class NothingFitsError(BatchwrightError):
-    """No batch size runs within the memory there is."""
+    """No batch size fits into the available memory."""
 
     exit_code = 3
 
@@ -98,7 +98,7 @@ class EnvironmentFault(BatchwrightError):
 
 
 class MissingExtraError(EnvironmentFault, ImportError):
-    """An optional part is not installed; the message names the extra that brings it."""
+    """An optional part is not installed; the message names the extra that installs it."""
 
 
 class RunError(BatchwrightError):
@@ -108,14 +108,14 @@ class RunError(BatchwrightError):
 
 
 def raise_violations(kind: type[BatchwrightError], violations: Sequence[Violation]) -> None:
-    """Raise one `kind` with all violations, or do nothing when there are none."""
+    """Raise one `kind` with all violations, or do nothing if there are none."""
     if violations:
         raise kind(violations=violations)
     return None
 
 
 def either(values: Sequence[object]) -> str:
-    """Values as an error offers them.
+    """Alternatives, as an error lists them.
 
     >>> either((4, 8))
     '4 or 8'

@@ -14,18 +14,18 @@ SUFFIXES: dict[str, int] = {"": 1} | {
     for letter in letters
     for binary in ("", "i")
 }
-# Above this a count is a slip of the keyboard, and listing its divisors would no longer be instant.
+# A larger count is a typing error, and listing its divisors would take long.
 LARGEST_COUNT = 10**15
-# Longer than this is not a number that anyone meant; Python itself stops at 4300 digits, and with a traceback.
+# Python itself refuses numbers of more than 4300 digits, with a traceback.
 LONGEST = 1000
 
-# Commas stand between groups of three only: 1,5 is no 15.
+# Commas separate groups of three digits only: 1,5 is not 15.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)"
 _NUMBER = re.compile(rf"([+-]?(?:{_DIGITS}\.?\d*|\.\d+)(?:[eE][+-]?\d{{1,3}})?)\s*([a-zA-Z]{{0,2}})", re.ASCII)
 
 
 def fraction(value: int | float | str | Fraction, field: str = "number") -> Fraction:
-    """The exact number behind `value`; a float counts as the decimal it prints as.
+    """The exact number that `value` stands for; a float stands for the decimal that it prints as.
 
     >>> fraction("2.5M"), fraction(0.1), fraction("1/8")
     (Fraction(2500000, 1), Fraction(1, 10), Fraction(1, 8))
@@ -35,7 +35,7 @@ def fraction(value: int | float | str | Fraction, field: str = "number") -> Frac
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"{field}={_brief(value)} is not a number.", field=field, given=_brief(value))
     if (value.bit_length() / 4 if isinstance(value, int) else len(str(value))) > LONGEST:
-        raise ConfigError(f"{field} has more than {LONGEST} digits: that is no number for it.", field=field)
+        raise ConfigError(f"{field} has more than {LONGEST} digits.", field=field)
     text = str(value).strip()
     match = _NUMBER.fullmatch(text)
     if match and match[2] in SUFFIXES:
@@ -70,14 +70,14 @@ def count(
         )
     if number < least:
         raise ConfigError(
-            f"{field}={str(value)[:40]} is too small: the least is {least}.",
+            f"{field}={str(value)[:40]}: must be at least {least}.",
             field=field,
             given=str(value)[:40],
             nearest=[least],
         )
     if number > most:
         raise ConfigError(
-            f"{field}={str(value)[:40]} is too large: the most is {most:,}.",
+            f"{field}={str(value)[:40]}: must be at most {most:,}.",
             field=field,
             given=str(value)[:40],
             nearest=[most],
@@ -105,7 +105,7 @@ def percentage(value: int | float | str | Fraction, field: str = "tolerance") ->
 
 
 def positive(value: int | float | str | Fraction, field: str) -> float:
-    """A number above zero, such as a throughput or a time; far within what a float can hold.
+    """A number above zero, such as a throughput or a time, that a float can hold.
 
     >>> positive("2.5", "step_seconds")
     2.5
@@ -118,12 +118,12 @@ def positive(value: int | float | str | Fraction, field: str) -> float:
 
 
 def _brief(value: object) -> str:
-    """A value that is not a number, for a message: a list from a file may be endless, so only its kind is named."""
+    """A value that is not a number, for a message: only its type, since a list from a file may be very long."""
     return repr(value) if value is None or isinstance(value, bool) else type(value).__name__
 
 
 def human(number: int) -> str:
-    """A short exact form where there is one (`50M`), else the number with commas.
+    """A short form if it is exact (`50M`), else the number with commas.
 
     >>> human(50_000_000), human(9_765_625), human(1024), human(2_400_000_000)
     ('50M', '9,765,625', '1024', '2.4B')
@@ -140,14 +140,14 @@ def parse_bytes(value: int | float | str | Fraction, name: str = "memory", *, le
     >>> parse_bytes("2GiB"), parse_bytes("1.5G"), parse_bytes("500MB"), parse_bytes(1024)
     (2147483648, 1500000000, 500000000, 1024)
     """
-    # Only a B after a unit means bytes: without one, it means billions, as in every other number.
+    # A B means bytes only after a unit: alone it means billions, as in every other number.
     return count(
         re.sub(r"(?<=[kKmMgGtTi])[bB]$", "", value.strip()) if isinstance(value, str) else value, name, least=least
     )
 
 
 def format_bytes(size: int | float | Fraction | None) -> str:
-    """A number of bytes in binary units; `-` where it is not known.
+    """A number of bytes in binary units; `-` if it is unknown.
 
     >>> format_bytes(85 * 2**30), format_bytes(-1536), format_bytes(12), format_bytes(None)
     ('85.00 GiB', '-1.5 KiB', '12 B', '-')
@@ -193,18 +193,18 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def nearest_divisors(number: int, wanted: int) -> tuple[int, ...]:
-    """The largest divisor of `number` not above `wanted` and the smallest above it, where there is one.
+    """The largest divisor of `number` not above `wanted` and the smallest above it, if there is one.
 
     >>> nearest_divisors(12, 5)
     (4, 6)
     """
-    all_of_them = divisors(number)
-    at = bisect_right(all_of_them, wanted)
-    return all_of_them[max(0, at - 1) : at + 1]
+    found = divisors(number)
+    at = bisect_right(found, wanted)
+    return found[max(0, at - 1) : at + 1]
 
 
 def nearest_multiples(quantum: int, wanted: int) -> tuple[int, ...]:
-    """The multiples of `quantum` on both sides of `wanted` (itself alone when it is one), none below `quantum`.
+    """The multiples of `quantum` next to `wanted` on both sides, none below `quantum`; only `wanted` if it is one.
 
     >>> nearest_multiples(192, 1000), nearest_multiples(192, 100), nearest_multiples(192, 384)
     ((960, 1152), (192,), (384,))

@@ -2,7 +2,7 @@
 
     round:   prompts × generations = responses, all sampled from one policy
     update:  an equal part of the round's prompts, each with its whole group of responses
-    micro:   what one data-parallel rank pushes through at once
+    micro:   what one data-parallel rank processes at once
     lag:     updates between the policy that sampled a response and the one that learns from it; at worst
              (updates − 1) + rounds_ahead × updates, with updates counted over all iterations of a round
 
@@ -20,7 +20,7 @@ from .numbers import count, divisors, nearest_divisors, nearest_multiples
 
 @dataclass(frozen=True)
 class RLPlan:
-    """One round of reinforcement learning, to the last response."""
+    """One round of reinforcement learning: every count of prompts, responses, updates and micro batches."""
 
     prompts_per_round: int
     generations_per_prompt: int
@@ -43,7 +43,7 @@ class RLPlan:
     notes: tuple[str, ...] = ()
 
 
-LARGEST = 10**12  # far above any round, and its divisors are still listed at once
+LARGEST = 10**12  # far above any round, and listing its divisors is still fast
 _OFF = ("-1", "none", "null", "off")
 
 
@@ -62,7 +62,7 @@ def rl(
 ) -> RLPlan:
     """The batch of an RL job; a micro batch of None or -1 means no micro-batching.
 
-    `micro_batch_size` is MaxText's single key for both micro batches, rollout and training: prompts over all ranks.
+    `micro_batch_size` is MaxText's one key for both micro batches, rollout and training: prompts over all ranks.
 
     >>> plan = rl(prompts=32, generations=8, train_micro_prompts=4)
     >>> plan.responses_per_update, plan.accumulation_steps, plan.on_policy
@@ -114,16 +114,16 @@ def rl(
 
 
 def _prompts_of_a_rank(micro: int, sizes: _Sizes) -> int:
-    """A rank's part of a micro batch that is counted over all ranks; it has to be a whole part of an update, too."""
+    """A rank's part of a micro batch that is counted over all ranks. The micro batch must also divide an update."""
     ranks, (part, over) = sizes.data_parallel_size, divmod(sizes.prompts, sizes.updates)
     if over:
-        return max(1, micro // ranks)  # the error will be about the updates
+        return max(1, micro // ranks)  # `_graph` raises the error about the updates
     whole = [ranks * n for n in divisors(part // ranks)] if part % ranks == 0 else []
     if micro in whole:
         return micro // ranks
     near = (*[n for n in whole if n < micro][-1:], *[n for n in whole if n > micro][:1])
     raise PlanError(
-        f"micro_batch_size={micro} is not a whole part of an update: it counts the prompts of all ranks, an update has "
+        f"micro_batch_size={micro} does not divide an update: it counts the prompts of all ranks, an update has "
         f"{part} prompts, {part} / {micro} = {part / micro:.2f}, and {micro} / {ranks} data_parallel_size = "
         f"{micro / ranks:.2f}. "
         + (f"Nearest: {either(near)}." if near else "No number of prompts works: give train_micro_responses."),
@@ -143,13 +143,13 @@ class _Sizes:
     train_micro_responses: int | None
 
     def works(self) -> bool:
-        """Whether every update, every rank and every micro batch gets a whole part."""
+        """Whether updates, ranks and micro batches all divide the responses."""
         responses = self.prompts // self.updates * self.generations
         micro = self.train_micro_responses or (self.train_micro_prompts or 0) * self.generations or 1
         return self.prompts % self.updates == 0 and responses % (self.data_parallel_size * micro) == 0
 
     def nearest(self, name: str, candidates: Sequence[int]) -> tuple[int, ...]:
-        """The candidates for one size on both sides of it: those that work with all the others, where any does."""
+        """The nearest candidates for one size on both sides; only those that work with the other sizes, if any do."""
         wanted = getattr(self, name)
         good = [n for n in candidates if replace(self, **{name: n}).works()] or candidates
         return (*[n for n in good if n < wanted][-1:], *[n for n in good if n > wanted][:1])
@@ -210,7 +210,7 @@ def _graph(
     if train_micro_prompts is not None:
         unit, micro = "train_micro_prompts", train_micro_prompts * generations
     if share % micro:
-        # Valid sizes in the unit that was used: divisors of the rank's share, whole groups where prompts are counted.
+        # Valid sizes in the given unit: divisors of the rank's share; whole groups if prompts are counted.
         if unit == "train_micro_prompts":
             whole = share // generations if share % generations == 0 else 0
             near = nearest_divisors(whole, train_micro_prompts or 1) if whole else ()
@@ -219,10 +219,12 @@ def _graph(
             near, in_words = nearest_divisors(share, micro), f"{micro} responses"
         wrong.append(
             Violation(
-                f"{unit}={train_micro_prompts or micro} is not a whole part of an update: {in_words}, and the {share} "
+                f"{unit}={train_micro_prompts or micro} does not divide an update: {in_words}, and the {share} "
                 f"responses of a rank ({responses} / {data_parallel_size}) / {micro} = {share / micro:.2f}. "
                 + (
-                    f"Nearest: {either(near)}." if near else "No number of whole groups divides it: count in responses."
+                    f"Nearest: {either(near)}."
+                    if near
+                    else "No number of whole groups divides it: give train_micro_responses."
                 ),
                 unit,
                 train_micro_prompts or micro,
@@ -279,19 +281,19 @@ def _notes(
         )
     if micro % generations and generations > 1:
         notes.append(
-            f"A training micro batch of {micro} responses cuts groups of {generations} in two. That is exact as long "
-            "as advantages are computed per group before the update is split; no group crosses an update."
+            f"A training micro batch of {micro} responses cuts groups of {generations} in two. The gradient is exact if "
+            "advantages are computed per group before the update is split; no group crosses an update."
         )
     if micro < share and not rolls_in_parts:
-        notes.append("Accumulation does not reduce the memory of generation: that takes rollout_micro_prompts.")
+        notes.append("Accumulation does not reduce the memory of generation; rollout_micro_prompts does.")
     if updates_per_round > 1:
-        first = " The first update alone is on-policy." if rounds_ahead == 0 else ""
+        first = " Only the first update is on-policy." if rounds_ahead == 0 else ""
         notes.append(
             f"{updates_per_round} updates learn from one round, so the loss needs an importance ratio (with clipping).{first}"
         )
     if rounds_ahead:
         notes.append(
             f"Responses wait up to {rounds_ahead} round{'s' * (rounds_ahead > 1)} before they are learned from: "
-            "correct for the policy that sampled them, and count dropped groups, which shrink the update."
+            "correct for the policy that sampled them. Dropped groups make the update smaller: count them."
         )
     return tuple(notes)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchwright.core.batch.request import READERS, unknown_key
+from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.fields import unknown_key
 
 
 @dataclass(frozen=True)

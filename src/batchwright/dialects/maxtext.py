@@ -11,8 +11,8 @@ from __future__ import annotations
 from fractions import Fraction
 from math import prod
 
-from batchwright.core.batch.request import switch
 from batchwright.core.errors import ConfigError, PlanError, either
+from batchwright.core.fields import switch
 from batchwright.core.numbers import count, fraction, nearest_multiples, positive
 
 from . import Dialect, Fields, Given

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from batchwright.core.batch.plan import Plan
+from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import ConfigError
 
 from . import Dialect, Fields
@@ -99,7 +99,7 @@ def read_recipe(recipe: object) -> dict[str, Any]:
     return found
 
 
-def write_recipe(plan: Plan, recipe: Any) -> dict[str, Any]:
+def write_recipe(plan: BatchPlan, recipe: Any) -> dict[str, Any]:
     """Fill a plan into a recipe; returns what was set, by dotted key. Parts the recipe does not have are left alone."""
     values: dict[str, Any] = {
         "data.micro_batch_size": plan.micro_batch_size,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchwright.core.batch.request import Request
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.errors import ConfigError, EnvironmentFault, ScheduleError
 from batchwright.core.nodes.policies import Stage
 from batchwright.core.numbers import divisors
@@ -23,7 +23,7 @@ from .records import COMMAND, TASK, Options, RunPlan
 
 
 def build(
-    request: Request,
+    request: BatchRequest,
     wanted: RampRequest,
     options: Options,
     *,
@@ -97,7 +97,7 @@ def build(
     return plan, replace(made, notes=(*notes, *made.notes))
 
 
-def _placed(request: Request, notes: list[str]) -> Request:
+def _placed(request: BatchRequest, notes: list[str]) -> BatchRequest:
     """A world: that of the request, or one process."""
     known = (request.nodes, request.devices, request.data_parallel_size)
     if any(value is not None for value in known):

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from batchwright.core.batch.request import choice, unknown_key
-from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.errors import ConfigError
+from batchwright.core.fields import Readers, choice, read_fields
 from batchwright.core.numbers import count, positive
 
 from .engine import ENGINES
@@ -69,7 +69,7 @@ def _slurm(value: Any, name: str) -> dict[str, Any]:
 TASK_KEYS = ("target", "args", "settings")  # of the section `task`
 _SMALL: Callable[..., int] = partial(count, most=10_000)
 
-READERS: Mapping[str, Callable[[Any, str], Any]] = {
+READERS: Readers = {
     "engine": choice(*ENGINES),
     "threads": _SMALL,
     "max_retries": partial(count, least=0, most=10_000),
@@ -95,19 +95,7 @@ def read_options(values: Mapping[str, Any], base: Options | None = None) -> Opti
     >>> read_options({"max_retries": "5", "stall_seconds": "never"}).max_retries
     5
     """
-    wrong: list[Violation] = []
-    read: dict[str, Any] = {}
-    for name, value in values.items():
-        if value is None:
-            continue
-        if name not in READERS:
-            wrong.append(unknown_key(f"launch.{name}", str(value)[:40], [f"launch.{n}" for n in READERS]))
-            continue
-        try:
-            read[name] = READERS[name](value, name)
-        except ConfigError as error:
-            wrong.extend(error.violations)
-    raise_violations(ConfigError, wrong)
+    read = read_fields(values, READERS, "launch.")
     known = base or Options()
     if "environment" in read:
         read["environment"] = {**known.environment, **read["environment"]}

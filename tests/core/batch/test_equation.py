@@ -103,9 +103,11 @@ def test_what_does_not_fit_names_a_number_that_does():
 
 
 def test_nothing_known_says_what_to_give():
-    with pytest.raises(PlanError, match=r"not enough to plan from: nothing is known\. Give global_batch_size"):
+    with pytest.raises(
+        PlanError, match=r"Not enough is known to plan a batch: nothing is given\. Give global_batch_size"
+    ):
         solve(Unknowns(None, None, None, None))
-    with pytest.raises(PlanError, match="data_parallel_size=8 is known"):
+    with pytest.raises(PlanError, match="only data_parallel_size=8 is given"):
         solve(Unknowns(None, None, None, 8))
 
 

@@ -99,7 +99,7 @@ def test_factors_that_are_none():
     with pytest.raises(PlanError) as caught:
         loading(8, hosts=4, stored_hosts=3)
     assert caught.value.nearest == (4,)
-    with pytest.raises(PlanError, match="expansion_factor and loading_hosts say the same thing"):
+    with pytest.raises(PlanError, match="expansion_factor and loading_hosts are mutually exclusive"):
         loading(8, hosts=4, loading_hosts=2, expansion_factor=Fraction(2))
 
 

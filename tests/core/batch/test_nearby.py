@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 import batchwright
 from batchwright.core.batch.nearby import MOST_ROWS, nearby
 from batchwright.core.batch.plan import plan
-from batchwright.core.batch.request import Request
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.errors import PlanError
 from tests.examples import many
 
 maybe = st.none() | st.integers(1, 5)
 
 
-def works(request: Request, batch: int, ranks: int) -> bool:
+def works(request: BatchRequest, batch: int, ranks: int) -> bool:
     try:
         plan(replace(request, global_batch_size=batch, data_parallel_size=ranks))
     except PlanError:
@@ -41,7 +41,7 @@ def works(request: Request, batch: int, ranks: int) -> bool:
     st.sampled_from([0, 5, 10, 25, 50]),
 )
 def test_nearby_equals_brute_force(batch, ranks, micro, steps, per_node, expert, stages, limit, percent):
-    request = Request(
+    request = BatchRequest(
         global_batch_size=batch,
         data_parallel_size=ranks,
         micro_batch_size=micro,
@@ -87,7 +87,7 @@ def test_nearby_equals_brute_force(batch, ranks, micro, steps, per_node, expert,
     st.sampled_from([5, 10, 25, 50]),
 )
 def test_around_tokens_and_devices_that_are_not_whole(tokens, length, devices, tensor, nodes, micro, percent):
-    request = Request(
+    request = BatchRequest(
         global_batch_size_tokens=tokens,
         sequence_length=length,
         devices=devices,
@@ -120,7 +120,10 @@ def test_around_tokens_and_devices_that_are_not_whole(tokens, length, devices, t
     ("given_", "message"),
     [
         ({"devices": 9, "nodes": 2, "devices_per_node": 4, "tensor_parallel": 3}, "devices=9 contradicts nodes 2"),
-        ({"devices": 9, "tensor_parallel": 2, "data_parallel_size": 4}, "devices=9 is not a whole number of replicas"),
+        (
+            {"devices": 9, "tensor_parallel": 2, "data_parallel_size": 4},
+            "devices=9 does not hold a whole number of replicas",
+        ),
         ({"devices": 8, "global_batch_size_tokens": 65, "sequence_length": 2}, "is 32.50 samples"),
         ({"devices": 8, "global_batch_size_tokens": 65}, "needs sequence_length"),
     ],
@@ -138,10 +141,10 @@ def test_every_node_count_that_works_is_listed_with_its_batch():
 
 
 def test_a_tolerance_of_nothing_gives_the_request_itself_or_nothing():
-    assert [r.global_batch_size for r in nearby(Request(global_batch_size=64, data_parallel_size=8), Fraction(0))] == [
-        64
-    ]
-    assert nearby(Request(global_batch_size=65, data_parallel_size=8), Fraction(0)) == ()
+    assert [
+        r.global_batch_size for r in nearby(BatchRequest(global_batch_size=64, data_parallel_size=8), Fraction(0))
+    ] == [64]
+    assert nearby(BatchRequest(global_batch_size=65, data_parallel_size=8), Fraction(0)) == ()
 
 
 def test_tolerance_needs_something_to_look_around():
@@ -152,6 +155,6 @@ def test_tolerance_needs_something_to_look_around():
 
 def test_the_largest_request_is_answered_at_once():
     start = time.process_time()
-    rows = nearby(Request(global_batch_size=10**9, data_parallel_size=10**6), Fraction(1))
+    rows = nearby(BatchRequest(global_batch_size=10**9, data_parallel_size=10**6), Fraction(1))
     assert time.process_time() - start < 2
     assert (rows[0].global_batch_size, rows[0].data_parallel_size) == (10**9, 10**6)

@@ -13,19 +13,19 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import batchwright
-from batchwright.core.batch.plan import Plan, plan
-from batchwright.core.batch.request import Request, read_request
+from batchwright.core.batch.plan import BatchPlan, plan
+from batchwright.core.batch.request import BatchRequest, read_request
 from batchwright.core.errors import ConfigError, PlanError
 from tests.examples import many
 
 quick = settings(deadline=None, max_examples=many(150))
 
 
-def four(p: Plan) -> tuple[int, int, int, int]:
+def four(p: BatchPlan) -> tuple[int, int, int, int]:
     return p.micro_batch_size, p.accumulation_steps, p.data_parallel_size, p.global_batch_size
 
 
-def accepts(request: Request) -> bool:
+def accepts(request: BatchRequest) -> bool:
     try:
         plan(request)
     except PlanError:
@@ -33,7 +33,7 @@ def accepts(request: Request) -> bool:
     return True
 
 
-def blamed(request: Request) -> set[str | None]:
+def blamed(request: BatchRequest) -> set[str | None]:
     try:
         plan(request)
     except PlanError as error:
@@ -54,7 +54,7 @@ def test_the_documented_product():
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
 def test_accumulation_is_the_target_over_per_device_times_gpus(per_device, gpus, steps):
     target = per_device * gpus * steps
-    p = plan(Request(global_batch_size=target, micro_batch_size=per_device, devices=gpus))
+    p = plan(BatchRequest(global_batch_size=target, micro_batch_size=per_device, devices=gpus))
     assert p.accumulation_steps == target // (per_device * gpus) == steps
 
 
@@ -90,14 +90,14 @@ factor = st.integers(1, 40)
 @quick
 @given(factor, factor, factor, st.sets(st.sampled_from(["global", "micro", "steps", "ranks"])))
 def test_any_consistent_subset_gives_back_a_valid_plan(micro, steps, ranks, known):
-    request = Request(
+    request = BatchRequest(
         global_batch_size=micro * steps * ranks if "global" in known else None,
         micro_batch_size=micro if "micro" in known else None,
         accumulation_steps=steps if "steps" in known else None,
         data_parallel_size=ranks if "ranks" in known else None,
     )
     if not known & {"global", "micro"}:
-        with pytest.raises(PlanError, match="not enough to plan from"):
+        with pytest.raises(PlanError, match="Not enough is known to plan a batch"):
             plan(request)
         return
     p = plan(request)
@@ -118,13 +118,13 @@ def _is_number(value: object) -> bool:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
+def requests(draw: st.DrawFn) -> BatchRequest:
     """Anything a person might ask for, small enough to try all answers."""
     maybe = st.none() | st.integers(1, 24)
     one = st.sampled_from([1, 1, 1, 2, 3, 4])
     stages = draw(one)
     schedule = draw(st.sampled_from([None, "gpipe", "1f1b", "interleaved", "circular", "zero-bubble"]))
-    return Request(
+    return BatchRequest(
         global_batch_size=draw(st.none() | st.integers(1, 96)),
         micro_batch_size=draw(st.none() | st.integers(1, 6)),
         accumulation_steps=draw(st.none() | st.integers(1, 12)),
@@ -201,7 +201,7 @@ def test_every_plan_survives_json(request):
         p = plan(request)
     except PlanError:
         return
-    assert Plan.from_json(json.loads(json.dumps(p.to_json(), allow_nan=False))) == p
+    assert BatchPlan.from_json(json.loads(json.dumps(p.to_json(), allow_nan=False))) == p
 
 
 def test_the_public_plan_survives_json_too():
@@ -226,12 +226,12 @@ SEARCHED = {  # how far brute force looks, by field
 
 @settings(deadline=None, max_examples=many(250))
 @given(requests())
-@example(Request(global_batch_size=100, data_parallel_size=8, pipeline_parallel=4, pipeline_schedule="circular"))
-@example(Request(global_batch_size=7, data_parallel_size=1, pipeline_parallel=2, pipeline_schedule="circular"))
-@example(Request(global_batch_size=7, micro_batch_size=7, max_micro_batch_size=5, data_parallel_size=1))
-@example(Request(global_batch_size=64, accumulation_steps=2, data_parallel_size=2, max_micro_batch_size=5))
-@example(Request(micro_batch_size=1, nodes=3, devices_per_node=8, tensor_parallel=5))
-@example(Request(global_batch_size=9, micro_batch_size=2, expert_parallel=4))
+@example(BatchRequest(global_batch_size=100, data_parallel_size=8, pipeline_parallel=4, pipeline_schedule="circular"))
+@example(BatchRequest(global_batch_size=7, data_parallel_size=1, pipeline_parallel=2, pipeline_schedule="circular"))
+@example(BatchRequest(global_batch_size=7, micro_batch_size=7, max_micro_batch_size=5, data_parallel_size=1))
+@example(BatchRequest(global_batch_size=64, accumulation_steps=2, data_parallel_size=2, max_micro_batch_size=5))
+@example(BatchRequest(micro_batch_size=1, nodes=3, devices_per_node=8, tensor_parallel=5))
+@example(BatchRequest(global_batch_size=9, micro_batch_size=2, expert_parallel=4))
 def test_every_nearest_is_accepted_and_nothing_lies_between(request):
     request = replace(request, allow_ragged=False, round=None)
     try:
@@ -260,7 +260,7 @@ def test_every_nearest_is_accepted_and_nothing_lies_between(request):
 @quick
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 12), st.sampled_from([1, 2, 3]))
 def test_nearest_ranks_that_fill_nodes_equal_brute_force(ranks, per_node, tensor, expert):
-    request = Request(micro_batch_size=1, data_parallel_size=ranks, devices_per_node=per_node, tensor_parallel=tensor,
+    request = BatchRequest(micro_batch_size=1, data_parallel_size=ranks, devices_per_node=per_node, tensor_parallel=tensor,
                       expert_parallel=expert)  # fmt: skip
     try:
         plan(request)
@@ -277,7 +277,7 @@ few = st.integers(1, 8)
 @quick
 @given(few, few, few, few, st.integers(1, 16), st.none() | few)
 def test_experts_are_noted_and_never_refused(ranks, tensor, pipeline, context, expert, expert_tensor):
-    request = Request(micro_batch_size=1, data_parallel_size=ranks, tensor_parallel=tensor, pipeline_parallel=pipeline,
+    request = BatchRequest(micro_batch_size=1, data_parallel_size=ranks, tensor_parallel=tensor, pipeline_parallel=pipeline,
                       context_parallel=context, accumulation_steps=8)  # fmt: skip
     without = plan(request)
     p = plan(replace(request, expert_parallel=expert, expert_tensor_parallel=expert_tensor))
@@ -308,7 +308,7 @@ def test_free_ranks_hold_whole_groups_of_experts_where_they_can():
 @quick
 @given(st.integers(1, 20_000), st.integers(1, 3000))
 def test_nearest_tokens_equal_brute_force(tokens, length):
-    request = Request(global_batch_size_tokens=tokens, sequence_length=length)
+    request = BatchRequest(global_batch_size_tokens=tokens, sequence_length=length)
     try:
         p = plan(request)
         assert p.global_batch_size * length == tokens
@@ -334,7 +334,9 @@ def test_tokens_show_the_samples_and_guess_what_was_meant():
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
 def test_nodes_without_a_device_count_hold_the_devices_evenly(ranks, nodes, micro):
-    request = Request(global_batch_size=ranks * micro, micro_batch_size=micro, data_parallel_size=ranks, nodes=nodes)
+    request = BatchRequest(
+        global_batch_size=ranks * micro, micro_batch_size=micro, data_parallel_size=ranks, nodes=nodes
+    )
     try:
         p = plan(request)
         assert p.nodes == nodes
@@ -360,7 +362,7 @@ def test_contradictions_of_the_world_show_the_product():
 @quick
 @given(st.integers(1, 200), st.integers(1, 16), st.none() | st.integers(1, 40))
 def test_the_best_choice_is_the_largest_micro_batch_that_fits(per_rank, ranks, limit):
-    p = plan(Request(global_batch_size=per_rank * ranks, data_parallel_size=ranks, max_micro_batch_size=limit))
+    p = plan(BatchRequest(global_batch_size=per_rank * ranks, data_parallel_size=ranks, max_micro_batch_size=limit))
     fits = [m for m in range(1, (limit or per_rank) + 1) if per_rank % m == 0]
     assert (p.micro_batch_size, p.accumulation_steps) == (max(fits), per_rank // max(fits))
     offered = [a.micro_batch_size for a in p.alternatives]
@@ -370,7 +372,7 @@ def test_the_best_choice_is_the_largest_micro_batch_that_fits(per_rank, ranks, l
 def test_an_assumption_about_memory_is_said_to_be_one():
     p = batchwright.plan(global_batch_size=96, devices=8)
     assert p.micro_batch_size == 12
-    assert any("Nothing was said about what fits" in note for note in p.notes)
+    assert any("max_micro_batch_size is not given" in note for note in p.notes)
     assert any("12 is not a power of two" in note and "not faster by themselves" in note for note in p.notes)
     with_limit = batchwright.plan(global_batch_size=96, devices=8, max_micro_batch_size=4)
     assert not any("Nothing was said" in note or "power of two" in note for note in with_limit.notes)
@@ -399,10 +401,10 @@ def test_expert_parallelism_does_not_reduce_data_parallelism():
 @quick
 @given(st.integers(1, 2000), st.integers(1, 12), st.integers(1, 12), st.sampled_from(["down", "up"]))
 def test_rounding_happens_only_when_asked_for_and_is_said(batch, micro, ranks, way):
-    request = Request(global_batch_size=batch, micro_batch_size=micro, data_parallel_size=ranks, round=way)
+    request = BatchRequest(global_batch_size=batch, micro_batch_size=micro, data_parallel_size=ranks, round=way)
     quantum = micro * ranks
     if way == "down" and batch < quantum:
-        with pytest.raises(PlanError, match="rounds down to nothing") as caught:
+        with pytest.raises(PlanError, match="rounds down to 0") as caught:
             plan(request)
         assert caught.value.nearest == (quantum,)
         return
@@ -445,7 +447,7 @@ def test_rounding_does_not_hide_a_contradiction():
 @quick
 @given(st.integers(1, 500), st.integers(1, 24), st.none() | st.integers(1, 24), st.none() | st.integers(1, 24))
 def test_a_ragged_batch_runs_exactly(batch, ranks, micro, limit):
-    request = Request(global_batch_size=batch, data_parallel_size=ranks, micro_batch_size=micro, max_micro_batch_size=limit,
+    request = BatchRequest(global_batch_size=batch, data_parallel_size=ranks, micro_batch_size=micro, max_micro_batch_size=limit,
                       allow_ragged=True)  # fmt: skip
     if micro and limit and micro > limit:
         assert not accepts(request)
@@ -461,7 +463,7 @@ def test_a_ragged_batch_runs_exactly(batch, ranks, micro, limit):
 
 
 def test_ragged_is_never_assumed():
-    with pytest.raises(PlanError, match="Or allow_ragged, where shares differ by one sample"):
+    with pytest.raises(PlanError, match="Or give allow_ragged: shares then differ by one sample"):
         batchwright.plan(global_batch_size=1000, micro_batch_size=4, data_parallel_size=48)
     p = batchwright.plan(global_batch_size=1000, micro_batch_size=4, data_parallel_size=48, allow_ragged=True)
     assert (p.accumulation_steps, p.ragged) == (6, True)  # ceil(ceil(1000 / 48) / 4) = ceil(21 / 4)
@@ -470,7 +472,7 @@ def test_ragged_is_never_assumed():
 @quick
 @given(st.integers(1, 300), st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
 def test_a_ragged_batch_with_given_steps_names_the_steps_it_takes(batch, ranks, micro, steps):
-    request = Request(global_batch_size=batch, data_parallel_size=ranks, micro_batch_size=micro, accumulation_steps=steps,
+    request = BatchRequest(global_batch_size=batch, data_parallel_size=ranks, micro_batch_size=micro, accumulation_steps=steps,
                       allow_ragged=True)  # fmt: skip
     needed = ceil(Fraction(ceil(Fraction(batch, ranks)), micro))
     if needed == steps:
@@ -487,7 +489,7 @@ def test_a_ragged_batch_with_given_steps_names_the_steps_it_takes(batch, ranks, 
 @given(st.integers(1, 120), st.integers(1, 6), st.integers(1, 4), st.integers(2, 4))
 def test_a_ragged_batch_that_its_pipeline_refuses_names_batches_it_takes(batch, ranks, micro, stages):
     assume(batch % (ranks * micro))
-    request = Request(global_batch_size=batch, data_parallel_size=ranks, micro_batch_size=micro, pipeline_parallel=stages,
+    request = BatchRequest(global_batch_size=batch, data_parallel_size=ranks, micro_batch_size=micro, pipeline_parallel=stages,
                       pipeline_schedule="circular", allow_ragged=True)  # fmt: skip
     try:
         plan(request)
@@ -503,10 +505,10 @@ def test_a_ragged_batch_that_its_pipeline_refuses_names_batches_it_takes(batch, 
 @quick
 @given(st.integers(1, 10_000), st.floats(1e-3, 1e6), st.none() | st.sampled_from([2048, 4096]))
 def test_step_seconds_times_samples_per_second_is_the_batch(batch, speed, length):
-    p = plan(Request(global_batch_size=batch, samples_per_second=speed, sequence_length=length))
+    p = plan(BatchRequest(global_batch_size=batch, samples_per_second=speed, sequence_length=length))
     assert p.step_seconds * p.samples_per_second == pytest.approx(batch)
     assert p.tokens_per_second == (None if length is None else pytest.approx(speed * length))
-    again = plan(Request(global_batch_size=batch, step_seconds=p.step_seconds))
+    again = plan(BatchRequest(global_batch_size=batch, step_seconds=p.step_seconds))
     assert again.samples_per_second == pytest.approx(speed)
     assert (p.sources["samples_per_second"], p.sources["step_seconds"]) == ("given", "derived")
     assert (again.sources["samples_per_second"], again.sources["step_seconds"]) == ("derived", "given")
@@ -525,7 +527,7 @@ def test_derived_batches_have_the_same_bounds_as_given_ones():
         {"global_batch_size_tokens": "999T", "sequence_length": 1},
     ):
         start = time.process_time()
-        with pytest.raises(ConfigError, match="too large: the most is 1,000,000,000,000"):
+        with pytest.raises(ConfigError, match="must be at most 1,000,000,000,000"):
             batchwright.plan(request)
         assert time.process_time() - start < 1
 
@@ -683,5 +685,5 @@ def test_a_bubble_and_an_assumed_length_are_noted():
     p = batchwright.plan(micro_batch_size=2, accumulation_steps=2, devices=8, pipeline_parallel=8)
     text = "\n".join(p.notes)
     assert "2 microbatches cannot fill 8 stages: 78% of the step is idle." in text
-    assert "4096 was assumed" in text
+    assert "for an assumed 4096" in text
     assert p.pipeline.bubble_fraction == pytest.approx(7 / 9)

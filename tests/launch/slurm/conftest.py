@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from batchwright.core.batch.request import Request
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.ramp.request import read_ramp
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import process_state
@@ -239,7 +239,7 @@ def make(tmp_path: Path) -> Callable[..., tuple[RunDirectory, RunPlan]]:
             "{nodes}",
         )
         plan, _ = build(
-            Request(nodes=4, devices_per_node=1), read_ramp(RAMP), options, command=(*command, *extra),
+            BatchRequest(nodes=4, devices_per_node=1), read_ramp(RAMP), options, command=(*command, *extra),
             working_directory=str(tmp_path),
         )  # fmt: skip
         write_json(directory.path / "plan.json", plan)

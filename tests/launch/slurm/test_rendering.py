@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from batchwright.core.batch.request import Request
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.errors import ConfigError
 from batchwright.core.ramp.request import read_ramp
 from batchwright.launch import kubernetes
@@ -39,7 +39,7 @@ SITE = {
 
 
 def nemo(command=("python", "train.py", "--until", "{end_sample}"), directory="/runs/gpt3 5b", **options):
-    request = Request(global_batch_size=2048, micro_batch_size=4, nodes=16, devices_per_node=8)
+    request = BatchRequest(global_batch_size=2048, micro_batch_size=4, nodes=16, devices_per_node=8)
     plan, _ = build(
         request, read_ramp(NEMO), Options(engine="slurm", **options), command=command, working_directory="/data/my code"
     )
@@ -61,7 +61,7 @@ def test_the_nemo_table_is_a_chain_of_five_launches():
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_a_task_has_direct_ranks_or_torchrun_on_each_node(tmp_path, launcher):
     (tmp_path / "task.py").write_text("def task(): ...\n")
-    request = Request(global_batch_size=64, micro_batch_size=4, nodes=2, devices_per_node=4)
+    request = BatchRequest(global_batch_size=64, micro_batch_size=4, nodes=2, devices_per_node=4)
     plan, _ = build(request, read_ramp({"samples": "640"}), Options(), target=str(tmp_path / "task.py"))
     directory = RunDirectory("/runs/task")
     site = read_site({"launcher": launcher, "container": "image.sqsh", "container_mounts": ["/data:/data"]})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchwright.core.batch.request import Request
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.ramp.request import read_ramp
 from batchwright.launch.directory import RunDirectory, read_json, write_json
 from batchwright.launch.engine import rank_logs
@@ -29,7 +29,7 @@ TASK = Path(__file__).with_name("byte_task.py")
 
 
 def plan(engine: str, nodes: int = 4, task: str = f"{TASK}:task", arguments=None, **ramp):
-    request = Request(nodes=nodes, devices_per_node=1, max_micro_batch_size=8)
+    request = BatchRequest(nodes=nodes, devices_per_node=1, max_micro_batch_size=8)
     options = Options(engine=engine, settings={"progress": False})
     return build(request, read_ramp({**RAMP, **ramp}), options, target=task, arguments=arguments)[0]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchwright.core.causes import CAUSES
 from batchwright.core.errors import PlanError, RunError
 from batchwright.core.ramp.rules import Thresholds
 from batchwright.runtime.check import CheckReport, check, default_sizes
+from batchwright.runtime.check.causes import CAUSES
 from batchwright.runtime.check.gradients import Rig, Variant, relative_error
 from batchwright.runtime.task import load_task
 
@@ -127,7 +127,7 @@ def test_a_cause_can_be_allowed():
 
 
 def test_a_cause_to_allow_has_to_be_one():
-    with pytest.raises(PlanError, match=r"allow='batchnorm' is no cause.* Nearest: batch-norm") as caught:
+    with pytest.raises(PlanError, match=r"allow='batchnorm' is not a cause.* Nearest: batch-norm") as caught:
         run("batch_norm", allow=("dropout", "batchnorm"))
     assert caught.value.nearest[0] == "batch-norm"
     page = (Path(__file__).parents[3] / "docs" / "check.md").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""The equation, solved: global_batch_size = micro_batch_size × accumulation_steps × data_parallel_size.
+"""Solves the equation global_batch_size = micro_batch_size × accumulation_steps × data_parallel_size.
 
-`solve` takes the numbers that are known and gives every way to choose the rest, best first: the largest micro batch
-that fits, then the least accumulation (accumulation saves memory, it does not add throughput). Where a pipeline's
-microbatches are the accumulation steps, the trade-off of `core.pipeline` ranks them instead.
+`solve` takes the known numbers and returns every choice of the others, best first: the largest micro batch that fits,
+then the least accumulation (accumulation saves memory and adds no throughput). If a pipeline's microbatches are the
+accumulation steps, `PipelineRule.cost` ranks the choices instead.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from batchwright.core.errors import PlanError, Violation, either
 from batchwright.core.numbers import divisors, nearest_divisors
 
 from .pipeline import PipelineRule
-from .request import Request, asked_for
+from .request import BatchRequest, asked_for
 
-_TRIES = 200  # batches tried on each side of one that has no split; the legal numbers of a pipeline lie far closer
-MOST_ALTERNATIVES = 1000  # enough for every divisor of any batch in use; three free numbers can give millions
+# Batches tried on each side of one that has no split; the valid numbers of a pipeline are much closer.
+_TRIES = 200
+# Enough for every divisor of any batch in use; three free numbers can give millions.
+MOST_ALTERNATIVES = 1000
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Split:
 
     @property
     def product(self) -> int:
-        """The batch they make.
+        """The global batch.
 
         >>> Split(4, 8, 2).product
         64
@@ -42,9 +44,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Unknowns:
-    """What is known of the equation (None where unknown), and what the world and the pipeline allow.
+    """The known numbers of the equation (None if unknown), and what the world and the pipeline allow.
 
-    A data-parallel size that is not known has to be a multiple of `rank_step`.
+    An unknown data-parallel size must be a multiple of `rank_step`.
     """
 
     global_batch_size: int | None
@@ -68,7 +70,7 @@ class Unknowns:
 
 
 def solve(given: Unknowns) -> tuple[Split, ...]:
-    """Every split of a known global batch, best first; an error with the arithmetic where there is none.
+    """Every split of a known global batch, best first; an error with the arithmetic if there is none.
 
     >>> solve(Unknowns(64, None, None, 8, max_micro_batch_size=4))[0]
     Split(micro_batch_size=4, accumulation_steps=2, data_parallel_size=8)
@@ -99,13 +101,17 @@ def solve(given: Unknowns) -> tuple[Split, ...]:
 
 
 def _smallest(given: Unknowns) -> Split:
-    """No global batch is asked for: one accumulation step (or what the pipeline needs) on the ranks there are."""
+    """No global batch is given: one accumulation step (or as many as the pipeline needs) on the known ranks."""
     micro = given.micro_batch_size or given.max_micro_batch_size
     if micro is None:
         raise PlanError(
-            "There is not enough to plan from: "
-            + (" and ".join(f"{name}={value}" for name, value in given.known.items()) or "nothing")
-            + " is known. Give global_batch_size (or global_batch_size_tokens), micro_batch_size or max_micro_batch_size.",
+            "Not enough is known to plan a batch: "
+            + (
+                f"only {' and '.join(f'{name}={value}' for name, value in given.known.items())}"
+                if given.known
+                else "nothing"
+            )
+            + " is given. Give global_batch_size (or global_batch_size_tokens), micro_batch_size or max_micro_batch_size.",
             field="global_batch_size",
         )
     steps = given.accumulation_steps
@@ -116,7 +122,7 @@ def _smallest(given: Unknowns) -> Split:
 
 
 def splits(given: Unknowns) -> Iterator[Split]:
-    """The splits of a known batch that are allowed, best first; nothing where there is none.
+    """The valid splits of a known batch, best first.
 
     >>> next(splits(Unknowns(64, None, None, 8, max_micro_batch_size=4)))
     Split(micro_batch_size=4, accumulation_steps=2, data_parallel_size=8)
@@ -127,16 +133,16 @@ def splits(given: Unknowns) -> Iterator[Split]:
         return allowed
     ranks = given.data_parallel_size
     if ranks is None:
-        # Costs on different numbers of ranks do not compare: least accumulation, but enough to fill the stages.
+        # Costs on different numbers of ranks cannot be compared: least accumulation that fills the stages.
         return iter(sorted(allowed, key=lambda s: s.accumulation_steps < rule.stages))
-    tokens = batch // ranks * (given.sequence_length or 4096)  # 4096: assumed, and said in a note
+    tokens = batch // ranks * (given.sequence_length or 4096)  # 4096 is assumed; a note says so
     return iter(sorted(allowed, key=lambda s: (rule.cost(s.accumulation_steps, tokens), -s.micro_batch_size)))
 
 
 def ragged_split(given: Unknowns) -> Split:
-    """A batch on ranks that it does not divide by: shares differ by one sample, and so may the last micro batch.
+    """A split of a batch that the ranks do not divide: shares differ by one sample, and so may the last micro batch.
 
-    accumulation = ceil(ceil(batch / ranks) / micro); a free micro batch is no larger than its number of steps needs.
+    accumulation = ceil(ceil(batch / ranks) / micro); a free micro batch is as small as its number of steps allows.
 
     >>> ragged_split(Unknowns(1000, 3, None, 64))
     Split(micro_batch_size=3, accumulation_steps=6, data_parallel_size=64)
@@ -152,22 +158,22 @@ def ragged_split(given: Unknowns) -> Split:
 
 
 def ragged_share(share: int, steps: int | None, most: int | None, rule: PipelineRule | None) -> tuple[int, int]:
-    """The micro batch and the accumulation steps of so many samples per rank, in `steps`, or as few as `most` allows.
+    """The micro batch and accumulation steps of `share` samples per rank, in `steps` or as few as `most` allows.
 
     >>> ragged_share(9, None, 8, None)
     (5, 2)
     """
     fewest = steps or -(-share // min(share, most or share))
-    if rule is not None and steps is None:  # the first number that fills the pipeline, if there is one
+    if rule is not None and steps is None:  # the first number that fills the pipeline, if any
         tried = (-(-share // -(-share // n)) for n in range(max(fewest, rule.stages), share + 1))
-        reach = 4 * rule.stages + (rule.group or 0)  # the legal numbers lie far closer
+        reach = 4 * rule.stages + (rule.group or 0)  # the valid numbers are much closer
         fewest = next((n for n in islice(tried, reach) if n >= rule.stages and rule.refusal(n) is None), fewest)
     micro = -(-share // fewest)
     return micro, -(-share // micro)
 
 
 def _splits(given: Unknowns, batch: int) -> Iterator[Split]:
-    """The divisors walked with the micro batch falling and the accumulation rising."""
+    """All splits, with the micro batch falling and the accumulation rising."""
     micro, steps, ranks = given.micro_batch_size, given.accumulation_steps, given.data_parallel_size
     rest, over = divmod(batch, (steps or 1) * (ranks or 1))
     if over:
@@ -191,13 +197,11 @@ def _splits(given: Unknowns, batch: int) -> Iterator[Split]:
 
 
 def _refusals(given: Unknowns, split: Split) -> list[str]:
-    """Why a split is not allowed, in words; none when it is."""
+    """Why a split is not valid, as text; empty if it is."""
     reasons: list[str] = []
     limit = given.max_micro_batch_size
     if limit is not None and split.micro_batch_size > limit:
-        reasons.append(
-            f"micro_batch_size={split.micro_batch_size} is more than max_micro_batch_size={limit}, the most that fits"
-        )
+        reasons.append(f"micro_batch_size={split.micro_batch_size} is more than max_micro_batch_size={limit}")
     refusal = given.pipeline.refusal(split.accumulation_steps) if given.pipeline else None
     if refusal:
         reasons.append(f"accumulation_steps={split.accumulation_steps} are the pipeline's microbatches, and {refusal}")
@@ -210,8 +214,8 @@ def _refusals(given: Unknowns, split: Split) -> list[str]:
 
 
 def _refused(given: Unknowns, closest: Split) -> PlanError:
-    """Divisible, but nothing that divides it is allowed: why not for the closest split, and which number would do."""
-    head = f"global_batch_size={closest.product} has no split that is allowed"
+    """The error for a batch that divides but has no valid split: the reasons for the closest split, and nearest values."""
+    head = f"global_batch_size={closest.product} has no valid split"
     if given.known:
         head += f" with {equation(given.known)}"
     name, near = "global_batch_size", ()
@@ -228,11 +232,11 @@ def _refused(given: Unknowns, closest: Split) -> PlanError:
 
 
 def _nearest(given: Unknowns, name: str) -> tuple[int, ...]:
-    """The values of one number on both sides of the given one with which all the others work out."""
+    """The nearest values of one number on both sides that work with all the others."""
     batch, wanted = given.global_batch_size, getattr(given, name)
     if name == "global_batch_size":
         return () if batch is None else _nearest_batches(given, batch)
-    if batch is None:  # then the others are free: only the limit itself stands in the way
+    if batch is None:  # the other numbers are free, so only a limit can refuse this one
         found = (given.max_micro_batch_size,) if name == "micro_batch_size" else ()
         if name == "accumulation_steps" and given.pipeline:
             found = given.pipeline.nearest(wanted)
@@ -243,7 +247,7 @@ def _nearest(given: Unknowns, name: str) -> tuple[int, ...]:
 
 
 def _nearest_batches(given: Unknowns, batch: int) -> tuple[int, ...]:
-    """The batches on both sides of `batch` that have a split: multiples of what is known, tried outwards."""
+    """The nearest batches on both sides that have a valid split: multiples of the known factors, tried outwards."""
     quantum = prod(given.known.values()) * (given.rank_step if given.data_parallel_size is None else 1)
     times = batch // quantum
     if given.max_micro_batch_size and {"accumulation_steps", "data_parallel_size"} <= set(given.known):
@@ -301,7 +305,7 @@ def _indivisible(given: Unknowns, batch: int, product: int) -> PlanError:
                     message += f" Or keep {batch} with {name} {either(fits)}."
                     break
     if "data_parallel_size" in known:
-        message += " Or allow_ragged, where shares differ by one sample."
+        message += " Or give allow_ragged: shares then differ by one sample."
     return PlanError(message, field="global_batch_size", given=batch, nearest=near)
 
 
@@ -314,15 +318,15 @@ def _one(unit: str, number: int) -> str:
     return unit.removesuffix("s") if number == 1 else unit
 
 
-def rounded_batch(request: Request, unknowns: Unknowns, notes: list[str]) -> Unknowns:
-    """Round the global batch to a multiple of what is known, when that was asked for by name."""
+def rounded_batch(request: BatchRequest, unknowns: Unknowns, notes: list[str]) -> Unknowns:
+    """Round the global batch to a multiple of the known factors, if `round` is given."""
     batch = unknowns.global_batch_size
     if request.round is None or batch is None:
         return unknowns
     known = unknowns.known
     quantum = prod(known.values())
     rounded = batch // quantum * quantum if request.round == "down" else -(-batch // quantum) * quantum
-    if len(known) < 3:  # on to the first multiple that has an allowed split: a pipeline may refuse some
+    if len(known) < 3:  # to the first multiple with a valid split: a pipeline may refuse some
         step = -quantum if request.round == "down" else quantum
         tried = range(rounded, rounded + 1000 * step, step)
         rounded = next((n for n in tried if n > 0 and any(splits(replace(unknowns, global_batch_size=n)))), rounded)
@@ -333,13 +337,13 @@ def rounded_batch(request: Request, unknowns: Unknowns, notes: list[str]) -> Unk
         return unknowns
     if rounded == 0:
         raise PlanError(
-            f"global_batch_size={batch} rounds down to nothing: {equation(known)} = {quantum} is more than {batch}. "
+            f"global_batch_size={batch} rounds down to 0: {equation(known)} = {quantum} is more than {batch}. "
             f"Nearest: {quantum} (round up).",
             field="global_batch_size",
             given=batch,
             nearest=(quantum,),
         )
-    if len(known) == 3:  # all is given: only a product can be right, and rounding must not hide a contradiction
+    if len(known) == 3:  # all factors are given: rounding must not hide a contradiction
         return unknowns
     notes.append(
         f"Rounded {request.round} as asked: {asked} -> {rounded} samples"
@@ -349,8 +353,8 @@ def rounded_batch(request: Request, unknowns: Unknowns, notes: list[str]) -> Unk
     return replace(unknowns, global_batch_size=rounded)
 
 
-def ragged_plan(request: Request, unknowns: Unknowns) -> Split | None:
-    """A batch that does not divide, run exactly anyway: accumulation = ceil(ceil(batch / ranks) / micro)."""
+def ragged_plan(request: BatchRequest, unknowns: Unknowns) -> Split | None:
+    """The split of a batch that does not divide, if allow_ragged is given; else None."""
     batch, ranks = unknowns.global_batch_size, unknowns.data_parallel_size
     if not request.allow_ragged or batch is None or ranks is None:
         return None
@@ -366,7 +370,7 @@ def ragged_plan(request: Request, unknowns: Unknowns) -> Split | None:
         batches = [m * micro * ranks if m < needed else (m - 1) * micro * ranks + 1 for m in near]
         raise PlanError(
             f"global_batch_size={batch} on data_parallel_size={ranks} takes {needed} accumulation steps of micro batches "
-            f"of {micro}, and the pipeline refuses: {reason}. Nearest: {either(batches)}.",
+            f"of {micro}, which the pipeline does not allow: {reason}. Nearest: {either(batches)}.",
             field="global_batch_size",
             given=batch,
             nearest=batches,
@@ -382,8 +386,8 @@ def ragged_plan(request: Request, unknowns: Unknowns) -> Split | None:
         )
     if unknowns.max_micro_batch_size and micro > unknowns.max_micro_batch_size:
         raise PlanError(
-            f"micro_batch_size={micro} is more than max_micro_batch_size={unknowns.max_micro_batch_size}, the most that "
-            f"fits. Nearest: {unknowns.max_micro_batch_size}.",
+            f"micro_batch_size={micro} is more than max_micro_batch_size={unknowns.max_micro_batch_size}. "
+            f"Nearest: {unknowns.max_micro_batch_size}.",
             field="micro_batch_size",
             given=micro,
             nearest=(unknowns.max_micro_batch_size,),

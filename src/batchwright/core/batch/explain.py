@@ -1,4 +1,4 @@
-"""Where every number of a plan came from: its source (given, derived, probed, default) and the reason in words."""
+"""Explains a plan: the source (given, derived, probed, default) and reason of every number, and the notes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from batchwright.core.errors import either
 from batchwright.core.numbers import nearest_multiples
 
 from .equation import Unknowns
-from .request import Request, asked_for
+from .request import BatchRequest, asked_for
 
 if TYPE_CHECKING:
     from .pipeline import PipelineRule
-    from .plan import Plan
+    from .plan import BatchPlan
 
 SHOWN = (
     "global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "batch_quantum", "devices",
@@ -25,9 +25,9 @@ SHOWN = (
 
 
 def provenance(
-    request: Request, unknowns: Unknowns, plan: Plan, rule: PipelineRule | None = None
+    request: BatchRequest, unknowns: Unknowns, plan: BatchPlan, rule: PipelineRule | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """For every number, those of the pipeline and of the loading too: given, derived, probed or default, and why."""
+    """The source and the reason of every number, including the pipeline's and the loading's."""
     sources: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for name in SHOWN:
@@ -36,8 +36,8 @@ def provenance(
             continue
         origin = request.origins.get(name, "")
         if getattr(request, name, None) is not None and (name in request.origins or not _defaulted(request, name)):
-            unsaid = origin.endswith(" default")  # a launcher's: nobody gave it
-            sources[name] = "probed" if origin.startswith("probe") else "default" if unsaid else "given"
+            default = origin.endswith(" default")  # of a launcher
+            sources[name] = "probed" if origin.startswith("probe") else "default" if default else "given"
             if origin:
                 reasons[name] = origin
         else:
@@ -52,7 +52,7 @@ def provenance(
         )
     elif unknowns.accumulation_steps is None and unknowns.data_parallel_size is None:
         sources["accumulation_steps"] = "default"
-        reasons["accumulation_steps"] = "the fewest there are: more of them add no throughput"
+        reasons["accumulation_steps"] = "the fewest possible: more add no throughput"
     if unknowns.global_batch_size is None and unknowns.data_parallel_size is None:
         sources["data_parallel_size"] = "default"
         reasons["data_parallel_size"] = (
@@ -68,11 +68,11 @@ def provenance(
     return sources, reasons
 
 
-def _given(request: Request, name: str) -> tuple[str, str]:
+def _given(request: BatchRequest, name: str) -> tuple[str, str]:
     return "given", request.origins.get(name, "")
 
 
-def _pipeline(request: Request, plan: Plan, rule: PipelineRule | None) -> dict[str, tuple[str, str]]:
+def _pipeline(request: BatchRequest, plan: BatchPlan, rule: PipelineRule | None) -> dict[str, tuple[str, str]]:
     made = plan.pipeline
     if made is None or rule is None:
         return {}
@@ -93,7 +93,7 @@ def _pipeline(request: Request, plan: Plan, rule: PipelineRule | None) -> dict[s
     return found
 
 
-def _loading(request: Request, plan: Plan) -> dict[str, tuple[str, str]]:
+def _loading(request: BatchRequest, plan: BatchPlan) -> dict[str, tuple[str, str]]:
     load, batch = plan.loading, plan.global_batch_size
     hosts, readers, factor = load.hosts, load.loading_hosts, load.expansion_factor
     one_each = "derived", "one per node"
@@ -132,11 +132,11 @@ def _loading(request: Request, plan: Plan) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _defaulted(request: Request, name: str) -> bool:
+def _defaulted(request: BatchRequest, name: str) -> bool:
     return name.endswith("_parallel") and getattr(request, name) == 1 and name not in request.origins
 
 
-def _derivations(request: Request, unknowns: Unknowns, plan: Plan) -> dict[str, str]:
+def _derivations(request: BatchRequest, unknowns: Unknowns, plan: BatchPlan) -> dict[str, str]:
     share = -(-plan.global_batch_size // plan.data_parallel_size)
     replica = plan.world.split()
     known_batch = unknowns.global_batch_size is not None
@@ -175,40 +175,36 @@ def _derivations(request: Request, unknowns: Unknowns, plan: Plan) -> dict[str, 
     }
 
 
-if TYPE_CHECKING:
-    from .plan import Plan
-
-
-def notes_for(plan: Plan, *, chosen: bool) -> tuple[str, ...]:
-    """The notes of a plan; `chosen` when numbers were chosen among alternatives, not forced by the equation."""
+def notes_for(plan: BatchPlan, *, chosen: bool) -> tuple[str, ...]:
+    """The notes of a plan; `chosen`: its numbers were chosen among alternatives, not determined by the equation."""
     notes: list[str] = []
     micro, steps, ranks = plan.micro_batch_size, plan.accumulation_steps, plan.data_parallel_size
     if plan.ragged:
         most = -(-plan.global_batch_size // ranks)
         notes.append(
             f"Ragged: {plan.global_batch_size} samples on {ranks} ranks are shares of {plan.global_batch_size // ranks} "
-            f"or {most}. Exact only where the loss is a sum divided once by its weight, as in batchwright's own step; "
-            "most trainers would change the gradient."
+            f"or {most}. The gradient is exact only if the loss is a sum divided once by its weight, as in batchwright's "
+            "own step; most trainers would change the gradient."
         )
     chosen = chosen and plan.sources["micro_batch_size"] == "derived"
     if chosen and plan.max_micro_batch_size is None:
         notes.append(
-            f"Nothing was said about what fits: micro_batch_size={micro} is an assumption. Give max_micro_batch_size, or "
-            "measure it with a probe."
+            f"max_micro_batch_size is not given, so micro_batch_size={micro} may not fit into memory. Give "
+            "max_micro_batch_size, or measure it with a probe."
         )
     limit = plan.max_micro_batch_size
     if chosen and limit and 2 * micro <= limit and steps > 1 and plan.pipeline is None:
         near = nearest_multiples(limit * ranks, plan.global_batch_size)
         notes.append(
-            f"{limit} would fit, but {plan.global_batch_size // ranks} samples per rank have no larger divisor than {micro} "
-            f"up to it: global_batch_size {either(near)} would run with micro_batch_size {limit}."
+            f"max_micro_batch_size is {limit}, but the largest divisor of {plan.global_batch_size // ranks} samples per rank "
+            f"up to it is {micro}: global_batch_size {either(near)} would run with micro_batch_size {limit}."
         )
     faster = [a for a in plan.alternatives if a.step_seconds and a.step_seconds < 0.98 * (plan.step_seconds or 0)]
     if faster and plan.sources.get("step_seconds") == "probed":
         best = min(faster, key=lambda a: a.step_seconds or 0)
         notes.append(
-            f"By the probe, micro_batch_size={best.micro_batch_size} with {best.accumulation_steps} accumulation steps takes "
-            f"{best.step_seconds:.4g} s per step instead of {plan.step_seconds:.4g}."
+            f"By the probe's times, micro_batch_size={best.micro_batch_size} with {best.accumulation_steps} accumulation "
+            f"steps takes {best.step_seconds:.4g} s per step instead of {plan.step_seconds:.4g}."
         )
     if chosen and micro & (micro - 1):
         notes.append(
@@ -217,7 +213,7 @@ def notes_for(plan: Plan, *, chosen: bool) -> tuple[str, ...]:
         )
     if steps > 1 and not (plan.pipeline and plan.pipeline.pipeline_style == "accumulation"):
         notes.append(
-            f"{steps} accumulation steps save memory and add no throughput: utilisation is slightly lower than with one "
+            f"{steps} accumulation steps save memory and add no throughput: the devices are used slightly less than with one "
             f"micro batch of {micro * steps}."
         )
         notes.append(
@@ -228,7 +224,7 @@ def notes_for(plan: Plan, *, chosen: bool) -> tuple[str, ...]:
         notes.extend(_pipeline_notes(plan))
     if plan.expert_parallel > 1:
         notes.append(
-            f"expert_parallel={plan.expert_parallel} spreads experts over devices that hold different samples anyway: it does "
+            f"expert_parallel={plan.expert_parallel} places experts on devices that hold different samples already: it does "
             f"not reduce data_parallel_size {ranks}."
         )
     if refusal := plan.world.expert_refusal():
@@ -241,12 +237,12 @@ def notes_for(plan: Plan, *, chosen: bool) -> tuple[str, ...]:
     if plan.loading.placeholder_rows:
         notes.append(
             f"{plan.loading.loading_hosts} of {plan.loading.hosts} hosts read; {plan.loading.placeholder_rows} "
-            "placeholder rows fill the assembled array and are never trained on."
+            "placeholder rows fill the assembled array and are not trained on."
         )
     return tuple(notes)
 
 
-def _pipeline_notes(plan: Plan) -> list[str]:
+def _pipeline_notes(plan: BatchPlan) -> list[str]:
     pipeline = plan.pipeline
     if pipeline is None:
         return []
@@ -262,5 +258,5 @@ def _pipeline_notes(plan: Plan) -> list[str]:
             "(an estimate; a probe measures it)."
         )
     if plan.sequence_length is None:
-        notes.append("sequence_length is unknown: 4096 was assumed to balance the pipeline.")
+        notes.append("sequence_length is unknown: the pipeline is balanced for an assumed 4096.")
     return notes

@@ -1,13 +1,14 @@
-"""Who reads the batch: which hosts, how many rows each, and which stored shards a host goes on with.
+"""Which hosts read the batch, how many rows each reads, and which stored shards each host continues with.
 
 A host is one reading process. The factor is all hosts / reading hosts:
 
     factor > 1       a subset reads. The assembled array has global × factor rows, the real ones first, so the readers
                      are hosts 0, 1, …; rows of hosts that do not read are placeholders and are never trained on
     factor = 1       every host reads its share
-    0 < factor < 1   fewer hosts go on with what hosts / factor of them stored; the load batch stays the global batch
+    0 < factor < 1   fewer hosts continue from the shards that hosts / factor of them stored; the load batch is the
+                     global batch
 
-The order of samples is not decided here: reading hosts only partition a step's span (see the concepts page).
+This does not change the order of samples: reading hosts only partition a step's span (see the concepts page).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from batchwright.core.errors import PlanError
 
 @dataclass(frozen=True)
 class Loading:
-    """The loading part of a plan; `rows_per_loading_host` is a list where the shares are uneven."""
+    """The loading part of a plan; `rows_per_loading_host` is a list if the shares are uneven."""
 
     load_batch_size: int
     hosts: int
@@ -34,7 +35,7 @@ class Loading:
     shards_per_host: int | tuple[int, ...] | None = None
 
     def reads(self, host: int) -> bool:
-        """Whether this host reads at all."""
+        """Whether this host reads."""
         return host < self.loading_hosts
 
     def rows(self, host: int) -> range:
@@ -51,7 +52,7 @@ class Loading:
         return range(start, start + each + (host < extra))
 
     def shards(self, host: int) -> range:
-        """The stored shards this host goes on with: host, host + hosts, …
+        """The stored shards that this host continues with: host, host + hosts, …
 
         >>> list(loading(512, hosts=128, expansion_factor=Fraction(1, 2)).shards(3))
         [3, 131]
@@ -68,10 +69,10 @@ def loading(
     stored_hosts: int | None = None,
     equal_rows: bool = False,
 ) -> Loading:
-    """Who reads what, from a factor or from host counts; every count of hosts works, not only whole factors.
+    """The loading of a batch, from a factor or from numbers of hosts; the factor need not be whole.
 
     `equal_rows` is for loaders that need the same number of rows from every reader (arrays made of equal local
-    parts): each then fetches the largest share, and what is read beyond the batch shows as read amplification.
+    parts): each then reads the largest share, and `read_amplification` counts the rows beyond the batch.
 
     >>> loading(512, hosts=8, expansion_factor=Fraction(2)).load_batch_size
     1024
@@ -80,7 +81,7 @@ def loading(
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
         raise PlanError(
-            f"{' and '.join(named)} say the same thing in different ways: give one of them.",
+            f"{' and '.join(named)} are mutually exclusive.",
             field=named[1],
             given=given[named[1]],
         )
@@ -94,8 +95,8 @@ def loading(
     if loading_hosts is not None:
         if loading_hosts > hosts:
             raise PlanError(
-                f"loading_hosts={loading_hosts} is more than the {hosts} hosts there are. Nearest: {hosts}. To go on "
-                f"with what {loading_hosts} hosts stored, give stored_hosts={loading_hosts}.",
+                f"loading_hosts={loading_hosts} is more than the {hosts} hosts. Nearest: {hosts}. To continue "
+                f"from the shards of {loading_hosts} hosts, give stored_hosts={loading_hosts}.",
                 field="loading_hosts",
                 given=loading_hosts,
                 nearest=(hosts,),
@@ -104,8 +105,8 @@ def loading(
     if stored_hosts is not None:
         if stored_hosts < hosts:
             raise PlanError(
-                f"stored_hosts={stored_hosts} is fewer than the {hosts} hosts there are, so {hosts - stored_hosts} of "
-                f"them have nothing to go on with. Nearest: {hosts}, or loading_hosts={stored_hosts}.",
+                f"stored_hosts={stored_hosts} is fewer than the {hosts} hosts, so {hosts - stored_hosts} of "
+                f"them have no shard to continue from. Nearest: {hosts}, or loading_hosts={stored_hosts}.",
                 field="stored_hosts",
                 given=stored_hosts,
                 nearest=(hosts,),
@@ -115,7 +116,7 @@ def loading(
     readers = hosts / max(Fraction(1), factor)
     if readers.denominator != 1:
         raise PlanError(
-            f"expansion_factor={factor} does not leave a whole number of reading hosts: {hosts} / {factor} = "
+            f"expansion_factor={factor} does not give a whole number of reading hosts: {hosts} / {factor} = "
             f"{float(readers):.2f}. Nearest: {_factors(hosts, readers)}.",
             field="expansion_factor",
             given=str(factor),
@@ -124,7 +125,7 @@ def loading(
     shards = hosts / factor if factor < 1 else None
     if shards is not None and shards.denominator != 1:
         raise PlanError(
-            f"expansion_factor={factor} does not come from a whole number of storing hosts: {hosts} / {factor} = "
+            f"expansion_factor={factor} does not give a whole number of storing hosts: {hosts} / {factor} = "
             f"{float(shards):.2f}. Nearest: {_factors(hosts, shards)}.",
             field="expansion_factor",
             given=str(factor),

@@ -1,7 +1,7 @@
-"""Requests near a request that work: other batches on the same ranks, other rank counts with the same batch or nearly.
+"""Valid requests close to a given one: other batches on the same ranks, other rank counts with about the same batch.
 
-A tolerance of a few per cent makes almost every node count usable, so it is often cheaper to bend the batch than to
-wait for a machine.
+With a tolerance of a few per cent almost every node count is usable, so it is often cheaper to change the batch than
+to wait for nodes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import islice
 from batchwright.core.errors import PlanError, raise_violations
 
 from .plan import plan, rank_step
-from .request import Request, batch_in_samples, devices_of, resolve_ranks, world_of
+from .request import BatchRequest, batch_in_samples, devices_of, resolve_ranks, world_of
 
 MOST_ROWS = 200
 MOST_COUNTS = 10_000  # rank counts looked at on each side
@@ -23,7 +23,7 @@ _LIMITS = ("max_micro_batch_size", "expansion_factor", "loading_hosts", "stored_
 
 @dataclass(frozen=True)
 class Nearby:
-    """One request that works, and how far it is from what was asked."""
+    """A valid request, and its distance from the given one."""
 
     global_batch_size: int
     data_parallel_size: int
@@ -33,17 +33,17 @@ class Nearby:
     ranks_change: float
 
 
-def nearby(request: Request, tolerance: Fraction) -> tuple[Nearby, ...]:
-    """What works within `tolerance` of the requested batch and rank count, closest first.
+def nearby(request: BatchRequest, tolerance: Fraction) -> tuple[Nearby, ...]:
+    """Valid requests within `tolerance` of the given batch and rank count, closest first.
 
-    >>> [n.global_batch_size for n in nearby(Request(global_batch_size=1000, micro_batch_size=3,
+    >>> [n.global_batch_size for n in nearby(BatchRequest(global_batch_size=1000, micro_batch_size=3,
     ...     data_parallel_size=64), Fraction(1, 20)) if n.data_parallel_size == 64]
     [960]
     """
     batch, ranks = _asked(request)
     low, high = (batch * (1 - tolerance)).__ceil__(), (batch * (1 + tolerance)).__floor__()
     factor = (request.micro_batch_size or 1) * (request.accumulation_steps or 1)
-    all_known = bool(request.micro_batch_size and request.accumulation_steps)  # then ranks alone make the batch
+    all_known = bool(request.micro_batch_size and request.accumulation_steps)  # then the ranks determine the batch
     step = rank_step(request)
     reach = min(ranks * tolerance, MOST_COUNTS * step)
     first = max(step, ((ranks - reach) / step).__ceil__() * step)
@@ -53,7 +53,7 @@ def nearby(request: Request, tolerance: Fraction) -> tuple[Nearby, ...]:
     for other in range(first, (ranks + reach).__floor__() + 1, step):
         quantum = factor * other
         closest = 1 if all_known else max(1, (2 * samples + quantum * per) // (2 * quantum * per))
-        asked = other * share == of and not all_known  # on the ranks asked for: every batch that works
+        asked = other * share == of and not all_known  # on the given ranks: every valid batch
         more = MOST_ROWS if asked else 0
         for k in range(max(1, closest - more), closest + more + 1):
             if low <= k * quantum <= high:
@@ -64,8 +64,8 @@ def nearby(request: Request, tolerance: Fraction) -> tuple[Nearby, ...]:
     return tuple(islice((row for row in rows if _works(request, row)), MOST_ROWS))
 
 
-def _asked(request: Request) -> tuple[Fraction, Fraction]:
-    """The batch and the ranks to look around: exact, even where tokens are no whole samples or devices no replicas."""
+def _asked(request: BatchRequest) -> tuple[Fraction, Fraction]:
+    """The given batch and ranks: exact, even if tokens are not whole samples or devices not whole replicas."""
     tokens, length = request.global_batch_size_tokens, request.sequence_length
     batch: int | Fraction | None
     if tokens is None or length is None or request.global_batch_size is not None:
@@ -81,15 +81,15 @@ def _asked(request: Request) -> tuple[Fraction, Fraction]:
         ranks = Fraction(devices, world_of(request, 1).model_parallel_size)
     if batch is None or ranks is None:
         raise PlanError(
-            "tolerance looks around a request, so it needs a global batch and a number of ranks (devices, or nodes × "
-            "devices_per_node, or data_parallel_size).",
+            "tolerance needs a global batch and a number of ranks (devices, or nodes × devices_per_node, or "
+            "data_parallel_size) to compare with.",
             field="tolerance",
         )
     return Fraction(batch), Fraction(ranks)
 
 
-def _works(request: Request, row: Nearby) -> bool:
-    """What divides can still break a limit, a pipeline's rule or the loading: only a plan knows."""
+def _works(request: BatchRequest, row: Nearby) -> bool:
+    """A batch that divides can still break a limit, a rule of the pipeline or of the loading: `plan` checks them all."""
     if request.pipeline_parallel == 1 and all(getattr(request, name) is None for name in _LIMITS):
         return True
     per_node = world_of(request, 1).devices_per_node
@@ -112,7 +112,7 @@ def _works(request: Request, row: Nearby) -> bool:
     return True
 
 
-def _row(request: Request, batch: Fraction, ranks: Fraction, size: int, other: int) -> Nearby:
+def _row(request: BatchRequest, batch: Fraction, ranks: Fraction, size: int, other: int) -> Nearby:
     steps, world = request.accumulation_steps, world_of(request, other)
     if request.micro_batch_size:
         steps = size // (request.micro_batch_size * other)

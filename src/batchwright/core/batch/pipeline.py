@@ -1,4 +1,4 @@
-"""Pipeline microbatches: which numbers a schedule allows, how long its stages idle, and which number is best.
+"""Pipeline microbatches: which numbers a schedule allows, how long its stages are idle, which number is best.
 
 With p stages, m microbatches, v virtual stages per device and d = 2 under delayed forwarding (else 1), where F, B and
 W (backward for input and for weights) take equal time:
@@ -20,8 +20,8 @@ from batchwright.core.errors import PlanError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "circular", "zero-bubble")
 
-# Tokens at which a microbatch runs at half its best speed: t₀ in the trade-off below. An assumption that stands for
-# the saturation of matrix units; a probe replaces it by a measurement.
+# A microbatch of this many tokens runs at half its best speed: t₀ in `cost`. An assumption about how matrix units
+# saturate; a probe replaces it by a measurement.
 HALF_SPEED_TOKENS = 512
 
 
@@ -43,14 +43,14 @@ class PipelineRule:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise PlanError(
-                f"pipeline_schedule={self.schedule!r} is not known. One of: {', '.join(SCHEDULES)}.",
+                f"pipeline_schedule={self.schedule!r} is not one of {', '.join(SCHEDULES)}.",
                 field="pipeline_schedule",
                 given=self.schedule,
                 nearest=SCHEDULES,
             )
         if self.virtual_stages > 1 and self.schedule not in ("interleaved", "circular"):
             raise PlanError(
-                f"virtual_stages={self.virtual_stages} needs a schedule that visits a device more than once: "
+                f"virtual_stages={self.virtual_stages} needs a schedule that uses a device more than once per microbatch: "
                 f"{self.schedule} does not. Nearest: virtual_stages=1, or pipeline_schedule interleaved or circular.",
                 field="virtual_stages",
                 given=self.virtual_stages,
@@ -58,35 +58,35 @@ class PipelineRule:
             )
         if self.delayed and self.schedule != "circular":
             raise PlanError(
-                f"delayed_forwarding belongs to pipeline_schedule circular: {self.schedule} does not delay.",
+                f"delayed_forwarding needs pipeline_schedule circular, not {self.schedule}.",
                 field="delayed_forwarding",
                 given=True,
                 nearest=(False,),
             )
         if self.group is not None and self.schedule != "interleaved":
             raise PlanError(
-                f"pipeline_group={self.group} belongs to pipeline_schedule interleaved: {self.schedule} has no groups.",
+                f"pipeline_group={self.group} needs pipeline_schedule interleaved: {self.schedule} has no groups.",
                 field="pipeline_group",
                 given=self.group,
             )
         if self.group is not None and self.group < self.stages:
             raise PlanError(
-                f"pipeline_group={self.group} is smaller than the {self.stages} stages, which no number of microbatches "
-                f"allows: stages ≤ group ≤ microbatches. Nearest: {self.stages}.",
+                f"pipeline_group={self.group} is smaller than the {self.stages} stages: the rule is stages ≤ group ≤ "
+                f"microbatches. Nearest: {self.stages}.",
                 field="pipeline_group",
                 given=self.group,
                 nearest=(self.stages,),
             )
 
     def refusal(self, microbatches: int) -> str | None:
-        """Why this schedule does not run with so many microbatches, or None when it does.
+        """Why this schedule does not run with this number of microbatches, or None if it does.
 
         >>> PipelineRule("circular", stages=4).refusal(6)
         'circular needs a multiple of the 4 stages: 6 / 4 = 1.50'
         """
         m, p = microbatches, self.stages
         if m < 1:
-            return "at least one microbatch is needed"
+            return "the pipeline needs at least 1 microbatch"
         if self.schedule == "interleaved" and p > 1:
             group = self.group or p
             if not p <= group <= m:
@@ -103,13 +103,13 @@ class PipelineRule:
         return None
 
     def bubble(self, microbatches: int) -> Fraction:
-        """The share of a step in which a stage waits."""
+        """The share of a step in which a stage is idle."""
         idle = self.idle
         return idle / (self.virtual_stages * microbatches + idle)
 
     @property
     def idle(self) -> Fraction:
-        """Time a stage waits, in units of one microbatch's time on one virtual stage."""
+        """Idle time of a stage, in units of one microbatch's time on one virtual stage."""
         waits = Fraction(self.stages - 1)
         if self.schedule == "circular" and self.delayed:
             return 2 * waits

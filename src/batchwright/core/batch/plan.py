@@ -1,4 +1,4 @@
-"""plan: from the numbers of a job that are known to all of them, each with where it came from."""
+"""plan: from the known numbers of a job to all of them, each with its source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .equation import Split, Unknowns, ragged_plan, rounded_batch, solve
 from .explain import notes_for, provenance
 from .loading import Loading, loading
 from .pipeline import Pipeline, PipelineRule
-from .request import LARGEST_BATCH, Request, batch_in_samples, resolve_ranks, unused_pipeline, world_of
+from .request import LARGEST_BATCH, BatchRequest, batch_in_samples, resolve_ranks, unused_pipeline, world_of
 from .world import World
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to the same batch, and what it would mean."""
+    """Another split of the same batch, and what it would mean."""
 
     micro_batch_size: int
     accumulation_steps: int
@@ -34,8 +34,8 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A batch that works out: every number, its source (given, derived, probed, default) and the reason."""
+class BatchPlan:
+    """A valid batch: every number, its source (given, derived, probed, default) and the reason."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -67,13 +67,13 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as `--json` prints it.
 
-        >>> plan(Request(micro_batch_size=4, accumulation_steps=8, devices=2)).to_json()["global_batch_size"]
+        >>> plan(BatchRequest(micro_batch_size=4, accumulation_steps=8, devices=2)).to_json()["global_batch_size"]
         64
         """
         return {"schema": codec.SCHEMA, **codec.encode(self)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+    def from_json(cls, data: Mapping[str, Any]) -> BatchPlan:
         """The plan that `to_json` wrote."""
         return codec.decode(cls, data)
 
@@ -91,12 +91,12 @@ class Plan:
         )
 
 
-def plan(request: Request, times: Throughput | None = None) -> Plan:
-    """Give the rest of the numbers, or raise a PlanError that shows what does not work out.
+def plan(request: BatchRequest, times: Throughput | None = None) -> BatchPlan:
+    """Derive the unknown numbers, or raise a PlanError that shows why there is no solution.
 
-    With measured `times` every split also shows how long its step takes.
+    With measured `times`, every split also has the time of its step.
 
-    >>> p = plan(Request(global_batch_size=32, nodes=1, devices_per_node=2, max_micro_batch_size=2))
+    >>> p = plan(BatchRequest(global_batch_size=32, nodes=1, devices_per_node=2, max_micro_batch_size=2))
     >>> p.micro_batch_size, p.accumulation_steps, p.data_parallel_size
     (2, 8, 2)
     """
@@ -123,7 +123,7 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
     except PlanError as error:
         raise PlanError(violations=[*wrong, *error.violations]) from None
     raise_violations(PlanError, wrong)
-    if rule and request.pipeline_style == "inner":  # rather a split whose accumulation steps can be cut into pieces
+    if rule and request.pipeline_style == "inner":  # prefer splits whose accumulation steps divide into pieces
         pieces = request.pipeline_microbatches or (rule.stages if rule.schedule == "circular" else 1)
         found = tuple(s for s in found if s.micro_batch_size * s.data_parallel_size % pieces == 0) or found
     best = found[0]
@@ -136,7 +136,7 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
     samples_per_second, step_seconds = _speed(request, size)
     if step_seconds is None and (step_seconds := seconds(best)):
         samples_per_second = size / step_seconds
-    result = Plan(
+    result = BatchPlan(
         global_batch_size=size,
         micro_batch_size=best.micro_batch_size,
         accumulation_steps=best.accumulation_steps,
@@ -184,28 +184,26 @@ def plan(request: Request, times: Throughput | None = None) -> Plan:
     return replace(result, notes=(*notes, *notes_for(result, chosen=len(found) > 1)))
 
 
-def _unused(request: Request) -> list[Violation]:
+def _unused(request: BatchRequest) -> list[Violation]:
     found = unused_pipeline(request)
     if request.round and request.allow_ragged:
-        message = "round and allow_ragged are two answers to a batch that does not divide: give one."
+        message = "round and allow_ragged are mutually exclusive."
         found.append(Violation(message, "round", request.round))
     return found
 
 
-def _hosts(request: Request, world: World) -> int:
+def _hosts(request: BatchRequest, world: World) -> int:
     known = request.hosts or world.nodes
     asked = [n for n in ("loading_hosts", "stored_hosts") if getattr(request, n) is not None]
     if request.expansion_factor not in (None, 1):
         asked.append("expansion_factor")
     if known is None and asked:
-        raise PlanError(
-            f"{asked[0]} is about the hosts that read, and their number is unknown: give hosts or nodes.", field="hosts"
-        )
+        raise PlanError(f"{asked[0]} needs the number of hosts: give hosts or nodes.", field="hosts")
     return known or 1
 
 
-def _known_steps(request: Request, rule: PipelineRule | None) -> int | None:
-    """The accumulation steps, which in the style of Megatron are the pipeline's microbatches."""
+def _known_steps(request: BatchRequest, rule: PipelineRule | None) -> int | None:
+    """The accumulation steps; in pipeline_style accumulation they are the pipeline's microbatches."""
     pieces, steps = request.pipeline_microbatches, request.accumulation_steps
     if rule is None or request.pipeline_style == "inner" or pieces is None:
         return steps
@@ -220,19 +218,19 @@ def _known_steps(request: Request, rule: PipelineRule | None) -> int | None:
     return pieces
 
 
-def _solved(request: Request, given: Unknowns) -> tuple[Split, ...]:
-    """Every split, best first: on ranks that hold whole groups of experts where there are any, else on any ranks."""
+def _solved(request: BatchRequest, given: Unknowns) -> tuple[Split, ...]:
+    """Every split, best first: on ranks that hold whole groups of experts if possible, else on any ranks."""
     step = rank_step(request, experts=True)
     if given.data_parallel_size is None and step != given.rank_step:
         try:
             return solve(replace(given, rank_step=step))
         except PlanError:
-            pass  # there are no such ranks: a note will name the experts, which do not enter the batch
+            pass  # no such ranks: a note says so, since experts do not affect the batch
     return solve(given)
 
 
-def rank_step(request: Request, *, experts: bool = False) -> int:
-    """Ranks that are not given come in multiples of this: whole nodes and, where they can, whole groups of experts."""
+def rank_step(request: BatchRequest, *, experts: bool = False) -> int:
+    """A free number of ranks must be a multiple of this: whole nodes and, with `experts`, whole groups of experts."""
     world = world_of(request, 1)
     step = lcm(world.replica_step, world.expert_step if experts else 1)
     if request.nodes and world.devices_per_node is None:
@@ -240,21 +238,21 @@ def rank_step(request: Request, *, experts: bool = False) -> int:
     return step
 
 
-def _world(request: Request, ranks: int) -> World:
+def _world(request: BatchRequest, ranks: int) -> World:
     world = world_of(request, ranks)
     if request.nodes and not world.devices_per_node and world.devices % request.nodes == 0:
         return replace(world, devices_per_node=world.devices // request.nodes)
     return world
 
 
-def _world_violations(request: Request, world: World) -> list[Violation]:
+def _world_violations(request: BatchRequest, world: World) -> list[Violation]:
     if request.nodes is None or world.nodes == request.nodes:
         return world.violations()
     near = nearest_divisors(world.devices, request.nodes)
     return [
         *world.violations(),
         Violation(
-            f"nodes={request.nodes} does not hold the {world.devices} devices evenly: {world.devices} / {request.nodes} "
+            f"nodes={request.nodes} does not divide the {world.devices} devices: {world.devices} / {request.nodes} "
             f"= {world.devices / request.nodes:.2f} devices per node. Nearest: {either(near)} nodes.",
             "nodes",
             request.nodes,
@@ -263,7 +261,7 @@ def _world_violations(request: Request, world: World) -> list[Violation]:
     ]
 
 
-def pipeline_rule(request: Request) -> PipelineRule | None:
+def pipeline_rule(request: BatchRequest) -> PipelineRule | None:
     """The pipeline schedule of a request, or None without a pipeline."""
     if request.pipeline_parallel == 1:
         return None
@@ -276,7 +274,7 @@ def pipeline_rule(request: Request) -> PipelineRule | None:
     )
 
 
-def _pipeline(request: Request, rule: PipelineRule | None, split: Split, batch: int) -> Pipeline | None:
+def _pipeline(request: BatchRequest, rule: PipelineRule | None, split: Split, batch: int) -> Pipeline | None:
     """The microbatches: the accumulation steps themselves, or pieces inside one of them."""
     if rule is None:
         return None
@@ -315,10 +313,10 @@ def _pipeline(request: Request, rule: PipelineRule | None, split: Split, batch: 
     )
 
 
-def _speed(request: Request, batch: int) -> tuple[float | None, float | None]:
-    """step_seconds = global_batch_size / samples_per_second: either gives the other."""
+def _speed(request: BatchRequest, batch: int) -> tuple[float | None, float | None]:
+    """samples_per_second and step_seconds, each from the other: step_seconds = global_batch_size / samples_per_second."""
     speed, seconds = request.samples_per_second, request.step_seconds
-    if speed and seconds and abs(batch / speed - seconds) > 0.01 * seconds:  # 1%: both are rounded by people
+    if speed and seconds and abs(batch / speed - seconds) > 0.01 * seconds:  # 1%: people round both
         raise PlanError(
             f"step_seconds={seconds:g} contradicts samples_per_second: {batch} / {speed:g} = {batch / speed:.4g} s. "
             f"Nearest: step_seconds={batch / speed:.4g}.",
@@ -331,7 +329,7 @@ def _speed(request: Request, batch: int) -> tuple[float | None, float | None]:
     return (batch / seconds, seconds) if seconds else (None, None)
 
 
-def _step_seconds(times: Throughput, rule: PipelineRule | None, request: Request, split: Split) -> float:
+def _step_seconds(times: Throughput, rule: PipelineRule | None, request: BatchRequest, split: Split) -> float:
     idle = 0.0
     if rule is not None and request.pipeline_style == "accumulation":
         idle = float(rule.idle) / rule.virtual_stages

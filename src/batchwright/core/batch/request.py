@@ -1,8 +1,8 @@
-"""What is known of a job, read strictly: every field has one kind, and is refused with a reason when it is not that."""
+"""What is known about a job, read strictly: each field has one reader, which accepts a value or says why not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -10,22 +10,23 @@ from math import gcd
 from typing import Any
 
 from batchwright.core.errors import ConfigError, PlanError, Violation, either, raise_violations
+from batchwright.core.fields import Readers, choice, read_fields, switch
 from batchwright.core.numbers import count, fraction, nearest_multiples, positive
 
 from .pipeline import SCHEDULES
 from .world import World
 
-# The most that a field may be: far above any job, low enough that everything below stays instant.
+# Limits of fields: far above any job, and low enough that planning stays fast.
 LARGEST_BATCH = 10**12
 LARGEST_WORLD = 10**6
 LARGEST_PARALLEL = 10**5
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is known of a job; None is unknown.
+class BatchRequest:
+    """What is known about a job; None means unknown.
 
-    `given` names what was given even where it equals a default; `origins` says where, for people to read.
+    `given` names the given fields, even those that equal a default; `origins` says where each came from, as text.
     """
 
     global_batch_size: int | None = None
@@ -63,27 +64,6 @@ class Request:
     notes: tuple[str, ...] = ()
 
 
-def choice(*names: str) -> Callable[[Any, str], str]:
-    """A reader for one of a few names."""
-
-    def read(value: Any, name: str) -> str:
-        if value not in names:
-            raise ConfigError(
-                f"{name}={str(value)[:40]!r} is not one of {', '.join(names)}.", field=name, given=value, nearest=names
-            )
-        return value
-
-    return read
-
-
-def switch(value: Any, name: str) -> bool:
-    """A reader for true or false."""
-    words = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
-    if str(value).lower() not in words:
-        raise ConfigError(f"{name}={str(value)[:40]!r} is not true or false.", field=name, given=value)
-    return words[str(value).lower()]
-
-
 def _factor(value: Any, name: str) -> Fraction:
     number = fraction(value, name)
     if number > LARGEST_WORLD or 0 < number < Fraction(1, LARGEST_WORLD):
@@ -100,8 +80,8 @@ _batch = partial(count, most=LARGEST_BATCH)
 _world_size = partial(count, most=LARGEST_WORLD)
 _parallel = partial(count, most=LARGEST_PARALLEL)
 
-# How each field is read: the one place that knows what a value may be.
-READERS: Mapping[str, Callable[[Any, str], Any]] = {
+# How each field is read: the only place that defines which values are valid.
+READERS: Readers = {
     "global_batch_size": _batch,
     "global_batch_size_tokens": count,
     "sequence_length": partial(count, most=10**9),
@@ -137,37 +117,30 @@ READERS: Mapping[str, Callable[[Any, str], Any]] = {
 
 def read_request(
     values: Mapping[str, Any], *, origins: Mapping[str, str] | None = None, notes: Iterable[str] = ()
-) -> Request:
-    """A Request from raw values (ints or text such as `4M`); all that is wrong with them is said at once.
+) -> BatchRequest:
+    """A BatchRequest from raw values (ints or text such as `4M`); one error lists everything that is wrong.
 
     >>> read_request({"global_batch_size": "1Ki", "nodes": 2}).global_batch_size
     1024
     """
-    wrong: list[Violation] = []
-    read: dict[str, Any] = {}
-    for name, value in values.items():
-        if value is None:
-            continue
-        if name not in READERS:
-            wrong.append(unknown_key(name, value, READERS))
-            continue
-        try:
-            read[name] = READERS[name](value, name)
-        except ConfigError as error:
-            wrong.extend(error.violations)
-    raise_violations(ConfigError, wrong)
-    return Request(**read, given=frozenset(read), origins=dict(origins or {}), notes=tuple(notes))
+    read = read_fields(values, READERS)
+    return BatchRequest(**read, given=frozenset(read), origins=dict(origins or {}), notes=tuple(notes))
 
 
 def within_probe(
-    request: Request, record: Mapping[str, Any], where: str = "", *, longest: int | None = None, synced: bool = False
-) -> Request:
-    """The request within what a probe measured: the most that fits is the most there is, unless another most is given.
+    request: BatchRequest,
+    record: Mapping[str, Any],
+    where: str = "",
+    *,
+    longest: int | None = None,
+    synced: bool = False,
+) -> BatchRequest:
+    """The request with a probe's max_micro_batch_size, unless the request gives its own.
 
-    `longest` is the longest sequence of the run: at another length than was probed, the most is that of as many tokens.
-    `synced`: the time of synchronisation is known from elsewhere.
+    `longest` is the longest sequence of the run: if it differs from the probed length, the maximum is scaled by tokens.
+    `synced`: the time of synchronisation is given separately.
 
-    >>> within_probe(Request(), {"max_micro_batch_size": 37, "ranks": 2}, "p.json").max_micro_batch_size
+    >>> within_probe(BatchRequest(), {"max_micro_batch_size": 37, "ranks": 2}, "p.json").max_micro_batch_size
     37
     """
     from batchwright.core.nodes.throughput import probed_length
@@ -180,25 +153,25 @@ def within_probe(
         if probed and length and probed != length:
             most = max(1, measured * probed // length)
             notes.append(
-                f"max_micro_batch_size is {measured} at sequence_length {probed} by the probe: by tokens {most} at {length}, "
-                "which was not measured."
+                f"The probe found max_micro_batch_size {measured} at sequence_length {probed}. Scaled by tokens: {most} at "
+                f"{length}, which was not measured."
             )
     if record.get("bottleneck") == "too-noisy":
-        notes.append("The probe's times are too noisy for a verdict, so what follows from them is, too: probe again.")
+        notes.append("The probe's times are too noisy to rely on, and so is everything derived from them: probe again.")
     ranks = record.get("ranks")
     if isinstance(ranks, int) and not synced:
         notes.append(
-            f"Times are those of a probe on {ranks} rank{'s' * (ranks > 1)}: what more of them cost in synchronisation is "
-            "not in them."
+            f"The times are from a probe on {ranks} rank{'s' * (ranks > 1)}: they do not include the synchronisation of "
+            "more ranks."
         )
     return replace(request, max_micro_batch_size=most, origins=origins, notes=tuple(notes))
 
 
-def unused_pipeline(request: Request) -> list[Violation]:
-    """What is said of a pipeline where there is none: a mistake of somebody, so it is not passed over."""
+def unused_pipeline(request: BatchRequest) -> list[Violation]:
+    """A violation for each pipeline option that is given without a pipeline: it would have no effect."""
     if request.pipeline_parallel > 1:
         return []
-    said = {
+    given = {
         "pipeline_schedule": request.pipeline_schedule,
         "pipeline_microbatches": request.pipeline_microbatches,
         "pipeline_group": request.pipeline_group,
@@ -207,22 +180,13 @@ def unused_pipeline(request: Request) -> list[Violation]:
     }
     return [
         Violation(f"{name}={value} needs a pipeline: pipeline_parallel is 1.", name, value)
-        for name, value in said.items()
+        for name, value in given.items()
         if value is not None
     ]
 
 
-def unknown_key(name: str, value: Any, known: Iterable[str], where: str = "") -> Violation:
-    """A violation for a key nobody knows, with the closest ones there are."""
-    from difflib import get_close_matches  # only wrong input pays for it
-
-    close = get_close_matches(name, list(known), n=2, cutoff=0.6)
-    hint = f" Did you mean {either(close)}?" if close else ""
-    return Violation(f"{name[:60]} is not a known key{where}.{hint}", name[:60], value, tuple(close))
-
-
-def devices_of(request: Request) -> tuple[int | None, list[Violation]]:
-    """All devices, from whatever says how many, or None; and what is wrong where two things say it differently."""
+def devices_of(request: BatchRequest) -> tuple[int | None, list[Violation]]:
+    """The number of devices, or None; and a violation if `devices` contradicts nodes × devices_per_node."""
     devices, nodes, per_node = request.devices, request.nodes, request.devices_per_node
     if not nodes or not per_node:
         return devices, []
@@ -236,10 +200,10 @@ def devices_of(request: Request) -> tuple[int | None, list[Violation]]:
     return product, [Violation(message, "devices", devices, (product,))]
 
 
-def resolve_ranks(request: Request) -> int | None:
-    """The data-parallel size from whichever of devices, nodes and ranks are known, or None.
+def resolve_ranks(request: BatchRequest) -> int | None:
+    """The data-parallel size from devices, nodes or ranks, whichever are known; or None.
 
-    >>> resolve_ranks(Request(nodes=16, devices_per_node=8, tensor_parallel=2))
+    >>> resolve_ranks(BatchRequest(nodes=16, devices_per_node=8, tensor_parallel=2))
     64
     """
     replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
@@ -250,7 +214,7 @@ def resolve_ranks(request: Request) -> int | None:
         near = nearest_multiples(replica // gcd(replica, per_node), request.nodes)
         wrong.append(
             Violation(
-                f"nodes={request.nodes} × devices_per_node {per_node} = {devices} devices are not a whole number of "
+                f"nodes={request.nodes} × devices_per_node {per_node} = {devices} devices do not hold a whole number of "
                 f"replicas: {split} = {replica} devices each, and {devices} / {replica} = {devices / replica:.2f}. "
                 f"Nearest: {either(near)} nodes.",
                 "nodes",
@@ -263,7 +227,7 @@ def resolve_ranks(request: Request) -> int | None:
         near = nearest_multiples(replica, devices)
         wrong.append(
             Violation(
-                f"devices={devices} is not a whole number of replicas: {split} = {replica} devices each, and {devices} / "
+                f"devices={devices} does not hold a whole number of replicas: {split} = {replica} devices each, and {devices} / "
                 f"{replica} = {devices / replica:.2f}. Nearest: {either(near)} devices.",
                 "devices",
                 devices,
@@ -288,15 +252,15 @@ def resolve_ranks(request: Request) -> int | None:
     return ranks
 
 
-def asked_for(request: Request, samples: int) -> bool:
-    """Whether so many samples are the global batch that was asked for, be it in samples or in tokens."""
+def asked_for(request: BatchRequest, samples: int) -> bool:
+    """Whether `samples` is the requested global batch, given in samples or in tokens."""
     if request.global_batch_size_tokens is None:
         return samples == request.global_batch_size
     return samples * (request.sequence_length or 0) == request.global_batch_size_tokens
 
 
-def world_of(request: Request, ranks: int) -> World:
-    """The world of a request once its data-parallel size is known."""
+def world_of(request: BatchRequest, ranks: int) -> World:
+    """The world of a request with this data-parallel size."""
     per_node = request.devices_per_node
     if per_node is None and request.nodes and request.devices and request.devices % request.nodes == 0:
         per_node = request.devices // request.nodes
@@ -311,14 +275,14 @@ def world_of(request: Request, ranks: int) -> World:
     )
 
 
-def batch_in_samples(request: Request) -> int | None:
-    """The global batch in samples, from samples or tokens, or None."""
+def batch_in_samples(request: BatchRequest) -> int | None:
+    """The global batch in samples, from samples or tokens; None if neither is given."""
     tokens, length = request.global_batch_size_tokens, request.sequence_length
     if tokens is None:
         return request.global_batch_size
     if length is None:
         raise PlanError(
-            f"global_batch_size_tokens={tokens:,} needs sequence_length to become samples.",
+            f"global_batch_size_tokens={tokens:,} needs sequence_length to convert tokens to samples.",
             field="sequence_length",
             nearest=[n for n in (2048, 4096, 8192) if tokens % n == 0],
         )

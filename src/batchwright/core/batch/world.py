@@ -1,4 +1,4 @@
-"""The devices of a job and how they are divided among the ways to be parallel."""
+"""The devices of a job, divided into data, tensor, pipeline, context and expert parallel groups."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from batchwright.core.errors import Violation, either
 class World:
     """`devices = data_parallel_size × tensor × pipeline × context`.
 
-    Expert parallelism does not enter that: the experts' layers divide the same devices in another way, into
-    `expert_parallel × expert_tensor_parallel × pipeline` (Megatron's rule; its expert tensor size is the tensor size unless
-    it is given). Where that does not divide the devices, there is a note and no error.
+    Expert parallelism is not part of this product: the experts' layers divide the same devices in another way, into
+    `expert_parallel × expert_tensor_parallel × pipeline` (Megatron's rule; the expert tensor size defaults to the tensor
+    size). If that does not divide the devices, the plan has a note, not an error.
 
     >>> World(data_parallel_size=64, devices_per_node=8, tensor_parallel=2).nodes
     16
@@ -40,7 +40,7 @@ class World:
 
     @property
     def nodes(self) -> int | None:
-        """Nodes of `devices_per_node` devices; None where that is unknown or several nodes would not be full."""
+        """Nodes of `devices_per_node` devices; None if that is unknown or if one of several nodes would not be full."""
         if self.devices_per_node is None:
             return None
         if self.devices < self.devices_per_node:
@@ -50,7 +50,7 @@ class World:
         return self.devices // self.devices_per_node
 
     def split(self) -> str:
-        """How one replica is made up, in words: `tensor 2 × pipeline 4`, or nothing when it is one device."""
+        """The parts of one replica, such as `tensor 2 × pipeline 4`; empty if a replica is one device."""
         parts = (
             ("tensor", self.tensor_parallel),
             ("pipeline", self.pipeline_parallel),
@@ -60,7 +60,7 @@ class World:
 
     @property
     def replica_step(self) -> int:
-        """Replicas come in multiples of this when every node is to be full.
+        """The number of replicas must be a multiple of this to fill every node.
 
         >>> World(1, devices_per_node=8, tensor_parallel=2).replica_step
         4
@@ -71,7 +71,7 @@ class World:
 
     @property
     def expert_step(self) -> int:
-        """Replicas come in multiples of this where their devices are to hold whole groups of experts.
+        """The number of replicas must be a multiple of this to hold whole groups of experts.
 
         >>> World(1, expert_parallel=8).expert_step, World(1, tensor_parallel=2, expert_parallel=8).expert_step
         (8, 8)
@@ -82,7 +82,7 @@ class World:
         return group // gcd(group, self.tensor_parallel * self.context_parallel)
 
     def expert_refusal(self) -> str | None:
-        """Why the experts do not divide these devices, as a sentence, or None where they do.
+        """Why the experts do not divide these devices, as a sentence; None if they do.
 
         >>> World(4, tensor_parallel=2, expert_parallel=8).expert_refusal()
         'Megatron refuses 8 devices: 8 / (expert 8 × expert-tensor 2 × pipeline 1) = 0.50 is not a whole number.'
@@ -97,10 +97,10 @@ class World:
         )
 
     def violations(self) -> list[Violation]:
-        """What does not divide: devices over nodes."""
+        """A violation if the devices do not fill whole nodes."""
         found: list[Violation] = []
         if self.devices_per_node is not None and self.nodes is None:
-            spread = self.data_parallel_size % self.expert_step == 0  # then it has to stay so
+            spread = self.data_parallel_size % self.expert_step == 0  # then the nearest sizes keep that
             step = lcm(self.replica_step, self.expert_step if spread else 1)
             below = self.data_parallel_size // step * step
             nearest = [n for n in (below, below + step) if n]

@@ -1,4 +1,4 @@
-"""Which batches run on which nodes: the rules that every stage of a ramp must satisfy, whatever chose its nodes."""
+"""Which batches run on which nodes: the rules that every stage of a ramp must satisfy under any policy."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class StageRules:
-    """What every stage must satisfy, whatever chose its nodes.
+    """What every stage must satisfy under any policy.
 
-    The pipeline's microbatches are the accumulation steps, unless each of those holds `inner_microbatches`.
+    The pipeline's microbatches are the accumulation steps, unless `inner_microbatches` of them are inside each step.
 
     >>> rules = StageRules(World(1, devices_per_node=8), nodes=16, micro_batch_size=4)
     >>> [fit.nodes for fit in rules.fits(1280)]
@@ -46,14 +46,14 @@ class StageRules:
     sequence_length: int | None = None
 
     def idle(self, steps: int) -> float:
-        """Micro steps that a stage of the pipeline waits in an optimizer step of so many."""
+        """Idle time of a pipeline stage in an optimizer step of `steps` micro steps, in micro steps."""
         if self.pipeline is None:
             return 0.0
         waits = float(self.pipeline.idle) / self.pipeline.virtual_stages
         return waits * steps / self.inner_microbatches if self.inner_microbatches else waits
 
     def refusal(self, steps: int) -> str | None:
-        """Why the pipeline does not run with so many accumulation steps, or None. A stage has to fill the pipeline."""
+        """Why the pipeline does not run with this number of accumulation steps, or None. They must fill the pipeline."""
         if self.pipeline is None or self.inner_microbatches:
             return None
         stages = self.pipeline.stages
@@ -61,7 +61,7 @@ class StageRules:
         return self.pipeline.refusal(steps) or few
 
     def replicas(self, nodes: int) -> int | None:
-        """The data-parallel size on so many nodes, or None where they hold no whole number of (expert) replicas."""
+        """The data-parallel size on this number of nodes, or None if they do not hold whole (expert) replicas."""
         devices, size = nodes * (self.world.devices_per_node or 1), self.world.model_parallel_size
         return None if devices % size or devices // size % self.world.expert_step else devices // size
 
@@ -72,7 +72,7 @@ class StageRules:
             return None
         if self.micro_batch_size is None:
             return self._free(batch, nodes, dp)
-        # The equation with one unknown: asked for thousands of times by the optima.
+        # The equation with one unknown: the optima call this thousands of times.
         steps, over = divmod(batch, self.micro_batch_size * dp)
         steps += over > 0
         if (over and not self.allow_ragged) or not self._accepts(self.micro_batch_size, steps):
@@ -99,7 +99,7 @@ class StageRules:
         return Fit(nodes, dp, micro, steps, True) if self._accepts(micro, steps) else None
 
     def fits(self, batch: int) -> Iterator[Fit]:
-        """Every legal count of nodes, ascending. Without raggedness only divisors of the batch are looked at."""
+        """Every valid number of nodes, ascending. Unless ragged, only divisors of the batch are tried."""
         if self.allow_ragged:
             counts: Iterable[int] = range(1, self.nodes + 1)
         else:
@@ -109,7 +109,7 @@ class StageRules:
                 yield fit
 
     def choices(self, batches: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """For each batch the choices worth a look: (nodes, micro_batch_size, accumulation_steps), ascending.
+        """For each batch the choices that can be best: (nodes, micro_batch_size, accumulation_steps), ascending.
 
         >>> rules = StageRules(World(1), nodes=100, micro_batch_size=1, allow_ragged=True)
         >>> [[nodes for nodes, _, _ in row] for row in rules.choices([5, 6])]
@@ -121,7 +121,7 @@ class StageRules:
             row: list[tuple[int, int, int]] = []
             for nodes, dp in self._dividing(batch) if corners is None else corners:
                 share = -(-batch // (unit * dp))
-                # The share of a replica decides how it is split; one that is whole, in a way of its own.
+                # The split depends only on the share of a replica, and on whether the share is whole.
                 key = share if batch % dp or self.micro_batch_size else -share
                 if key not in known:
                     fit = self.fit(batch, nodes)
@@ -131,11 +131,11 @@ class StageRules:
             yield row
 
     def corners(self, batches: Iterable[int]) -> list[tuple[int, int]]:
-        """The counts of nodes worth a look where any may be legal, with their replicas.
+        """The numbers of nodes that can be best if any number may be valid, with their replicas.
 
-        On fewer nodes with the same accumulation a batch takes no more time, and less of their time. So a run of stages on
-        the same nodes goes down, none the worse, to the next count on which one of `batches` does with fewer steps than
-        on any below.
+        With the same accumulation, a batch takes no more time on fewer nodes, and less node time. So a run of stages on
+        the same nodes loses nothing by moving down to the next number on which one of `batches` needs fewer steps than on
+        every smaller number.
 
         >>> StageRules(World(1), nodes=100, micro_batch_size=1, allow_ragged=True).corners([10])
         [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (10, 10)]
@@ -151,11 +151,11 @@ class StageRules:
                 share = -(-batch // (unit * k))
                 found.add(k)
                 if self.micro_batch_size is None and batch % (unit * k) == 0 and k < most:
-                    found.add(k + 1)  # a whole share here, a ragged one from there on
+                    found.add(k + 1)  # whole shares here, ragged shares above
         return [(k * least, k * dp) for k in sorted(found)]
 
     def _dividing(self, batch: int) -> Iterator[tuple[int, int]]:
-        """Nodes and replicas among which the batch divides, ascending."""
+        """Nodes and replicas that divide the batch, ascending."""
         replicas, over = divmod(batch, (self.micro_batch_size or 1) * (self.accumulation_steps or 1))
         size, per_node, step = self.world.model_parallel_size, self.world.devices_per_node or 1, self.world.expert_step
         for dp in () if over else divisors(replicas):
@@ -166,14 +166,14 @@ class StageRules:
                 yield nodes, dp
 
     def violation(self, batch: int, nodes: int, where: str) -> Violation:
-        """Why `fit` says no: the arithmetic, the nearest batches on these nodes and the nearest nodes for this batch."""
+        """Why `fit` is None: the arithmetic, the nearest batches on these nodes and the nearest nodes for this batch."""
         per_node, size, dp = self.world.devices_per_node or 1, self.world.model_parallel_size, self.replicas(nodes)
         legal = [fit.nodes for fit in self.fits(batch)]
         near = tuple(sorted(sorted(legal, key=lambda n: (abs(n - nodes), n))[:2]))
         other = f"; or {either(near)} nodes" if near else ""
         if not dp:
             message = (
-                f"{where}: nodes={nodes} hold no whole number of replicas: {nodes} × {per_node} = {nodes * per_node} "
+                f"{where}: nodes={nodes} do not hold a whole number of replicas: {nodes} × {per_node} = {nodes * per_node} "
                 f"devices, {size} per replica ({self.world.split() or 'one device'})"
                 f"{f', expert_parallel {self.world.expert_parallel}' if self.world.expert_parallel > 1 else ''}."
             )
@@ -183,7 +183,7 @@ class StageRules:
         return Violation(f"{what}. Nearest: {either(nearest) or 'none'}{other}.", "global_batch_size", batch, nearest)
 
     def _reason(self, batch: int, dp: int) -> str:
-        """What is wrong with a batch on so many replicas, as the end of a sentence."""
+        """What is wrong with a batch on `dp` replicas, as the end of a sentence."""
         micro, steps, most = self.micro_batch_size, self.accumulation_steps, self.max_micro_batch_size
         quantum, share = dp * (micro or steps or 1), -(-batch // dp)
         named = f"batch_quantum {quantum} ({micro} × {dp})" if micro else f"data_parallel_size {dp}"
@@ -195,22 +195,22 @@ class StageRules:
             return f"is not a multiple of {named}"
         needed = -(-share // (micro or 1))
         if micro and most and micro > most:
-            return f"cannot run in micro_batch_size={micro}: that is more than max_micro_batch_size={most}, the most that fits"
+            return f"cannot run with micro_batch_size={micro}, which is more than max_micro_batch_size={most}"
         if micro and steps and needed != steps:
             division = f"{batch} / {quantum}{', rounded up' if batch % quantum else ''}"
             return f"needs accumulation_steps {needed} ({division}), and accumulation_steps={steps} is given"
         if refusal := self.refusal(steps or needed):
             return f"gives accumulation_steps={steps or needed} on {named}, and {refusal}"
         cap = f" with micro_batch_size up to {most}" if most else ""
-        into = f"into accumulation_steps={steps}" if steps else "so that the pipeline runs"
+        into = f"into accumulation_steps={steps}" if steps else "into a number of steps that the pipeline allows"
         return f"gives {share} samples to each of {dp} replicas, which do not split {into}{cap}"
 
     def _nearest(self, batch: int, nodes: int, dp: int) -> tuple[int, ...]:
-        """The batches next to this one that fit on so many nodes."""
+        """The nearest batches that fit on this number of nodes."""
         micro, steps = self.micro_batch_size, self.accumulation_steps
         unit = dp * (micro or (1 if self.allow_ragged else steps) or 1)
         at = -(-batch // unit)
-        # Looking further than a few hundred units would offer a batch that nobody meant.
+        # A batch further away than a few hundred units would not help.
         reach = max(512, 2 * (steps or 0))
         down, up = range(at, max(0, at - reach), -1), range(at, at + reach)
         if micro and steps:

@@ -1,18 +1,17 @@
-"""On how many nodes each stage of a ramp runs: named objectives over one set of constraints.
+"""On how many nodes each stage of a ramp runs: named policies with the same constraints.
 
-A stage of global batch B is legal on n nodes when the nodes hold a whole number of replicas, B is a whole number of
-micro batches on each, and the pipeline accepts that number. The policies choose among the legal counts:
+A stage of global batch B is valid on n nodes if the nodes hold a whole number of replicas, B is a whole number of
+micro batches on each, and the pipeline allows that number. The policies choose among the valid numbers:
 
-    launcher         what NeMo-Framework-Launcher computes: the largest count its two divisibility conditions allow,
-                     never falling as the batch grows, and all nodes for the largest batch
+    launcher         what NeMo-Framework-Launcher computes: the largest number that its two divisibility conditions
+                     allow, never falling as the batch grows, and all nodes for the largest batch
     constant-work    nodes in proportion to the batch: a replica does the same work in every stage
     min-node-hours   the cheapest choice, restarts included, optionally within a deadline
     min-time         the fastest choice, restarts included, optionally within a budget of node-hours
     constant         all nodes in every stage: what the saving is measured against
 
-The two optima may go up and down in nodes: nothing in their constraints forbids it. Among equals they prefer fewer
-changes of nodes, then fewer nodes. Within a limit, choices that differ by less than one part in 2^30 count as equals,
-whichever is found.
+The two optima may go up and down in nodes. Among equal costs they prefer fewer changes of nodes, then fewer nodes.
+Within a limit the choice may cost more than the best one; `NodePlan.gap` says how much more at most.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from .throughput import StageSeconds, Throughput
 
 POLICIES = ("launcher", "constant-work", "min-node-hours", "min-time", "constant")
 
-# From stopping to training again: save, queue, start, load. An assumption; measure yours and say so.
+# From stopping to training again: save, queue, start, load. An assumption; restart_seconds replaces it.
 ASSUMED_RESTART_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A segment placed on nodes; `hours` are those of its steps, without restarts; one cut short counts whole.
+    """A segment placed on nodes; `hours` are those of its steps, without restarts. A shortened step counts as whole.
 
     >>> stage = place([Segment(0, 0, 512, 10)], World(1, devices_per_node=8), nodes=4, micro_batch_size=4).stages[0]
     >>> stage.data_parallel_size, stage.accumulation_steps, stage.end_sample
@@ -68,7 +67,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Launch:
-    """One life of the training processes: neighbouring stages on equal nodes.
+    """One start of the training processes: consecutive stages on the same number of nodes.
 
     >>> ramp = [Segment(0, 0, 256, 10), Segment(10, 2560, 512, None)]
     >>> place(ramp, World(1, devices_per_node=8), nodes=8, micro_batch_size=4).launches[0].stages
@@ -85,7 +84,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """All stages placed; totals count restarts, and are None where a time is unknown or the end is open.
+    """All stages placed. Totals include restarts, and are None if a time is unknown or the end is open.
 
     >>> model = Throughput(fixed_seconds=0.1, per_sample_seconds=0.2)
     >>> place([Segment(0, 0, 64, 3600)], World(1), nodes=16, micro_batch_size=4, throughput=model).node_hours
@@ -102,13 +101,15 @@ class NodePlan:
     full_cluster_node_hours: float | None
     saved_node_hours: float | None
     notes: tuple[str, ...]
+    gap: float = 0.0
+    """Within a limit: how many node-hours (min-time: hours) another choice could save, at most."""
 
 
 def launcher_nodes(batches: Sequence[int], world: World, *, nodes: int, micro_batch_size: int) -> tuple[int, ...]:
-    """NeMo-Framework-Launcher's node count for every batch, or its refusal; the stages are not checked otherwise.
+    """NeMo-Framework-Launcher's node count for every batch, or an error where it has none; no other check of the stages.
 
-    Its second condition takes every device for a replica. The largest batch gets all nodes, unchecked. Context
-    parallelism does not enter.
+    Its second condition counts every device as a replica. The largest batch gets all nodes, unchecked. It ignores
+    context parallelism.
 
     >>> launcher_nodes([256, 512, 768, 1024, 1280], World(1, devices_per_node=8), nodes=10, micro_batch_size=4)
     (8, 8, 8, 8, 10)
@@ -117,9 +118,9 @@ def launcher_nodes(batches: Sequence[int], world: World, *, nodes: int, micro_ba
     sizes = sorted(set(batches), reverse=True)
     if len(sizes) > 1 and devices < replica:
         raise ScheduleError(
-            f"the launcher's rule has no answer where a replica spans nodes: tensor_parallel {world.tensor_parallel} × "
+            f"the launcher's rule has no answer if a replica spans nodes: tensor_parallel {world.tensor_parallel} × "
             f"pipeline_parallel {world.pipeline_parallel} = {replica} devices, {devices} devices_per_node, so it counts "
-            "0 replicas on one node and divides by that. Nearest: node policy constant-work.",
+            "0 replicas on one node and divides by 0. Nearest: node policy constant-work.",
             field="policy",
             given="launcher",
             nearest=("constant-work",),
@@ -136,7 +137,7 @@ def launcher_nodes(batches: Sequence[int], world: World, *, nodes: int, micro_ba
             quantum = micro_batch_size * devices
             nearest = tuple(n for n in (batch // quantum * quantum, (batch // quantum + 1) * quantum) if n)
             message = (
-                f"the launcher's rule has no node count for global_batch_size={batch}: it wants a multiple of "
+                f"the launcher's rule has no node count for global_batch_size={batch}: it needs a multiple of "
                 f"micro_batch_size {micro_batch_size} × devices_per_node {devices} = {quantum} per node. "
                 f"Nearest: {either(nearest)}; or node policy constant-work, which counts replicas, not devices."
             )
@@ -166,7 +167,7 @@ def place(
     sequence_length: int | None = None,
     stop_every_stage: bool = False,
 ) -> NodePlan:
-    """Choose nodes for every stage by `policy`, check all of them, and count what it costs.
+    """Choose nodes for every stage by `policy`, check every stage, and compute the cost.
 
     Without `micro_batch_size` a stage takes the equation's best split up to `max_micro_batch_size`. A pipeline's
     microbatches are the accumulation steps, unless `inner_microbatches` says how many there are in each of them.
@@ -196,23 +197,24 @@ def place(
     found = list(_request_violations(rules, segments, policy, throughput))
     for owner, (name, value) in limits.items():
         if value is not None and not isfinite(value):
-            found.append(Violation(f"{name}={value} is no limit: leave it out where there is none.", name, str(value)))
+            found.append(Violation(f"{name}={value} is not a limit: leave it out.", name, str(value)))
         elif value is not None and policy != owner:
-            message = f"{name}={value} is a limit of the policy {owner}, and the policy is {policy}."
+            message = f"{name}={value} needs the policy {owner}, and the policy is {policy}."
             found.append(Violation(message, name, value, (owner,)))
     restart = ASSUMED_RESTART_SECONDS if restart_seconds is None else restart_seconds
     if not 0 <= restart < inf:
-        message = f"restart_seconds={restart} must be a time, not below zero."
+        message = f"restart_seconds={restart}: must be at least 0 and finite."
         found.append(Violation(message, "restart_seconds", restart if isfinite(restart) else str(restart), (0,)))
     raise_violations(ScheduleError, found)
     batches = [segment.global_batch_size for segment in segments]
     notes: list[str] = []
+    gap = 0.0
     if policy == "launcher":
         counts: Sequence[int] = _launcher(rules, batches, notes)
     elif policy == "constant-work":
         counts = _constant_work(rules, batches, notes)
     elif isinstance(throughput, Throughput) and policy != "constant":
-        counts = _optimum(rules, segments, policy, throughput, restart, limits[policy][1], stop_every_stage, notes)
+        counts, gap = _optimum(rules, segments, policy, throughput, restart, limits[policy][1], stop_every_stage)
     else:
         counts = [nodes] * len(batches)
     try:
@@ -223,9 +225,14 @@ def place(
         raise
     launches = _launches(stages, stop_every_stage)
     hours, node_hours = _totals(stages, restart, stop_every_stage)
+    if gap:
+        unit, total = ("hours", hours) if policy == "min-time" else ("node-hours", node_hours)
+        notes.append(
+            f"within the limit, {policy} found {total:.4g} {unit}; another choice could save {gap:.3g} {unit} at most."
+        )
     full: tuple[float | None, float | None] = (None, None)
     if isinstance(throughput, Throughput) and hours is not None:
-        # An early batch is often too small for all nodes at this micro batch: there the baseline takes a smaller one.
+        # Early batches are often too small for all nodes at this micro batch: the baseline then uses a smaller one.
         relaxed = replace(rules, micro_batch_size=None, max_micro_batch_size=micro_batch_size or max_micro_batch_size)
         fits = [rules.fit(batch, nodes) or relaxed.fit(batch, nodes) for batch in batches]
         if all(fits):
@@ -234,11 +241,11 @@ def place(
             least = min(stage.micro_batch_size for stage in everywhere)
             if micro_batch_size and least < micro_batch_size:
                 notes.append(
-                    f"the full cluster is counted with micro batches down to {least}, where a batch needs it: "
-                    f"micro_batch_size={micro_batch_size} keeps the policy from them, max_micro_batch_size would not."
+                    f"the full cluster is counted with micro batches down to {least} where a batch needs them. "
+                    f"micro_batch_size={micro_batch_size} does not allow them to the policy; max_micro_batch_size would."
                 )
         else:
-            notes.append(f"no saving is stated: not every stage is legal on all {nodes} nodes.")
+            notes.append(f"no saving is computed: not every stage is valid on all {nodes} nodes.")
     if throughput is not None:
         notes += throughput.remarks([s.micro_batch_size for s in stages], [s.sequence_length for s in stages])
         if restart_seconds is None and len(launches) > 1:
@@ -246,21 +253,21 @@ def place(
     for stage, segment in zip(stages, segments, strict=True):
         rest = segment.global_batch_size - segment.shortfall
         if segment.shortfall and rest % (stage.micro_batch_size * stage.data_parallel_size):
-            notes.append(f"the last step of stage {stage.index + 1} is cut to {rest} samples, and runs ragged.")
+            notes.append(f"the last step of stage {stage.index + 1} has only {rest} samples, and runs ragged.")
     saved = full[1] - node_hours if full[1] is not None and node_hours is not None else None
-    return NodePlan(policy, stages, launches, restart, hours, node_hours, *full, saved, tuple(notes))
+    return NodePlan(policy, stages, launches, restart, hours, node_hours, *full, saved, tuple(notes), gap)
 
 
 def _request_violations(
     rules: StageRules, segments: Sequence[Segment], policy: str, throughput: Throughput | StageSeconds | None
 ) -> Iterator[Violation]:
     if policy not in POLICIES:
-        yield Violation(f"policy={policy!r} is not known. One of: {', '.join(POLICIES)}.", "policy", policy, POLICIES)
+        yield Violation(f"policy={policy!r} is not one of {', '.join(POLICIES)}.", "policy", policy, POLICIES)
     if not segments:
         yield Violation("a ramp needs at least one segment.", "segments", 0)
     for name in ("nodes", "micro_batch_size", "max_micro_batch_size", "accumulation_steps", "inner_microbatches"):
         if (value := getattr(rules, name)) is not None and value < 1:
-            yield Violation(f"{name}={value} is too small: the least is 1.", name, value, (1,))
+            yield Violation(f"{name}={value}: must be at least 1.", name, value, (1,))
     if policy == "launcher" and rules.micro_batch_size is None:
         yield Violation("the launcher's rule needs micro_batch_size; constant-work does not.", "micro_batch_size")
     if isinstance(throughput, StageSeconds) and len(throughput.seconds) != len(segments):
@@ -274,7 +281,7 @@ def _request_violations(
             )
             yield Violation(message, "throughput", nearest=("constant-work",))
         if segments and segments[-1].steps is None:
-            message = f"{policy} needs an end: the last stage is open. Give the budget in samples or tokens."
+            message = f"{policy} needs a budget: the last stage has no end. Give samples or tokens."
             yield Violation(message, "samples")
 
 
@@ -285,32 +292,32 @@ def _launcher(rules: StageRules, batches: Sequence[int], notes: list[str]) -> tu
         better = max((fit.nodes for fit in rules.fits(batch) if fit.nodes <= cap), default=count)
         if better > count:
             notes.append(
-                f"global_batch_size {batch} would be legal on {better} nodes: the launcher's rule takes every device for "
-                f"a replica, and stays at {count}."
+                f"global_batch_size {batch} is also valid on {better} nodes: the launcher's rule counts every device as "
+                f"a replica, and uses {count}."
             )
     return counts
 
 
 def _constant_work(rules: StageRules, batches: Sequence[int], notes: list[str]) -> list[int]:
-    """Exactly in proportion to the largest batch on all nodes, or the nearest legal count below, with a note."""
+    """In proportion to the largest batch on all nodes, or the nearest valid number below, with a note."""
     top, counts = max(batches), list[int]()
     for i, batch in enumerate(batches):
         exact, over = divmod(rules.nodes * batch, top)
         if batch == top or (not over and rules.fit(batch, exact)):
             counts.append(exact)
             continue
-        # With none below, the exact number goes to the stage check, whose error says what is near.
+        # If there is none below, the check of the stages reports the exact number, with the nearest valid ones.
         count = max((fit.nodes for fit in rules.fits(batch) if fit.nodes <= exact), default=max(1, exact))
         counts.append(count)
         notes.append(
-            f"stage {i + 1}: {rules.nodes} nodes × {batch} / {top} = {rules.nodes * batch / top:g} is not a legal number "
+            f"stage {i + 1}: {rules.nodes} nodes × {batch} / {top} = {rules.nodes * batch / top:g} is not a valid number "
             f"of nodes; on {count}, the nearest below, a replica does {rules.nodes * batch / top / count:.2f} times the work."
         )
     return counts
 
 
 def arrows(counts: Sequence[int]) -> str:
-    """The nodes of one launch after the other, the middle of many left out.
+    """The nodes of each launch in order; in a long list the middle is left out.
 
     >>> arrows([8, 10, 12])
     '8 -> 10 -> 12'
@@ -320,13 +327,13 @@ def arrows(counts: Sequence[int]) -> str:
 
 
 def _with_constant_work(rules: StageRules, batches: Sequence[int], error: ScheduleError) -> list[Violation]:
-    """The violations of the launcher's choice; where constant-work has an answer, they say so."""
+    """The violations of the launcher's choice; they mention constant-work if that has an answer."""
     counts = _constant_work(rules, batches, [])
     found = list(error.violations)
     if all(rules.fit(batch, n) for batch, n in zip(batches, counts, strict=True)):
         shown = arrows([n for n, _ in groupby(counts)])
         found[-1] = replace(
-            found[-1], message=f"{found[-1].message} Node policy constant-work runs them all: {shown} nodes."
+            found[-1], message=f"{found[-1].message} Node policy constant-work runs all stages: {shown} nodes."
         )
     return found
 
@@ -334,7 +341,7 @@ def _with_constant_work(rules: StageRules, batches: Sequence[int], error: Schedu
 def _stages(
     rules: StageRules, segments: Sequence[Segment], counts: Sequence[int], throughput: Throughput | StageSeconds | None
 ) -> tuple[Stage, ...]:
-    """Every segment on its nodes, or one error with every stage that does not work out."""
+    """Every segment on its nodes, or one error with every stage that is not valid."""
     fits = [rules.fit(segment.global_batch_size, n) for segment, n in zip(segments, counts, strict=True)]
     bad = [i for i, fit in enumerate(fits) if fit is None]
     raise_violations(ScheduleError, _stage_violations(rules, segments, counts, bad))
@@ -390,7 +397,7 @@ def _launches(stages: Sequence[Stage], stop_every_stage: bool) -> tuple[Launch, 
 
 
 def _totals(stages: Sequence[Stage], restart: float, stop_every_stage: bool) -> tuple[float | None, float | None]:
-    """Hours and node-hours with restarts; a restart keeps the nodes of the stage it starts waiting."""
+    """Hours and node-hours with restarts; the nodes of the next stage wait during a restart."""
     timed: list[tuple[int, int]] = []
     for stage in stages:
         if stage.step_seconds is None or stage.steps is None:
@@ -401,7 +408,8 @@ def _totals(stages: Sequence[Stage], restart: float, stop_every_stage: bool) -> 
     return sum(time for time, _ in timed) / _HOUR, sum(time * nodes for time, nodes in timed) / _HOUR
 
 
-_HOUR = 3600 * 10**6  # time is counted in whole microseconds: sums are exact, so ties are ties and a total is a limit
+# Time is counted in whole microseconds: sums are exact, so equal costs are equal and a stated total is a valid limit.
+_HOUR = 3600 * 10**6
 
 
 def _microseconds(seconds: float, times: int = 1) -> int:
@@ -409,7 +417,7 @@ def _microseconds(seconds: float, times: int = 1) -> int:
 
 
 def _most(hours: float) -> int:
-    """The most microseconds whose hours, as a float, are no more than these: a plan's own total is within it."""
+    """The most microseconds whose hours, as a float, are at most these: a plan's own total is within its own limit."""
     most = floor((Fraction(hours) + Fraction(ulp(hours)) / 2) * _HOUR)
     return most if most / _HOUR <= hours else most - 1
 
@@ -422,9 +430,11 @@ def _optimum(
     restart: float,
     limit: float | None,
     stop_every_stage: bool,
-    notes: list[str],
-) -> list[int]:
-    """Both optima are one problem: (cost, weight) is (node time, time), or the other way round."""
+) -> tuple[list[int], float]:
+    """The nodes of each stage, and the gap in the unit of the policy's cost.
+
+    Both optima are one problem: (cost, weight) is (node time, time), or the other way round.
+    """
 
     def pair(nodes: int, time: int) -> Pair:
         return (nodes * time, time) if policy == "min-node-hours" else (time, nodes * time)
@@ -435,7 +445,7 @@ def _optimum(
     for segment, row in zip(segments, choices, strict=True):
         length = segment.sequence_length
 
-        @cache  # few splits, many nodes
+        @cache  # there are few splits and many nodes
         def computing(micro: int, steps: int, length: int | None = length) -> float:
             return throughput.compute_seconds(micro, steps + rules.idle(steps), length)
 
@@ -452,20 +462,14 @@ def _optimum(
         name, unit, other = "node_hours_budget", "node-hours", "min-node-hours"
         if policy == "min-node-hours":
             name, unit, other = "deadline_hours", "hours", "min-time"
-        lightest = _optimum(rules, segments, other, throughput, restart, None, stop_every_stage, notes)
+        lightest, _ = _optimum(rules, segments, other, throughput, restart, None, stop_every_stage)
         totals = _totals(_stages(rules, segments, lightest, throughput), restart, stop_every_stage)
         least = (totals[0] if other == "min-time" else totals[1]) or 0.0
         digits = 100 if least >= 1 else 10**6
-        nearest = ceil(Fraction(least) * digits) / digits  # rounded up, so it is accepted; and shown as it is
+        nearest = ceil(Fraction(least) * digits) / digits  # rounded up, so that this limit is accepted
         message = f"{name}={limit} cannot be met on up to {rules.nodes} nodes: the least is {_shown(nearest)} {unit}."
         raise ScheduleError(message, field=name, given=limit, nearest=(nearest,))
-    if found.gap:
-        hours = found.gap / _HOUR
-        unit = "node-hours" if policy == "min-node-hours" else "hours"
-        notes.append(
-            f"{policy} within this limit is not proven: a better choice could save {hours:.3g} {unit} at most."
-        )
-    return found.counts
+    return found.counts, found.gap / _HOUR
 
 
 def _shown(number: float) -> str:

@@ -1,14 +1,13 @@
 """How long an optimizer step takes on a number of nodes: a model, a measured curve, or times given per stage.
 
-A step of m micro batches on n nodes, in which the pipeline idles for i micro steps:
+A step of m micro batches on n nodes, with i micro steps of pipeline idle time:
 
     step = (m + i) × micro_step(micro_batch_size)                      compute, with the pipeline's bubble
          + sync_latency_seconds × ceil(log2 n)                         a tree's depth
          + sync_seconds × 2 (n - 1) / n                                a ring's volume
 
-`micro_step` is a + b × micro_batch_size, or a line through measured points. `sync_seconds` is the time to send all of a
-device's gradients once over its node's link. One node synchronises inside the node: that part belongs to `micro_step`.
-Instead of a model, times may be given per stage.
+`micro_step` is a + b × micro_batch_size, or interpolated between measured points. `sync_seconds` is the time to send all
+gradients of a device once over the network of its node. Synchronisation inside a node belongs to `micro_step`.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ class Throughput:
     sync_latency_seconds: float = 0.0
     sync_seconds: float = 0.0
     sequence_length: int | None = None
-    """The length the times hold for; another length counts by its tokens (attention's extra cost is left out)."""
+    """The length that the times were measured at; times at other lengths are scaled by tokens, without attention's extra cost."""
 
     def __post_init__(self) -> None:
         found = [
-            Violation(f"{name}={value} must be a time, not below zero.", name, str(value), (0,))
+            Violation(f"{name}={value}: must be at least 0 and finite.", name, str(value), (0,))
             for name in ("fixed_seconds", "per_sample_seconds", "sync_latency_seconds", "sync_seconds")
             if not 0 <= (value := getattr(self, name)) < inf
         ]
         sizes = [size for size, _ in self.measured]
         if sizes != sorted(set(sizes)) or any(size < 1 or not 0 < seconds < inf for size, seconds in self.measured):
-            message = f"measured={list(self.measured)} needs sizes from 1 in ascending order, and times above zero."
+            message = f"measured={list(self.measured)} needs sizes from 1 up in ascending order, and times above zero."
             found.append(Violation(message, "measured", list(self.measured)))
         if self.measured and (self.fixed_seconds or self.per_sample_seconds):
-            message = "measured points and fixed_seconds or per_sample_seconds are two answers: give one."
+            message = "measured points and fixed_seconds or per_sample_seconds are mutually exclusive."
             found.append(Violation(message, "measured", list(self.measured)))
         if not self.measured and self.fixed_seconds + self.per_sample_seconds <= 0:
             message = "a throughput needs fixed_seconds and per_sample_seconds, or measured points."
@@ -63,9 +62,9 @@ class Throughput:
 
     @classmethod
     def from_probe(cls, record: Mapping[str, Any], **parameters: Any) -> Throughput:
-        """The curve of a probe file: the timed trials that fit; of one size, those made for throughput count first.
+        """The curve of a probe file: the timed trials that fit; for one size, those made for throughput are preferred.
 
-        The sequence length is the one that was probed, where the file says so; a given one is for files that do not.
+        The sequence length is the probed one if the file has it, else the given one.
 
         >>> trial = {"micro_batch_size": 4, "status": "fits", "step_seconds": 0.5}
         >>> Throughput.from_probe({"trials": [trial, {"micro_batch_size": 8, "status": "oom"}]}).measured
@@ -97,8 +96,8 @@ class Throughput:
     def micro_step_seconds(self, micro_batch_size: float) -> float:
         """One forward and backward: exact at measured sizes, linear in between.
 
-        Above the largest measured size the last slope goes on (with one point: in proportion), which `remarks` says;
-        below the smallest, its time is taken, an upper bound.
+        Above the largest measured size the last slope continues (with one point: in proportion), and `remarks` says so;
+        below the smallest size, the time is that of the smallest, an upper bound.
 
         >>> curve = Throughput(measured=((2, 0.3), (4, 0.5)))
         >>> [round(curve.micro_step_seconds(size), 3) for size in (1, 2, 3, 4, 8)]
@@ -116,11 +115,11 @@ class Throughput:
         slope = (y1 - y0) / (x1 - x0)
         if at < len(points):
             return y0 + slope * (micro_batch_size - x0)
-        # Noise can make the last slope negative; a larger micro batch is never predicted to be faster than a measured.
+        # Noise can make the last slope negative: a larger micro batch is never predicted to be faster.
         return y1 + max(0.0, slope) * (micro_batch_size - x1)
 
     def sync_step_seconds(self, nodes: int) -> float:
-        """The part of a step that gradients spend between nodes.
+        """The time of a step in which gradients travel between nodes.
 
         >>> Throughput(per_sample_seconds=1.0, sync_latency_seconds=0.5, sync_seconds=4.0).sync_step_seconds(4)
         7.0
@@ -137,7 +136,7 @@ class Throughput:
         sequence_length: int | None = None,
         stage: int = 0,
     ) -> float:
-        """One optimizer step, in which the pipeline idles for `idle` micro steps; `stage` makes no difference here.
+        """One optimizer step with `idle` micro steps of pipeline idle time; `stage` has no effect here.
 
         >>> model = Throughput(per_sample_seconds=0.5)
         >>> model.step_seconds(nodes=1, micro_batch_size=1, accumulation_steps=8, idle=2)
@@ -147,7 +146,7 @@ class Throughput:
         return computing + self.sync_step_seconds(nodes)
 
     def compute_seconds(self, micro_batch_size: int, micro_steps: float, sequence_length: int | None = None) -> float:
-        """The part of a step that does not depend on the nodes.
+        """The time of a step that does not depend on the number of nodes.
 
         >>> Throughput(per_sample_seconds=0.5).compute_seconds(4, 3)
         6.0
@@ -155,7 +154,7 @@ class Throughput:
         return micro_steps * self.micro_step_seconds(self.size(micro_batch_size, sequence_length))
 
     def size(self, micro_batch_size: int, sequence_length: int | None) -> float:
-        """The micro batch of as many tokens at the length that the times hold for.
+        """The micro batch with the same number of tokens at the measured sequence length.
 
         >>> Throughput(per_sample_seconds=1.0, sequence_length=4096).size(2, 8192)
         4.0
@@ -165,7 +164,7 @@ class Throughput:
         return micro_batch_size * sequence_length / self.sequence_length
 
     def remarks(self, micro_batch_sizes: Iterable[int], sequence_lengths: Iterable[int | None] = ()) -> tuple[str, ...]:
-        """What a reader of the times predicted for these sizes, each at its length, must know.
+        """Notes on the times that are predicted for these sizes, each at its sequence length.
 
         >>> Throughput(measured=((4, 0.5),)).remarks([8])
         ('micro_batch_size 8 is above the largest measured size 4: its time is extrapolated. Probe it.',)
@@ -184,19 +183,19 @@ class Throughput:
             if below := [self._named(*size) for size in sizes if size[0] < least]:
                 found.append(
                     f"micro_batch_size {', '.join(dict.fromkeys(below))} is below the smallest measured size {least}: "
-                    "its time is taken as that size's, an upper bound."
+                    "its time is that of the smallest size, an upper bound."
                 )
         if self.sequence_length:
             found += [
                 f"times at sequence_length {other} are scaled by tokens from {self.sequence_length}; attention's extra "
-                "cost is left out."
+                "cost is not included."
                 for other in lengths
                 if other != self.sequence_length
             ]
         elif len(lengths) > 1:
             found.append(
-                f"times are the same at every sequence_length ({', '.join(map(str, lengths))}): nothing says for which "
-                "they hold. Give sequence_length, the one they were measured at."
+                f"times are the same at every sequence_length ({', '.join(map(str, lengths))}): it is unknown at "
+                "which one they were measured. Give that sequence_length."
             )
         return tuple(found)
 
@@ -206,7 +205,7 @@ class Throughput:
 
 
 def probed_length(record: Mapping[str, Any]) -> int | None:
-    """The sequence length that a probe's file says its samples had, all of them.
+    """The sequence length of all samples in a probe file, or None if it is unknown.
 
     >>> probed_length({"identity": {"sequence_length": 1024}}), probed_length({})
     (1024, None)
@@ -218,7 +217,7 @@ def probed_length(record: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Step times given stage by stage, as a paper or a log states them: true for the nodes they were measured on only.
+    """Step times given per stage, as in a paper or a log: valid only for the nodes they were measured on.
 
     >>> StageSeconds((0.57, 0.58, 0.64)).step_seconds(stage=2)
     0.64
@@ -233,9 +232,9 @@ class StageSeconds:
             )
 
     def step_seconds(self, *, stage: int, **_: Any) -> float:
-        """The given time of a stage's step, whatever the placement."""
+        """The given time of a stage's step."""
         return self.seconds[stage]
 
     def remarks(self, micro_batch_sizes: Iterable[int], sequence_lengths: Iterable[int | None] = ()) -> tuple[str, ...]:
-        """What a reader of the times must know: the same shape as `Throughput.remarks`."""
-        return ("step times are given per stage, and hold for the nodes they were measured on.",)
+        """A note on the times; the same signature as `Throughput.remarks`."""
+        return ("step times are given per stage, and are valid for the nodes they were measured on.",)

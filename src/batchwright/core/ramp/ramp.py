@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from batchwright.core import codec
 from batchwright.core.batch.plan import pipeline_rule
-from batchwright.core.batch.request import Request, resolve_ranks, unused_pipeline, within_probe, world_of
+from batchwright.core.batch.request import BatchRequest, resolve_ranks, unused_pipeline, within_probe, world_of
 from batchwright.core.errors import ConfigError, ScheduleError, raise_violations
 from batchwright.core.nodes.policies import NodePlan, place
 from batchwright.core.nodes.throughput import StageSeconds, Throughput
@@ -85,6 +85,7 @@ class Ramp:
             "full_cluster_hours": placed.full_cluster_hours if placed else None,
             "full_cluster_node_hours": placed.full_cluster_node_hours if placed else None,
             "saved_node_hours": placed.saved_node_hours if placed else None,
+            "gap": placed.gap if placed else None,
             "learning_rate": codec.encode(self.rates),
             "learning_rate_suggestion": codec.encode(self.suggestion),
             "learning_rate_horizon": codec.encode(self.horizon),
@@ -99,11 +100,11 @@ _PLACED = (
 )  # fmt: skip
 
 
-def ramp(request: Request, wanted: RampRequest) -> Ramp:
+def ramp(request: BatchRequest, wanted: RampRequest) -> Ramp:
     """Compile the rule, check and place every stage, and put the learning rate beside it.
 
     >>> from batchwright.core.ramp.request import read_ramp
-    >>> r = ramp(Request(global_batch_size=1024), read_ramp({"linear": "256,128,50M"}))
+    >>> r = ramp(BatchRequest(global_batch_size=1024), read_ramp({"linear": "256,128,50M"}))
     >>> [s.global_batch_size for s in r.schedule.segments], r.schedule.ramp_steps
     ([256, 384, 512, 640, 768, 896, 1024], 103703)
     """
@@ -139,7 +140,7 @@ def ramp(request: Request, wanted: RampRequest) -> Ramp:
     return Ramp(schedule, rule, placement, rates, suggestion, horizon, sources, tuple(notes), known)
 
 
-def _per_device_world(request: Request, rule: PerDevice, notes: list[str]) -> Request:
+def _per_device_world(request: BatchRequest, rule: PerDevice, notes: list[str]) -> BatchRequest:
     """MaxText's stages change the size per device and nothing else: accumulation stays, END is the most."""
     replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
     largest = fraction(rule.end, "end") * replica
@@ -157,7 +158,7 @@ def _per_device_world(request: Request, rule: PerDevice, notes: list[str]) -> Re
     )
 
 
-def _published_world(request: Request, published: Recipe, notes: list[str]) -> Request:
+def _published_world(request: BatchRequest, published: Recipe, notes: list[str]) -> BatchRequest:
     """What the report says of the world, where nothing else was given."""
     if published.tensor_parallel is None or not (request.nodes or request.devices):
         return request
@@ -186,7 +187,7 @@ def _horizon(wanted: RampRequest, schedule: Schedule) -> HorizonCheck | None:
 
 
 def _placement(
-    request: Request, wanted: RampRequest, schedule: Schedule, published: Recipe | None, fixed_devices: bool
+    request: BatchRequest, wanted: RampRequest, schedule: Schedule, published: Recipe | None, fixed_devices: bool
 ) -> NodePlan | None:
     raise_violations(ScheduleError, unused_pipeline(request))
     ranks = resolve_ranks(request)
@@ -251,7 +252,7 @@ def _placement(
     return placed
 
 
-def _refuse_without_world(request: Request, wanted: RampRequest) -> None:
+def _refuse_without_world(request: BatchRequest, wanted: RampRequest) -> None:
     """Without devices nothing is placed: what needs a placement is refused, not dropped."""
     if request.nodes is not None:
         raise ScheduleError(
@@ -266,7 +267,7 @@ def _refuse_without_world(request: Request, wanted: RampRequest) -> None:
         )
 
 
-def _throughput(request: Request, wanted: RampRequest) -> Throughput | StageSeconds | None:
+def _throughput(request: BatchRequest, wanted: RampRequest) -> Throughput | StageSeconds | None:
     named = [name for name in ("micro_step_seconds", "stage_seconds", "probe") if getattr(wanted, name) is not None]
     if len(named) > 1:
         raise ConfigError(f"{' and '.join(named)} are two answers to how long a step takes: give one.", field=named[1])

@@ -8,16 +8,9 @@ from functools import partial
 from typing import Any, cast
 
 from batchwright.core.batch.plan import plan
-from batchwright.core.batch.request import (
-    Request,
-    batch_in_samples,
-    choice,
-    resolve_ranks,
-    switch,
-    unknown_key,
-    world_of,
-)
+from batchwright.core.batch.request import BatchRequest, batch_in_samples, resolve_ranks, world_of
 from batchwright.core.errors import ConfigError, ScheduleError, Violation, raise_violations
+from batchwright.core.fields import Readers, choice, read_fields, switch
 from batchwright.core.nodes.policies import POLICIES
 from batchwright.core.numbers import count, positive
 
@@ -100,7 +93,7 @@ def _text(value: Any, name: str) -> str:
     return str(value)
 
 
-RAMP_READERS: Mapping[str, Callable[[Any, str], Any]] = {
+RAMP_READERS: Readers = {
     "linear": _parts(3, 3, "START,INCREMENT,SAMPLES"),
     "per_device": _parts(4, 4, "START,INCREMENT,END,SAMPLES"),
     "thresholds": _text,
@@ -136,26 +129,13 @@ def read_ramp(values: Mapping[str, Any]) -> RampRequest:
     >>> read_ramp({"linear": "256,128,50M"}).linear
     ('256', '128', '50M')
     """
-    wrong: list[Violation] = []
-    read: dict[str, Any] = {}
-    for name, value in values.items():
-        if value is None:
-            continue
-        if name not in RAMP_READERS:
-            wrong.append(unknown_key(name, value, RAMP_READERS))
-            continue
-        try:
-            read[name] = RAMP_READERS[name](value, name)
-        except ConfigError as error:
-            wrong.extend(error.violations)
-    raise_violations(ConfigError, wrong)
-    return RampRequest(**read)
+    return RampRequest(**read_fields(values, RAMP_READERS))
 
 
 UNIT_OF = {"thresholds": "samples", "thresholds_tokens": "tokens", "thresholds_steps": "steps"}
 
 
-def compile_schedule(request: Request, wanted: RampRequest, published: Recipe | None) -> tuple[Schedule, Rule]:
+def compile_schedule(request: BatchRequest, wanted: RampRequest, published: Recipe | None) -> tuple[Schedule, Rule]:
     """The schedule, and the rule it was compiled from."""
     named = [name for name in RULE_FLAGS if getattr(wanted, name) is not None]
     if len(named) > 1:
@@ -176,7 +156,7 @@ def compile_schedule(request: Request, wanted: RampRequest, published: Recipe | 
     return compiled.until(wanted.samples, tokens=wanted.tokens, last_step=policy), rule
 
 
-def _rule(request: Request, wanted: RampRequest, name: str | None) -> Rule:
+def _rule(request: BatchRequest, wanted: RampRequest, name: str | None) -> Rule:
     length = request.sequence_length
     if name is None:
         # No rule: a constant batch, from whatever numbers give one.
@@ -206,14 +186,14 @@ def _rule(request: Request, wanted: RampRequest, name: str | None) -> Rule:
     )
 
 
-def _target(request: Request, what: str) -> int:
+def _target(request: BatchRequest, what: str) -> int:
     target = batch_in_samples(request)
     if target is None:
         raise ScheduleError(f"{what} grows to global_batch_size, and it is not given.", field="global_batch_size")
     return target
 
 
-def _devices(request: Request) -> int:
+def _devices(request: BatchRequest) -> int:
     ranks = resolve_ranks(request)
     if ranks is None:
         raise ScheduleError(
@@ -222,7 +202,7 @@ def _devices(request: Request) -> int:
     return world_of(request, ranks).devices
 
 
-def _refuse_unused(request: Request, wanted: RampRequest, compiled: Schedule, name: str | None) -> None:
+def _refuse_unused(request: BatchRequest, wanted: RampRequest, compiled: Schedule, name: str | None) -> None:
     """What is given and would mean nothing is a mistake of somebody: say so."""
     wrong: list[Violation] = []
     target, last = batch_in_samples(request), compiled.segments[-1].global_batch_size

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.core.batch.request import choice, unknown_key
 from batchwright.core.errors import ConfigError, EnvironmentFault, Violation, raise_violations
+from batchwright.core.fields import choice, unknown_key
 from batchwright.core.numbers import count, positive
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.rundir.files import find_json

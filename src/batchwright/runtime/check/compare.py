@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from batchwright.core.causes import unknown_causes
 from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
 from batchwright.core.ramp.schedule import Schedule
 from batchwright.runtime.task import Task
 
-from .causes import Diagnosis, Finding, Measured, scale_of
+from .causes import Diagnosis, Finding, Measured, scale_of, unknown_causes
 from .gradients import Gradient, Rig, Variant, group_errors, norm, relative_error
 from .messages import number
 from .optimizer import accumulator, step_counted
