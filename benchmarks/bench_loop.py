@@ -37,7 +37,7 @@ from batchwright.runtime.state import tensors  # noqa: E402
 from batchwright.runtime.state.audit import _expected, audit  # noqa: E402
 from batchwright.runtime.state.checkpoint import Checkpoints  # noqa: E402
 from batchwright.runtime.state.ledger import WIDTH, Ledger, _line  # noqa: E402
-from batchwright.runtime.step.parallel import StepResult  # noqa: E402
+from batchwright.runtime.step.accumulate import StepResult  # noqa: E402
 from batchwright.runtime.task import Task  # noqa: E402
 
 BATCH, MICRO = 16, 8

@@ -129,7 +129,7 @@ class Paired(Marks):
 def ours(model: Model, data: Sentences, optimizer: Marks) -> None:
     batch = MICRO * ACCUMULATION
     sampler = StepSampler(Constant(batch).compile().until(len(data)), micro_batch_size=MICRO)
-    loader = Loader(data, GlobalOrder(len(data), shuffle=False), sampler, collate_fn=collate)
+    loader = Loader(data, GlobalOrder(len(data), shuffle=False), sampler, collate=collate)
     for step in accumulate(loader, model):
         for micro in step:
             ids, labels = micro.data["input_ids"], micro.data["labels"]

@@ -119,10 +119,10 @@ def test_the_example_of_the_readme(cli):
     assert cli(*argv).err == (
         "error: --global-batch-size=1000 is not a whole number of accumulation steps: --micro-batch-size 3 × "
         "--data-parallel-size 64 = 192, and 1000 / 192 = 5.21. Nearest: 960 (5 steps) or 1152 (6 steps). "
-        "Or --allow-ragged, where shares differ by one sample.\n"
+        "Or give --allow-ragged: shares then differ by one sample.\n"
     )
     error = cli(*argv, "--json").json["error"]
-    assert error["message"].startswith("global_batch_size=1000 is not") and "Or allow_ragged" in error["message"]
+    assert error["message"].startswith("global_batch_size=1000 is not") and "Or give allow_ragged" in error["message"]
     assert error["field"] == "global_batch_size"
 
 
@@ -148,12 +148,12 @@ def test_a_value_of_a_file_or_of_another_framework_is_named_by_its_key(cli, tmp_
 
 
 def test_other_verbs_name_flags_too(cli):
-    assert "error: --keep=0 " in cli("run", "a.py:b", "--keep", "0", "--samples", "8", "--thresholds", "0:8").err
-    assert "error: --updates=5 " in cli("rl", "--prompts", "32", "--generations", "8", "--updates", "5").err
+    assert "error: --keep=0" in cli("run", "a.py:b", "--keep", "0", "--samples", "8", "--thresholds", "0:8").err
+    assert "error: --updates=5" in cli("rl", "--prompts", "32", "--generations", "8", "--updates", "5").err
     assert "error: --linear and --thresholds " in cli("ramp", "--linear", "1,1,1", "--thresholds", "0:8").err
-    assert "error: --multiple-of=0 " in cli("probe", "--multiple-of", "0", "--", "true", "{micro_batch_size}").err
-    assert "error: --seed=-1 " in cli("check", "a.py:b", "--seed", "-1").err
-    assert "error: --ranks=0 " in cli("estimate", __file__ + ":b", "--ranks", "0").err
+    assert "error: --multiple-of=0" in cli("probe", "--multiple-of", "0", "--", "true", "{micro_batch_size}").err
+    assert "error: --seed=-1" in cli("check", "a.py:b", "--seed", "-1").err
+    assert "error: --ranks=0" in cli("estimate", __file__ + ":b", "--ranks", "0").err
 
 
 def test_notes_name_flags_too(cli):

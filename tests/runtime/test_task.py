@@ -1,4 +1,4 @@
-"""A task from a user's file: found, imported without harm, and its faults named as theirs."""
+"""A task from a user's file: it is found and imported, and its faults are reported as the user's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from batchwright.core.errors import ConfigError, PlanError, RunError
+from batchwright.core.errors import ConfigError, RunError
 from batchwright.processes.target import task_file
-from batchwright.runtime.task import Feed, Task, leading_size, load_task, windows
+from batchwright.runtime.task import Task, load_task
 
 GOOD = """
     import torch
@@ -125,7 +125,7 @@ def minimal(**changes: Any) -> Task:
     return Task(**(parts | changes))
 
 
-def test_what_is_not_a_task_is_said_all_at_once() -> None:
+def test_all_wrong_fields_of_a_task_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         minimal(model=3, dataset=iter([1]), optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), collate=1)
     assert [v.field for v in caught.value.violations] == ["model", "dataset", "optimizer", "collate"]
@@ -146,45 +146,7 @@ def test_the_loss_is_a_sum_with_its_weight() -> None:
     model = nn.Linear(2, 1)
     assert minimal().loss_of(model, None)[1:] == (1, None)
     assert minimal(loss=lambda m, b: (torch.ones(()), 1, torch.zeros(()))).loss_of(model, None)[2] == 0
-    with pytest.raises(RunError, match=r"returned a Tensor. It has to return"):
+    with pytest.raises(RunError, match=r"returned a Tensor. It must return"):
         minimal(loss=lambda m, b: torch.ones(())).loss_of(model, None)
     with pytest.raises(RunError, match="returned 4 values"):
         minimal(loss=lambda m, b: (torch.ones(()), 1, 2, 3)).loss_of(model, None)
-
-
-def test_windows_number_the_batches_of_any_loader() -> None:
-    rows = list(torch.ones(7, 3).split(2))  # 2, 2, 2, 1
-    found = [(m.step.step, m.step.start_sample, m.index, m.count, list(m.ids)) for m in windows(rows, 3)]
-    assert found == [
-        (0, 0, 0, 3, [0, 1]), (0, 0, 1, 3, [2, 3]), (0, 0, 2, 3, [4, 5]), (1, 6, 0, 3, [6]),
-    ]  # fmt: skip
-    later = list(windows(rows, 3, first_step=5, start_sample=100, first_index=2, data_parallel_size=2))
-    assert [(m.step.step, m.index, m.step.start_sample) for m in later][:2] == [(5, 2, 100), (6, 0, 104)]
-    with pytest.raises(PlanError, match="first_index=3 is not a micro step"):
-        list(windows(rows, 3, first_index=3))
-
-
-def test_samples_are_counted_in_any_batch() -> None:
-    assert leading_size([torch.ones(4, 2), torch.ones(4)]) == 4
-    assert leading_size({"a": {"b": torch.ones(3)}}) == 3
-    for batch in ("text", [], 3, torch.ones(())):
-        with pytest.raises(RunError, match="cannot count the samples"):
-            leading_size(batch)
-
-
-def test_a_feed_looks_one_ahead_and_no_further() -> None:
-    asked = []
-
-    def count():
-        for micro in windows([torch.ones(1)] * 3, 3):
-            asked.append(micro.index)
-            yield micro
-
-    feed = Feed(count())
-    first = feed.take()
-    assert feed.continues(first.step) and asked == [0, 1]
-    assert feed.take().index == 1 and asked == [0, 1]
-    feed.take()
-    assert feed.peek() is None
-    with pytest.raises(RunError, match="ended where one was due"):
-        feed.take()

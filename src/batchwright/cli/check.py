@@ -103,9 +103,10 @@ def _check(target: str, args: tuple[str, ...], allow: tuple[str, ...], flags: di
 
         from batchwright.runtime.check import check
         from batchwright.runtime.check.causes import unknown_causes
-        from batchwright.runtime.check.gradients import set_seeds
+        from batchwright.runtime.state.generators import set_seeds
         from batchwright.runtime.task import load_task
-    raise_violations(PlanError, unknown_causes(allow))  # before the user's function runs
+    # Checked before the user's function runs.
+    raise_violations(PlanError, unknown_causes(allow))
     try:
         # The function may draw random numbers (a model, a synthetic dataset): the same ones in every process.
         set_seeds(seed)

@@ -30,7 +30,7 @@ from batchwright.core.errors import PlanError
 from batchwright.processes.endings import cause_of
 from batchwright.processes.guard import die_with
 from batchwright.rundir import atomic
-from batchwright.runtime.device import choose
+from batchwright.runtime.device import choose, to_device
 from batchwright.runtime.ranks import discover
 from batchwright.runtime.task import Task, load_task
 
@@ -298,19 +298,6 @@ def one_length(task: Task) -> bool:
         return True
     last = len(task.dataset) - 1
     return len({elements(task.dataset[i]) for i in {0, last // 3, last // 2, last}}) == 1
-
-
-def to_device(data: Any, device: torch.device) -> Any:
-    """A batch moved, whatever it is made of."""
-    if hasattr(data, "to"):  # tensors, and batches that know how, such as a tokenizer's
-        return data.to(device)
-    if isinstance(data, dict):
-        return {k: to_device(v, device) for k, v in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(to_device(v, device) for v in data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(to_device(v, device) for v in data)
-    return data
 
 
 def identity(

@@ -1,7 +1,7 @@
-"""Files that are whole or absent: written under another name in the same directory, then renamed. Standard library only.
+"""Files that are complete or absent: written under another name in the same directory, then renamed.
 
-The directory may be one that others write to. The temporary name is random and must not exist yet, so that a symbolic
-link which somebody has put there is never written through.
+Other users may write to the directory. The temporary name is random and must not exist, so that no symbolic link of
+another user is followed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 
 def write(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -> None:
-    """Replace `path` by `text`: a reader sees the old file or the new one, and after a power cut one of the two.
+    """Replace the content of `path` by `text`: a reader sees the old file or the new one, also after a power failure.
 
-    `mode` is what `open` takes: the umask is applied. Without `sync` the write is atomic and not durable.
+    `mode` is that of `os.open`: the umask applies. Without `sync` the write is atomic, but not durable.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -38,14 +38,15 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot do this to a directory
+        # Some file systems cannot sync a directory.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)
 
 
 def no_follow(path: str, flags: int) -> int:
-    """An `opener` for `open` that refuses a symbolic link at the end of the path: for files that are appended to."""
+    """An `opener` for `open` that refuses a path which is a symbolic link: for files that are appended to."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
     except OSError as error:

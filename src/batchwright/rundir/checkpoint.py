@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, and whether one is complete. `runtime/state/checkpoint.py` writes them."""
+"""The checkpoints of a run, and whether one is complete. `runtime/state/checkpoint.py` writes them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from batchwright.core.errors import RunError
 
 from . import names
-from .files import digest_of, read_json
+from .files import digest_of, json_object, read_json
 
 MANIFEST, STATE = "manifest.json", "state.json"
 
 
 def listing(directory: Path) -> list[tuple[str, int, int]]:
-    """The checkpoints in a directory as (name, step, launch), newest first: of the latest launch, then step.
+    """The checkpoints in a directory as (name, step, launch), newest first: by launch, then by step.
 
     >>> listing(Path("nowhere"))
     []
@@ -27,16 +27,17 @@ def listing(directory: Path) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The manifest of a checkpoint: the size and SHA-256 of every file but itself."""
+    """The manifest of a checkpoint: the size and SHA-256 of every other file."""
 
     path: Path
     schema: object
     files: Mapping[str, Any]
 
-    def problem(self, read_through: Callable[[int], bool] = lambda index: True) -> str | None:
-        """What is wrong: a file is missing, has another size or, where it is read through, another content.
+    def problem(self, verify: Callable[[int], bool] = lambda index: True) -> str | None:
+        """What is wrong, or None: a file is missing, or its size or SHA-256 differs.
 
-        `read_through` is asked with the index of each file: ranks share the reading. The state is small, and always read.
+        `verify` is called with the index of each file and decides whether its SHA-256 is computed, so that ranks can share
+        the work. state.json is small and always verified.
         """
         manifest = self.path / MANIFEST
         if STATE not in self.files:
@@ -48,26 +49,24 @@ class CheckpointFiles:
             size = file.stat().st_size if file.is_file() else None
             if size is None:
                 return f"{file} is missing."
-            wanted, digest = (facts.get("size"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
+            wanted, digest = json_object(facts).get("size"), json_object(facts).get("sha256")
             if not isinstance(wanted, int) or not isinstance(digest, str):
                 return f"{manifest} has no size and SHA-256 of {name}."
             if size != wanted:
-                return f"{file} has {size:,} bytes where {wanted:,} were written."
-            if (name == STATE or read_through(index)) and (found := digest_of(file)) != digest:
+                return f"{file} has {size:,} bytes, but {wanted:,} were written."
+            if (name == STATE or verify(index)) and (found := digest_of(file)) != digest:
                 return f"{file} has SHA-256 {found[:12]}…, not {digest[:12]}…: its content changed."
         return None
 
 
 def read_manifest(checkpoint: Path) -> CheckpointFiles:
-    """The manifest of a checkpoint; a RunError that names the file when it cannot be read."""
-    document = read_json(checkpoint / MANIFEST)
-    files = document.get("files") if isinstance(document, dict) else None
-    schema = document.get("schema") if isinstance(document, dict) else None
-    return CheckpointFiles(checkpoint, schema, files if isinstance(files, dict) else {})
+    """The manifest of a checkpoint; a RunError that names the file if it cannot be read."""
+    document = json_object(read_json(checkpoint / MANIFEST))
+    return CheckpointFiles(checkpoint, document.get("schema"), json_object(document.get("files")))
 
 
 def positions(directory: Path, *, verify: bool = False) -> Iterator[int]:
-    """The position of every complete checkpoint, newest first; with `verify` every file is read through."""
+    """The position of every complete checkpoint, newest first; with `verify`, the SHA-256 of every file is checked."""
     for name, _, _ in listing(directory):
         try:
             if read_manifest(directory / name).problem(lambda index: verify) is None:

@@ -1,4 +1,4 @@
-"""The fence: `RUN/launch.json` holds the number of the launch that may write. Every other launch is old."""
+"""The fence: `RUN/launch.json` holds the number of the launch that may write. No other launch may."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .files import read_json, write_json
 
 @dataclass(frozen=True)
 class Fence:
-    """The right of one launch to write to a run; called, it says whether the launch still has it."""
+    """The right of a launch to write to a run; a call returns whether the launch still has it."""
 
     run: Path
     launch: int
@@ -24,16 +24,16 @@ class Fence:
 
     @staticmethod
     def current(run: Path) -> int | None:
-        """The launch that may write now, or None before the first."""
+        """The launch that may write now; None before the first."""
         path = run / names.FENCE
         return int(read_json(path)["launch"]) if path.exists() else None
 
     def take(self) -> None:
-        """From now on only this launch may write."""
+        """Give the right to this launch, without a check."""
         write_json(self.run / names.FENCE, {"schema": SCHEMA, "launch": self.launch})
 
     def claim(self) -> Fence:
-        """Take over from an earlier launch; refused where a later one has taken over."""
+        """Take over the run from an earlier launch; an error if a later launch has taken over."""
         current = self.current(self.run)
         if current is not None and current > self.launch:
             raise EnvironmentFault(

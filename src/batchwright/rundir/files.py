@@ -1,4 +1,4 @@
-"""JSON documents on disk, hashes of files, and an error of the disk as an error of ours."""
+"""JSON documents and JSON lines on disk, hashes of files, and disk errors as errors of batchwright."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 from hashlib import file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from batchwright.core.codec import encode
 from batchwright.core.errors import BatchwrightError, EnvironmentFault, RunError
@@ -17,7 +17,7 @@ from . import atomic
 _REMEDIES = {
     errno.ENOSPC: "Free some space, or keep fewer checkpoints.",
     errno.EDQUOT: "Raise the quota, or keep fewer checkpoints.",
-    errno.EFBIG: "The file size limit (ulimit -f) or the file system allows no larger file.",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or use a file system that allows larger files.",
     errno.EROFS: "Mount it writable, or choose another directory.",
     errno.EACCES: "Give this user write permission, or choose another directory.",
     errno.EPERM: "Give this user write permission, or choose another directory.",
@@ -25,14 +25,14 @@ _REMEDIES = {
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o666, sync: bool = True) -> None:
-    """Write a value, or a dataclass: a reader sees the old file or the new one, and after a power cut one of the two."""
+    """Write a value or a dataclass: a reader sees the old file or the new one, also after a power failure."""
     text = json.dumps(encode(value), ensure_ascii=False, indent=1, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write(path, text + "\n", mode=mode, sync=sync)
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in `path`; a RunError that names the file when it is missing or not JSON."""
+    """The JSON in `path`; a RunError that names the file if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -42,11 +42,46 @@ def read_json(path: Path) -> Any:
 
 
 def find_json(path: Path) -> Any:
-    """The JSON in `path`; None when it is missing, cannot be read, or is being written by somebody else."""
+    """The JSON in `path`; None if it is missing or cannot be read at this moment."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def json_object(value: Any) -> dict[str, Any]:
+    """A JSON object; an empty one if `value` is something else.
+
+    >>> json_object({"launch": 3}), json_object([3])
+    ({'launch': 3}, {})
+    """
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+class JsonLines:
+    """Reads a file of JSON lines, such as events, while it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset, self._rest = 0, b""
+
+    def new(self) -> list[Any]:
+        """The lines that were completed since the last call. What is not JSON, or has no line end yet, is left out."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                chunk = file.read()
+        except OSError:
+            return []
+        self._offset += len(chunk)
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        found: list[Any] = []
+        for line in lines:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
 
 
 def digest_of(path: Path) -> str:
@@ -56,7 +91,7 @@ def digest_of(path: Path) -> str:
 
 
 def write_fault(error: BaseException, what: str, directory: Path, kept: str) -> BatchwrightError:
-    """An error of the disk in three parts: what could not be written, why with the numbers, and what is left."""
+    """A disk error as ours: what could not be written, why, with the free space, and what was kept."""
     if isinstance(error, BatchwrightError):
         return error
     reason = f"{type(error).__name__}: {error}"

@@ -3,8 +3,8 @@
 RUN/plan.json                   what to run, and how (owner only: it holds environment values)
 RUN/lock                        held by the supervisor (flock), with its process and host
 RUN/launch.json                 the fence: the launch number that may write
-RUN/stop.json                   there when somebody asked the run to stop
-RUN/outcome.json                how the last supervisor left
+RUN/stop.json                   exists after a request to stop
+RUN/outcome.json                how the last supervisor ended
 RUN/status.json, status/        why and where a launch ended
 RUN/events/                     supervisor.jsonl (launches, boundaries), launch-00003.jsonl (steps, saves)
 RUN/launches/0003/              manifest.json, spec.json, ending.json, job.json, ranks/, logs/
@@ -19,6 +19,7 @@ from pathlib import Path
 
 PLAN, LOCK, FENCE, STOP, OUTCOME = "plan.json", "lock", "launch.json", "stop.json", "outcome.json"
 STATUS, CHECKPOINTS, LEDGER, EVENTS, LAUNCHES = "status.json", "checkpoints", "ledger", "events", "launches"
+SUPERVISOR_EVENTS = "supervisor.jsonl"
 
 _CHECKPOINT = re.compile(r"step-(\d{12})-launch-(\d{5,})")
 _LEDGER = re.compile(r"launch-(\d{5,})-rank-(\d{5,})\.jsonl")
@@ -69,7 +70,7 @@ def read_events(name: str) -> int | None:
 
 
 def status(launch: int, rank: int | None = None) -> str:
-    """The status of one launch for good; `rank` for that of a rank that failed.
+    """The status of one launch, which no later launch replaces; with `rank`, that of a rank that failed.
 
     >>> status(3), status(3, rank=1)
     ('status/launch-00003.json', 'status/launch-00003-rank-00001.json')
@@ -87,7 +88,7 @@ def launch(number: int) -> str:
 
 
 def listed(folder: Path) -> list[str]:
-    """The names in a folder; none where it does not exist."""
+    """The names in a folder; an empty list if it does not exist."""
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Why and where a launch ended: a record, `RUN/status.json`, and what the next launch learns from it."""
+"""Why and where a launch ended: the record `RUN/status.json`, and what the next launch reads of it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchwright.core.codec import encode
+from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import BatchwrightError
 
 from . import names
-from .files import find_json, write_fault, write_json
+from .files import find_json, json_object, write_fault, write_json
 
 STOPPED_AT_BOUNDARY, INTERRUPTED = 75, 130
 
 
 @dataclass(frozen=True)
 class Status:
-    """Why and where a launch ended (or that it runs): `RUN/status.json`, and `RUN/status/launch-00003.json` for good.
+    """Why and where a launch ended, or that it runs: `RUN/status.json`, with a copy in `RUN/status/launch-00003.json`.
 
-    `reason` is `end` (of the budget), `boundary` (where the next launch begins), `signal`, `tokens` or `error`.
+    `state` is running, complete, stopped or failed. `reason` is `end` (of the budget), `boundary` (where the next launch
+    begins), `signal`, `tokens` or `error`.
 
     >>> Status("stopped", "boundary", launch=0, position=960, step=60, bare=True).exit_code
     75
     """
 
-    state: str  # running | complete | stopped | failed
+    state: str
     reason: str | None
     launch: int
     position: int
@@ -41,23 +42,23 @@ class Status:
     loss: float | None = None
     evaluation_loss: float | None = None
     signal: str | None = None
-    times: dict[str, float] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict[str, float])
     error: dict[str, Any] | None = None
     bare: bool = False
     schema: int = 1
     skipped_steps: int = 0
-    """Steps of the lineage that overflowed in fp16: their samples are used up, the weights did not move."""
+    """Steps of the lineage that overflowed in fp16: their samples count, the weights did not change."""
 
     @property
     def exit_code(self) -> int:
-        """What the process exits with; launchers lose exit codes or take them for failures, so there it is 0."""
+        """The exit code of the process; 0 under a launcher, which would lose it or report a failure."""
         if not self.bare or self.state == "complete":
             return 0
         return INTERRUPTED if self.reason == "signal" else STOPPED_AT_BOUNDARY
 
 
 def write_status(root: Path, status: Status) -> None:
-    """Write it for good as `status/launch-00003.json`, and as the newest, `status.json`; whole or not at all."""
+    """Write `status/launch-00003.json`, then `status.json`, which the next launch replaces."""
     document = encode(status)
     for name in ("loss", "evaluation_loss"):
         if document[name] is not None and not math.isfinite(document[name]):
@@ -70,19 +71,23 @@ def write_status(root: Path, status: Status) -> None:
 
 
 def error_record(error: BaseException, rank: int) -> dict[str, Any]:
-    """An error for a status file: what `--json` prints, the traceback, and the rank it happened on."""
+    """An error for a status file: the record that `--json` prints, the traceback, and the rank."""
     known = isinstance(error, BatchwrightError)
     record = error.record() if known else {"type": type(error).__name__, "message": str(error)}
     return {**record, "rank": rank, "traceback": traceback.format_exception(error)}
 
 
+def write_failure(root: Path, launch: int, error: dict[str, Any]) -> None:
+    """Write the error of a rank other than 0, which does not write the status of the launch."""
+    write_json(root / names.status(launch, error["rank"]), {"schema": SCHEMA, "state": "failed", "error": error})
+
+
 def last_seen(root: Path, launch: int) -> dict[str, Any]:
-    """When the launch before this one did its last step, and what its status says of its times."""
+    """The time of the last step of the launch before this one, and the times in its status; empty if there is none."""
     folder = root / names.LEDGER
     found = [(numbers[0], name) for name in names.listed(folder) if (numbers := names.read_ledger(name))]
     latest = max((number for number, _ in found if number < launch), default=None)
     if latest is None:
         return {}
     seen = max((folder / name).stat().st_mtime for number, name in found if number == latest)
-    status = find_json(root / names.status(latest))
-    return {"time": seen, "times": status.get("times", {}) if isinstance(status, dict) else {}}
+    return {"time": seen, "times": json_object(find_json(root / names.status(latest))).get("times", {})}

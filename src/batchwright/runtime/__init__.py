@@ -1,13 +1,13 @@
-"""Training that can trust its samples and its gradient, on torch's own DDP, FSDP2 and DataLoader.
+"""The training loop and its parts, on torch's own DDP, FSDP2 and DataLoader.
 
     task     what a user's file returns
-    data/    which sample each rank reads in each step
-    step/    the gradient of the whole global batch, however it was split
+    data/    which samples each rank reads in each step
+    step/    the gradient of the whole global batch, at any split
     state/   checkpoints, the ledger of samples, and its audit
-    loop/    `train`, which puts these together
+    loop/    `train`, which combines them
     check/   does a split change the gradient?
 
-Each piece works alone: docs/own_loop.md builds a loop from them. The names are looked up on first use.
+Each part also works alone: docs/own_loop.md builds a loop from them. Names are imported on first use.
 """
 
 TYPE_CHECKING = False  # type checkers read it as true
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .data.order import GlobalOrder as GlobalOrder
     from .data.sampler import Slice as Slice
     from .data.sampler import StepSampler as StepSampler
+    from .data.windows import windows as windows
+    from .device import to_device as to_device
     from .loop.events import read_events as read_events
     from .loop.settings import Settings as Settings
     from .loop.train import train as train
@@ -31,15 +33,14 @@ if TYPE_CHECKING:
     from .state.ledger import next_launch as next_launch
     from .step.accumulate import Accumulator as Accumulator
     from .step.accumulate import GradientStep as GradientStep
+    from .step.accumulate import StepResult as StepResult
     from .step.accumulate import accumulate as accumulate
     from .step.noise import NoiseEstimate as NoiseEstimate
     from .step.noise import NoiseScale as NoiseScale
-    from .step.parallel import StepResult as StepResult
     from .task import Task as Task
     from .task import load_task as load_task
-    from .task import windows as windows
 
-# The module of each name; looked up on first use, since FSDP alone takes a second to import.
+# Name -> module; imported on first use, since FSDP alone takes a second to import.
 _HOMES = {
     "Accumulator": "step.accumulate",
     "Checkpoints": "state.checkpoint",
@@ -54,7 +55,7 @@ _HOMES = {
     "Ranks": "ranks",
     "Settings": "loop.settings",
     "Slice": "data.sampler",
-    "StepResult": "step.parallel",
+    "StepResult": "step.accumulate",
     "StepSampler": "data.sampler",
     "Task": "task",
     "accumulate": "step.accumulate",
@@ -64,11 +65,10 @@ _HOMES = {
     "load_task": "task",
     "next_launch": "state.ledger",
     "read_events": "loop.events",
+    "to_device": "device",
     "train": "loop.train",
-    "windows": "task",
+    "windows": "data.windows",
 }
-
-__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Who am I: this process's rank, and its data-parallel rank in a device mesh. The one runtime file that reads the
+"""This process's rank in the job, and its data-parallel rank in a device mesh. Only this file of `runtime` reads the
 environment."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from batchwright.core.errors import EnvironmentFault, PlanError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Launcher -> its names for rank, size, local rank, local size. Slurm's step variables exist under srun only: SLURM_NTASKS
-# would also be set in a batch script's own single process, which is not one of those tasks.
+# Launcher -> its variables for rank, size, local rank, local size. SLURM_STEP_NUM_TASKS exists under srun only;
+# SLURM_NTASKS is also set in the batch script's own process, which is not one of the tasks.
 _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
@@ -23,7 +23,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process among all processes of the job, and on its node; `local_size` where it is known.
+    """The rank of this process in the job and on its node; `local_size` is None if unknown.
 
     >>> Ranks()
     Ranks(rank=0, size=1, local_rank=0, local_size=None)
@@ -36,7 +36,7 @@ class Ranks:
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Ranks:
-    """The ranks that torchrun or srun gave this process; without either, the only process there is.
+    """Read the ranks that torchrun or srun set for this process; without either it is the only process.
 
     >>> discover({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     Ranks(rank=3, size=8, local_rank=1, local_size=2)
@@ -45,7 +45,7 @@ def discover(environment: Mapping[str, str] | None = None) -> Ranks:
     """
     env = os.environ if environment is None else environment
     for launcher, rank, size, local_rank, local_size in _LAUNCHERS:
-        # Slurm sets a rank in the batch script too; only srun's own size says that there are others.
+        # Slurm sets a rank in the batch script too; only srun sets this size.
         if size not in env and (launcher != "torchrun" or rank not in env):
             continue
         found = Ranks(
@@ -56,7 +56,7 @@ def discover(environment: Mapping[str, str] | None = None) -> Ranks:
         )
         if not 0 <= found.rank < found.size:
             raise EnvironmentFault(
-                f"{rank}={found.rank} is not a rank of {size}={found.size}: ranks are 0 to {found.size - 1}.",
+                f"{rank}={found.rank}: must be 0 to {found.size - 1}, since {size}={found.size}.",
                 field=rank,
                 given=found.rank,
                 nearest=[max(0, found.size - 1)],
@@ -66,7 +66,7 @@ def discover(environment: Mapping[str, str] | None = None) -> Ranks:
 
 
 def check_rendezvous(ranks: Ranks, environment: Mapping[str, str] | None = None) -> None:
-    """Raise unless the environment says where the processes of a job meet.
+    """Raise unless the environment has the address at which the processes of a job meet.
 
     >>> check_rendezvous(Ranks(0, 2), {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
     """
@@ -74,17 +74,17 @@ def check_rendezvous(ranks: Ranks, environment: Mapping[str, str] | None = None)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
         raise EnvironmentFault(
-            f"rank {ranks.rank} of {ranks.size} has no {' and no '.join(missing)} in its environment, so the ranks do not know "
-            "where to meet. torchrun sets both; under srun, export the first node's name and a free port.",
+            f"rank {ranks.rank} of {ranks.size} has no {' and no '.join(missing)} in its environment, so it cannot reach the "
+            "other ranks. torchrun sets both; under srun, export the first node's name and a free port.",
             field=missing[0],
         )
 
 
 def data_parallel(mesh: DeviceMesh, dims: str | Sequence[str] | None = None) -> tuple[int, int]:
-    """This process's data-parallel rank and size: its place along the mesh dimensions `dims`, the last varying fastest.
+    """This process's data-parallel rank and size: its rank along the mesh dimensions `dims`, the last varying fastest.
 
-    Ranks that differ only in other dimensions (tensor, pipeline, context) get equal answers, so equal samples. A mesh
-    of one dimension needs no name; which of several are data-parallel is never guessed.
+    Ranks that differ only in other dimensions (tensor, pipeline, context) get equal results, so equal samples. For a mesh
+    of one dimension `dims` may be omitted.
 
         mesh = init_device_mesh("cuda", (2, 4, 8), mesh_dim_names=("replicate", "shard", "tensor"))
         rank, size = data_parallel(mesh, ("replicate", "shard"))         # size 8
@@ -96,8 +96,8 @@ def data_parallel(mesh: DeviceMesh, dims: str | Sequence[str] | None = None) -> 
         axes = (0,)
     elif not wanted or set(wanted) - set(names) or len(set(wanted)) < len(wanted):
         raise PlanError(
-            f"dims={dims!r} does not say which dimensions of the mesh ({shape}) hold different samples. "
-            + (f"Name each once, out of: {', '.join(names)}." if names else "Give the mesh its mesh_dim_names."),
+            f"dims={dims!r} does not name the dimensions of the mesh ({shape}) that hold different samples. "
+            + (f"Name each once, out of: {', '.join(names)}." if names else "Create the mesh with mesh_dim_names."),
             field="dims",
             given=dims,
             nearest=names,
@@ -119,7 +119,7 @@ def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
     text = env.get(name, "")
     if not text.isdecimal():
         raise EnvironmentFault(
-            f"{name}={text!r} is not a whole number, but {launcher} sets it in every process. Start the job with "
+            f"{name}={text!r}: must be an integer, which {launcher} sets in every process. Start the job with "
             f"{launcher}, or remove its variables from the environment.",
             field=name,
             given=text,

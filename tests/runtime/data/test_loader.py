@@ -1,4 +1,4 @@
-"""The loader: the same samples and the same augmentation at any split, worker count and point of resumption."""
+"""The loader: the same samples and augmentation at any split and worker count, and after resuming anywhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, default_collate
 from batchwright.core.errors import PlanError, RunError
 from batchwright.core.ramp.rules import Constant, Linear
 from batchwright.core.ramp.schedule import Schedule
-from batchwright.runtime.data.loader import Loader, Micro, _Identified
+from batchwright.runtime.data.loader import Loader, Micro, _SlicesWithIds
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
 from batchwright.runtime.ranks import data_parallel
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.torch
 
 
 class Noisy:
-    """A sample is its id and one draw of each generator: an augmentation that shows on what it depends."""
+    """A sample is its id and one random number of each generator, like an augmentation."""
 
     def __init__(self, size: int = 50) -> None:
         self.size = size
@@ -62,7 +62,7 @@ def ramp() -> Schedule:
 
 
 def noisy_collate(items: list[Any]) -> dict[str, Any]:
-    """Draws once more: of the split, but not of the workers."""
+    """Draws random numbers: they depend on the split, but not on the workers."""
     return default_collate(items) | {"drawn": (random.random(), float(np.random.rand()), float(torch.rand(())))}
 
 
@@ -75,7 +75,7 @@ def load(
 
 
 def rows(micros: Iterable[Micro]) -> dict[int, tuple[int, list[float]]]:
-    """Position -> (id, noise) of every row that counts, each position once."""
+    """Position -> (id, noise) of every row that is not a filler; each position once."""
     found: dict[int, tuple[int, list[float]]] = {}
     for micro in micros:
         assert micro.data["id"].tolist() == micro.ids.tolist()
@@ -88,11 +88,11 @@ def rows(micros: Iterable[Micro]) -> dict[int, tuple[int, list[float]]]:
 
 @pytest.fixture(scope="module")
 def reference() -> dict[int, tuple[int, list[float]]]:
-    """The stream of one process without workers, whole."""
+    """The whole stream of one process without workers."""
     stream = rows(load())
     assert list(stream) == list(range(121))
     assert [id for id, _ in stream.values()] == GlobalOrder(50, seed=11).ids(range(121)).tolist()
-    assert len({tuple(noise) for _, noise in stream.values()}) == 121  # another augmentation in every epoch
+    assert len({tuple(noise) for _, noise in stream.values()}) == 121  # the augmentation changes every epoch
     return stream
 
 
@@ -118,7 +118,7 @@ def test_samples_and_augmentation_do_not_depend_on_the_split(micro: int, ranks: 
     ids=["fork", "persistent", "spawn"],
 )
 def test_workers_give_the_same_sequence_across_the_ramp(options: dict[str, Any]) -> None:
-    alone, loader = list(load(collate_fn=noisy_collate)), load(collate_fn=noisy_collate, **options)
+    alone, loader = list(load(collate=noisy_collate)), load(collate=noisy_collate, **options)
     passes = 2 if "persistent_workers" in options else 1
     for _ in range(passes):
         with_workers = list(loader)
@@ -130,7 +130,7 @@ def test_workers_give_the_same_sequence_across_the_ramp(options: dict[str, Any])
 
 @pytest.mark.slow
 def test_one_set_of_workers_serves_every_stage() -> None:
-    micros = list(load(dataset=WhoReads(), num_workers=2, collate_fn=list))
+    micros = list(load(dataset=WhoReads(), num_workers=2, collate=list))
     assert len({m.step.segment for m in micros}) == 3
     assert len({process for m in micros for process in m.data}) == 2
 
@@ -146,7 +146,7 @@ class WhoReads(Noisy):
 
 @pytest.mark.parametrize("stop", [1, 5, 10])
 def test_resuming_on_another_world_equals_the_uninterrupted_stream(stop: int, reference) -> None:
-    """Train some steps on two ranks, with samples prefetched beyond; continue on three with another micro batch."""
+    """Train some steps on two ranks, with prefetched samples; continue on three ranks with another micro batch size."""
     position = ramp().at_step(stop).start_sample
     trained = {}
     for rank in range(2):
@@ -158,7 +158,7 @@ def test_resuming_on_another_world_equals_the_uninterrupted_stream(stop: int, re
     assert trained == reference
 
 
-def test_the_process_keeps_its_own_randomness() -> None:
+def test_the_generators_of_the_process_are_not_changed() -> None:
     def draws(loader: Iterable[Micro]) -> list[float]:
         random.seed(1)
         np.random.seed(1)
@@ -177,8 +177,8 @@ def test_the_process_keeps_its_own_randomness() -> None:
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 2, 311, 312, 623, 624])
-def test_numpys_own_state_is_put_back_with_the_normal_it_kept(drawn: int) -> None:
-    """Normals come in pairs, of which one waits for the next call: at odd counts one does. 624 numbers are a block."""
+def test_numpys_state_is_restored_with_the_normal_it_kept(drawn: int) -> None:
+    """numpy draws normals in pairs and keeps the second one for the next call. Its state has blocks of 624 numbers."""
 
     class Pairs(Noisy):
         def __getitem__(self, i: int) -> dict[str, Any]:
@@ -193,7 +193,9 @@ def test_numpys_own_state_is_put_back_with_the_normal_it_kept(drawn: int) -> Non
     after = np.random.randn(3)
     np.random.set_state(before)
     assert np.array_equal(after, np.random.randn(3))
-    assert len({float(row[0]) for m in micros for row in m.data["noise"]}) == 121  # a kept one reaches no other sample
+    assert (
+        len({float(row[0]) for m in micros for row in m.data["noise"]}) == 121
+    )  # a kept normal is not used for another sample
 
 
 def test_another_kind_of_global_generator_is_refused() -> None:
@@ -207,16 +209,16 @@ def test_another_kind_of_global_generator_is_refused() -> None:
         global_.set_bit_generator(kept)
 
 
-# Of position 7 under seed 11: a run that goes on after an update of this package draws the same.
+# Position 7 with seed 11: a run that resumes with a later version of this package must draw the same.
 DRAWN = (0.898864498686348, 0.36219756104238265, 0.7225756645202637)
 
 
-def test_what_a_position_draws_stays_what_it_was(reference) -> None:
+def test_the_random_numbers_of_a_position_never_change(reference) -> None:
     assert reference[7][1] == list(DRAWN)
 
 
 def test_collate_is_the_users_and_a_filler_carries_the_same_sample_again() -> None:
-    micros = list(load(2, rank=2, ranks=3, collate_fn=lambda items: [item["id"] for item in items]))
+    micros = list(load(2, rank=2, ranks=3, collate=lambda items: [item["id"] for item in items]))
     assert all(m.data == m.ids.tolist() for m in micros)
     fillers = [m for m in micros if m.filler]
     assert fillers and all(m.samples == 0 and len(m.ids) == 1 for m in fillers)
@@ -244,13 +246,13 @@ def test_a_collate_that_raises_names_the_samples() -> None:
         raise KeyError("planted")
 
     with pytest.raises(KeyError) as caught:
-        list(load(collate_fn=collate))
+        list(load(collate=collate))
     assert "positions range(0, 4)" in caught.value.__notes__[0]
 
 
 @dataclass(frozen=True)
 class Asked(GlobalOrder):
-    """Notes what it is asked for."""
+    """Records the sizes of its requests."""
 
     notes: list[int] = field(default_factory=list)
 
@@ -262,14 +264,14 @@ class Asked(GlobalOrder):
 @pytest.mark.parametrize(
     ("batch", "steps", "start", "asked"),
     [
-        (8, 1024, 0, [4096, 4096]),  # small steps ask together: on two ranks, for 512 steps at once
-        (10_000, 3, 10_000, [5000, 5000, 5000]),  # large ones for their share
-        (8, 2, 2**63 - 16, [16]),  # and nothing beyond the last position there is
+        (8, 1024, 0, [4096, 4096]),  # small steps together: on two ranks, 512 steps at once
+        (10_000, 3, 10_000, [5000, 5000, 5000]),  # large steps: one share each
+        (8, 2, 2**63 - 16, [16]),  # nothing beyond the largest position
     ],
 )
 def test_ids_are_asked_for_many_at_once_and_stay_those_of_the_positions(batch, steps, start, asked) -> None:
     order, sampler = Asked(50, 11), StepSampler(Constant(batch).compile(), batch // 2, 0, 2, start)
-    micros = list(islice(_Identified(sampler, order), steps))
+    micros = list(islice(_SlicesWithIds(sampler, order), steps))
     assert order.notes == asked
     plain = GlobalOrder(50, 11)
     assert all(ids.tolist() == plain.ids(part.positions).tolist() for part, ids in micros)
@@ -290,6 +292,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         (Noisy(50), 49, {}, "size"),
         (Noisy(50), 50, {"shuffle": True}, "shuffle"),
         (Noisy(50), 50, {"batch_size": 3}, "batch_size"),
+        (Noisy(50), 50, {"collate_fn": list}, "collate_fn"),
     ],
 )
 def test_what_the_loader_cannot_do_exactly_is_an_error(dataset, size: int, options, field: str) -> None:
@@ -311,7 +314,7 @@ def on_mesh(rank: int) -> dict[int, tuple[int, list[float]]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return rows(load(3, *data_parallel(mesh, "dp"), num_workers=1, collate_fn=default_collate))
+    return rows(load(3, *data_parallel(mesh, "dp"), num_workers=1, collate=default_collate))
 
 
 @pytest.mark.slow
@@ -335,12 +338,12 @@ def tell(worker: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_process_group_leaves_the_workers_at_work() -> None:
+def test_a_signal_to_the_process_group_does_not_stop_the_workers() -> None:
     micros = iter(load(dataset=Pids(), num_workers=2, worker_init_fn=tell))
     seen = list(islice(micros, 4))
     pids = {int(micro.data["pid"][0]) for micro in seen}
     assert len(pids) == 2 and os.getpid() not in pids
-    assert {int(micro.data["told"][0]) for micro in seen} == {0, 1}  # the user's own was called too
+    assert {int(micro.data["told"][0]) for micro in seen} == {0, 1}  # the user's worker_init_fn was called too
     for pid in pids:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             os.kill(pid, number)
@@ -351,7 +354,7 @@ def test_a_signal_to_the_process_group_leaves_the_workers_at_work() -> None:
 
 FAILS = """
 import tempfile
-keep = tempfile.TemporaryDirectory()  # a finalizer of somebody's, older than multiprocessing: the order at exit
+keep = tempfile.TemporaryDirectory()  # a finalizer that is registered before those of multiprocessing
 from batchwright.core.ramp.rules import Constant
 from batchwright.runtime import GlobalOrder, Loader, StepSampler
 
@@ -364,7 +367,7 @@ if __name__ == "__main__":
     try:
         list(loader)
     except Exception as error:
-        error.itself = error  # a cycle, which is collected in any order
+        error.itself = error  # a reference cycle, collected in any order
     import gc, multiprocessing
     gc.collect()
     assert {options} or not multiprocessing.active_children()
@@ -379,11 +382,11 @@ import gc
 from functools import partial
 from batchwright.core.ramp.rules import Constant
 from batchwright.runtime import GlobalOrder, Loader, StepSampler
-from batchwright.runtime.loader import _end
+from batchwright.runtime.data.loader import _end_workers
 
-def to_do():
+def exit_functions():
     gc.collect()
-    return sum(type(one) is partial and one.func is _end for one in gc.get_objects())
+    return sum(type(one) is partial and one.func is _end_workers for one in gc.get_objects())
 
 if __name__ == "__main__":
     loader = Loader(list(range(8)), GlobalOrder(8), StepSampler(Constant(4).compile().until(8), 2), num_workers=1)
@@ -391,14 +394,14 @@ if __name__ == "__main__":
         assert len(list(loader)) == 4
     held = iter(loader)
     next(held)
-    assert to_do() == 1
-    del held  # one that is left in the middle
-    assert to_do() == 0
+    assert exit_functions() == 1
+    del held  # an iterator that was not exhausted
+    assert exit_functions() == 0
 """
 
 
 @pytest.mark.slow
-def test_iterations_that_are_over_leave_nothing_to_do_at_exit(tmp_path) -> None:
+def test_finished_iterations_leave_no_exit_function(tmp_path) -> None:
     (tmp_path / "counts.py").write_text(COUNTS)
     done = subprocess.run([sys.executable, tmp_path / "counts.py"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -406,7 +409,7 @@ def test_iterations_that_are_over_leave_nothing_to_do_at_exit(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}], ids=["plain", "persistent"])
-def test_a_process_whose_sample_raised_ends_though_its_workers_are_deaf(options, tmp_path) -> None:
+def test_a_process_whose_sample_raised_ends_though_its_workers_ignore_sigterm(options, tmp_path) -> None:
     (tmp_path / "fails.py").write_text(FAILS.replace("{options}", repr(options)))
     done = subprocess.run([sys.executable, tmp_path / "fails.py"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr

@@ -120,7 +120,7 @@ def test_an_open_schedule_goes_on_and_costs_nothing_to_enter_anywhere() -> None:
 
 def test_start_must_be_a_boundary_and_the_end_is_one() -> None:
     schedule = Constant(32).compile().until(100)
-    with pytest.raises(ScheduleError, match=r"start=40 is inside a step: step 1 owns positions 32 to 64") as caught:
+    with pytest.raises(ScheduleError, match=r"start=40 is inside a step: step 1 has positions 32 to 64") as caught:
         StepSampler(schedule, 8, start=40)
     assert caught.value.nearest == (32, 64) and caught.value.field == "start"
     assert list(StepSampler(schedule, 8, start=100)) == []

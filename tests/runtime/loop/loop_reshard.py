@@ -14,23 +14,23 @@ sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file, 
 
 from loop_tasks import Net
 
-from batchwright.runtime.loop.process import World, wrapped
+from batchwright.runtime.loop.process import ThisProcess, wrapped
 from batchwright.runtime.state import tensors
 from batchwright.runtime.state.checkpoint import Checkpoints
 
 
-def built(strategy: str, seed: int, steps: int) -> tuple[Any, Any, World]:
+def built(strategy: str, seed: int, steps: int) -> tuple[Any, Any, ThisProcess]:
     """A model and its optimizer after some steps with equal gradients on all ranks."""
     group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), group, False)
+    process = ThisProcess(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), group, False)
     torch.manual_seed(seed)
-    model = wrapped(Net(0.0, 24), strategy, world)
+    model = wrapped(Net(0.0, 24), strategy, process)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
     for _ in range(steps):
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model, optimizer, world
+    return model, optimizer, process
 
 
 def state(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def state(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def save_as(rank: int, directory: str, strategy: str, asynchronous: bool = False) -> dict[str, Any]:
-    model, optimizer, world = built(strategy, 0, 3)
-    checkpoints = Checkpoints(directory, group=world.control, asynchronous=asynchronous)
+    model, optimizer, process = built(strategy, 0, 3)
+    checkpoints = Checkpoints(directory, group=process.control, asynchronous=asynchronous)
     before = state(model, optimizer)
     checkpoints.save(model, optimizer, step=3, position=24)
     with torch.no_grad():  # after an asynchronous save has begun, training goes on
@@ -53,8 +53,8 @@ def save_as(rank: int, directory: str, strategy: str, asynchronous: bool = False
 
 
 def load_as(rank: int, directory: str, strategy: str) -> dict[str, Any]:
-    model, optimizer, world = built(strategy, 1, 0)
-    checkpoints = Checkpoints(directory, group=world.control)
+    model, optimizer, process = built(strategy, 1, 0)
+    checkpoints = Checkpoints(directory, group=process.control)
     saved = checkpoints.newest()
     assert saved is not None and saved.position == 24
     checkpoints.load(saved, model, optimizer)
@@ -65,8 +65,8 @@ def fail_on_one_rank(rank: int, directory: str) -> list[str]:
     """The disk of rank 1 is full; every rank hears of it, and nothing is left."""
     import errno
 
-    model, optimizer, world = built("ddp", 0, 1)
-    checkpoints = Checkpoints(directory, group=world.control)
+    model, optimizer, process = built("ddp", 0, 1)
+    checkpoints = Checkpoints(directory, group=process.control)
     checkpoints.save(model, optimizer, step=1, position=8)
     write = tensors._HashingStream.write
 

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from batchwright.core.errors import EnvironmentFault
-from batchwright.runtime.loop.events import Events, TensorBoard, read_events
-from batchwright.runtime.loop.progress import Progress
+from batchwright.runtime.loop.events import Events, ProgressBar, TensorBoard, read_events
 
 STEP = {"step": 3, "samples": 32, "tokens": 64.0, "loss": 1.5, "global_batch_size": 8, "stage": 0, "ranks": 2,
         "tokens_per_second": 1234.5}  # fmt: skip
@@ -74,8 +73,7 @@ def test_steps_that_a_later_launch_did_again_are_left_out(tmp_path):
 
 def test_lines_where_there_is_no_terminal():
     stream = io.StringIO()
-    progress = Progress(64, stream, every=1000)
-    progress._last = float("-inf")
+    progress = ProgressBar(64, stream, every=1000)
     progress.event({"kind": "launch", "launch": 1, "ranks": 2, "strategy": "ddp", "samples": 0})
     progress.event({"kind": "step", **STEP})
     progress.event({"kind": "step", **STEP, "step": 4})  # too soon after the last
@@ -96,7 +94,7 @@ def test_a_bar_on_a_terminal():
             return True
 
     stream = Terminal()
-    progress = Progress(64, stream)
+    progress = ProgressBar(64, stream)
     progress.event({"kind": "step", **STEP})
     progress.event({"kind": "evaluation", "samples": 32, "loss": 1.25})
     progress.close()

@@ -218,7 +218,8 @@ def test_a_budget_of_real_tokens_ends_the_run(tmp_path):
 
 
 def test_where_a_launch_may_not_end(tmp_path):
-    with pytest.raises(PlanError, match="end_sample=50 is no place to stop: step 5 owns samples 48 to 64") as caught:
+    expected = r"end_sample=50 must be the end of a step.*: step 5 trains samples 48 to 64"
+    with pytest.raises(PlanError, match=expected) as caught:
         train(task(), ramp(), settings(tmp_path, end_sample=50))
     assert caught.value.nearest == (48, 64)
     assert status(tmp_path)["state"] == "failed" and "end_sample=50" in status(tmp_path)["error"]["message"]

@@ -18,7 +18,7 @@ from batchwright.core.ramp.schedule import Schedule, Step
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
 from batchwright.runtime.state.audit import LedgerAudit, _expected, audit
-from batchwright.runtime.state.ledger import WIDTH, Ledger, _line, combine, marks, next_launch, span_hash
+from batchwright.runtime.state.ledger import WIDTH, Ledger, _line, next_launch, sample_hashes, span_hash, sums
 
 ORDER = GlobalOrder(100, seed=3)
 SCHEDULE = Linear(start=8, increment=8, samples=64, target=24).compile().until(250)
@@ -96,7 +96,7 @@ def test_a_wrong_missing_or_repeated_sample_is_found_and_the_rank_named(tmp_path
 
 
 def test_two_samples_in_each_others_step_are_found(tmp_path):
-    """The sum over a run does not forgive what moved between its steps: a mark holds the step, too."""
+    """The sum over a run changes if a sample moves to another of its steps: the hash depends on the step."""
     schedule = Constant(4).compile().until(40)
     swap = {int(ORDER.ids([4])[0]): int(ORDER.ids([8])[0]), int(ORDER.ids([8])[0]): int(ORDER.ids([4])[0])}
     record(tmp_path, 0, 40, launch=0, ranks=1, schedule=schedule,
@@ -168,16 +168,16 @@ def test_no_ledger_and_a_launch_twice(tmp_path):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 2**48), min_size=1, max_size=50), st.integers(0, 10**9), st.integers(1, 7), st.data())
-def test_marks_add_up_over_any_partition_and_tell_everything_apart(ids, step, parts, data):
+def test_hashes_add_up_over_any_partition_and_differ_for_every_change(ids, step, parts, data):
     whole = np.array(ids, np.int64)
-    total = combine(*marks(step, whole))
+    total = sums(*sample_hashes(step, whole))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), min_size=parts, max_size=parts)))
-    pieces = [combine(*marks(step, piece)) for piece in np.split(data.draw(st.permutations(ids)), cuts)]
+    pieces = [sums(*sample_hashes(step, piece)) for piece in np.split(data.draw(st.permutations(ids)), cuts)]
     assert tuple(sum(lane) % 2**64 for lane in zip(*pieces, strict=True)) == total
     assert span_hash(whole, step, len(ids)) == total
-    assert combine(*marks(step + 1, whole)) != total
-    assert combine(*marks(step, whole[1:])) != total
-    assert combine(*marks(step, np.append(whole, whole[0]))) != total
+    assert sums(*sample_hashes(step + 1, whole)) != total
+    assert sums(*sample_hashes(step, whole[1:])) != total
+    assert sums(*sample_hashes(step, np.append(whole, whole[0]))) != total
 
 
 def test_the_hash_is_the_documented_one():
@@ -192,7 +192,7 @@ def test_the_hash_is_the_documented_one():
     low = (30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31)
     high = (27, 0x3C79AC492BA7B653, 33, 0x1C69B3F74AC4AE35, 27)
     x = (12346 * 0x9E3779B97F4A7C15 + mix(679 * 0x9E3779B97F4A7C15 & mask, *high)) & mask
-    assert combine(*marks(678, np.array([12345]))) == (mix(x, *low), mix(x, *high))
+    assert sums(*sample_hashes(678, np.array([12345]))) == (mix(x, *low), mix(x, *high))
 
 
 def test_a_million_steps_are_a_thousand_lines(tmp_path):

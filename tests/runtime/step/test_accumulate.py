@@ -21,9 +21,9 @@ from batchwright.core.ramp.schedule import Step
 from batchwright.runtime.data.loader import Loader
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
+from batchwright.runtime.data.windows import windows
 from batchwright.runtime.step.accumulate import Accumulator, GradientStep, accumulate
 from batchwright.runtime.step.noise import NoiseScale
-from batchwright.runtime.task import windows
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file, under any import mode
 
@@ -78,7 +78,7 @@ def test_results_clipping_and_noise_are_those_of_the_full_batch(three_ranks: lis
 
 
 @pytest.mark.slow
-def test_parameters_that_few_ranks_or_none_use(three_ranks: list[dict[str, Any]]) -> None:
+def test_parameters_that_only_some_ranks_use(three_ranks: list[dict[str, Any]]) -> None:
     assert all(answer["unused"] < 1e-12 for answer in three_ranks)
 
 
@@ -87,8 +87,8 @@ def test_one_gradient_synchronisation_per_step(two_ranks: list[dict[str, Any]]) 
     for answer in two_ranks:
         counted = answer["collectives"]
         assert counted["ddp"] == 1  # buckets handed to the comm hook
-        assert counted["ddp all-reduce"] == counted["ours all-reduce"] == 2, counted  # gradients, and our few numbers
-        assert counted["fsdp-medium reduce-scatter"] == 2, counted  # one for each of its two sharded modules
+        assert counted["ddp all-reduce"] == counted["ours all-reduce"] == 2, counted  # gradients, and the sums
+        assert counted["fsdp-medium reduce-scatter"] == 2, counted  # one for each of the two sharded modules
         assert counted["fsdp-low reduce-scatter"] == 2 * 4, counted
 
 
@@ -150,7 +150,7 @@ def test_one_process(micro_batch_size: int, options: dict[str, Any]) -> None:
 
 
 def test_losses_and_weights_may_be_numbers_or_tensors_of_any_kind() -> None:
-    """Each in another dtype and shape, also within one step; micro batches equal in their step, but not the same."""
+    """Different dtypes and shapes, also within one step; the micro batches have equal, but not identical, Step objects."""
     model = nn.Linear(1, 1, bias=False)
     kinds: list[Any] = [2, 2.0, torch.tensor(2), torch.tensor([2.0]), torch.tensor([[2]], dtype=torch.int16)]
     for chosen in (kinds, kinds[2:], kinds[3:4] * 5, kinds[:2]):
@@ -201,7 +201,7 @@ def test_gradients_left_by_others_do_not_leak_in() -> None:
 
 
 def test_an_abandoned_loop_that_ends_late_disturbs_nothing() -> None:
-    """As when an exception's traceback keeps the loop's frame alive until later."""
+    """For example, the traceback of an exception may keep the frame of the loop alive."""
     model = build()
     owner = Accumulator(model, noise=NoiseScale())
     old = owner.steps(micros([STEP], 4))
@@ -219,12 +219,12 @@ def test_an_abandoned_loop_that_ends_late_disturbs_nothing() -> None:
 
 
 def test_on_the_loaders_own_micro_batches() -> None:
-    """Two steps of a ramp from the real loader: the gradient is that of the ids it says it read."""
+    """Two steps of a ramp from the real loader: the gradient is that of the ids it reports."""
     schedule = Thresholds(((0, 4), (4, 12))).compile().until(16)
     order = GlobalOrder(40, seed=1)
     sampler = StepSampler(schedule, micro_batch_size=4, rank=0, ranks=1)
     model, read = build(), []
-    loader = Loader([sample(p) for p in range(40)], order, sampler, collate_fn=pad)
+    loader = Loader([sample(p) for p in range(40)], order, sampler, collate=pad)
     for step in accumulate(loader, model):
         for micro in step:
             read += micro.ids.tolist()
@@ -273,7 +273,7 @@ def test_a_scaler_is_unscaled_once_and_a_skipped_step_is_recorded() -> None:
         result = step.apply(optimizer)
         if step.plan.step == 0:
             assert step.skipped and result.outcome == "skipped"
-            assert result.end_sample == 12  # the position moves on
+            assert result.end_sample == 12  # the position advances
             assert scaler.get_scale() == 2.0**9
             assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert not step.skipped
@@ -281,7 +281,7 @@ def test_a_scaler_is_unscaled_once_and_a_skipped_step_is_recorded() -> None:
 
 
 def test_bf16_sums_lose_what_fp32_sums_keep() -> None:
-    """1024 coherent micro batches of one sample: a bf16 sum stalls, ours does not."""
+    """1024 micro batches of one sample: a bf16 sum stops growing, an fp32 sum does not."""
     errors = {}
     for dtype in (None, torch.float32):
         model = nn.Linear(16, 1, bias=False).to(torch.bfloat16)
@@ -297,7 +297,7 @@ def test_bf16_sums_lose_what_fp32_sums_keep() -> None:
     assert errors[None] > 10 * errors[torch.float32]
 
 
-def test_fp32_parameters_under_autocast_need_nothing() -> None:
+def test_fp32_parameters_under_autocast_need_no_option() -> None:
     model, whole = build(torch.float32), build(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         for step in accumulate(micros([STEP], 1), model):
@@ -339,7 +339,7 @@ def test_several_optimizers_and_tied_weights() -> None:
 
 @pytest.mark.parametrize("policy", ["exact", "drop", "carry"])
 def test_partial_windows_of_an_ordinary_loader(policy: str) -> None:
-    """13 batches in windows of 8: the second has 5. The next epoch starts clean, or goes on with the 5."""
+    """13 batches in windows of 8: the second window has 5. The next epoch starts with none, or continues with the 5."""
     rows = torch.randn(26, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     loader = torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
     model = nn.Linear(4, 1, bias=False).double()
@@ -370,7 +370,7 @@ def test_partial_windows_of_an_ordinary_loader(policy: str) -> None:
     assert owner.pending == (2 if policy == "carry" else 0)
 
 
-def test_the_stepless_end_of_an_unsized_loader_is_exact() -> None:
+def test_the_partial_end_of_a_loader_without_length_is_exact() -> None:
     model = nn.Linear(4, 1, bias=False).double()
     rows = torch.randn(5, 1, 4, dtype=torch.float64)
     for step in accumulate(windows(iter(rows), 8), model):
@@ -383,7 +383,7 @@ def test_the_stepless_end_of_an_unsized_loader_is_exact() -> None:
 # Errors.
 
 
-def test_misuse_is_named() -> None:
+def test_misuse_is_reported() -> None:
     model = build()
     optimizer = sgd(model)
 
@@ -411,14 +411,14 @@ def test_misuse_is_named() -> None:
         for step in accumulate(micros([STEP], 4), model):
             for _ in step:
                 step.backward(torch.ones(2, requires_grad=True), 2)
-    with pytest.raises(RunError, match="has micro step 2 where 1 is due"):
+    with pytest.raises(RunError, match="has micro step 2 instead of 1"):
         feed = list(micros([STEP], 4))
         for step in accumulate([feed[0], feed[2]], model):
             run(step, model)
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, torch.tensor(-2)])
-def test_weights_that_count_nothing_are_refused(weight: Any) -> None:
+def test_negative_or_infinite_weights_are_refused(weight: Any) -> None:
     model = build()
     with pytest.raises(RunError, match="step 3: 3 of its weights are negative or not finite"):
         for step in accumulate(micros([STEP], 4), model):
@@ -429,7 +429,7 @@ def test_weights_that_count_nothing_are_refused(weight: Any) -> None:
 
 def test_a_step_without_weight_is_refused() -> None:
     model = build()
-    with pytest.raises(RunError, match="step 3 has no weight: its 3 micro steps × 1 ranks add up to 0") as caught:
+    with pytest.raises(RunError, match="step 3 has no weight: its 3 micro steps × 1 ranks sum to 0") as caught:
         for step in accumulate(micros([STEP], 4), model):
             for micro in step:
                 step.backward(loss(model, micro.data)[0], 0)
@@ -439,7 +439,7 @@ def test_a_step_without_weight_is_refused() -> None:
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model = build()
-    with pytest.raises(RunError, match="step 3 has an optimizer of which 6 of 6 parameters are not the model's"):
+    with pytest.raises(RunError, match="step 3 has an optimizer with 6 of 6 parameters that are not the model's"):
         for step in accumulate(micros([STEP], 4), model):
             run(step, model)
             step.apply(sgd(build()))
@@ -451,11 +451,11 @@ def test_all_wrong_options_are_collected() -> None:
     assert [v.field for v in caught.value.violations] == ["partial", "loss_scale", "max_norm"]
     with pytest.raises(PlanError, match="no parameter that requires a gradient"):
         Accumulator(nn.ReLU())
-    with pytest.raises(PlanError, match="a scaler does not go with half-precision"):
+    with pytest.raises(PlanError, match="a scaler cannot be used with half-precision"):
         Accumulator(build(torch.bfloat16), accumulate_dtype=torch.float32, scaler=torch.amp.GradScaler("cpu"))
 
 
-# torch.compile: a ramp changes how many micro steps there are, not what one looks like.
+# torch.compile: a ramp changes the number of micro steps, not their shape.
 
 
 @pytest.mark.slow
@@ -487,7 +487,7 @@ def partly_wrapped(rank: int) -> dict[str, str]:
     for kind in ("ddp", "sharded"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         for p in model[1].parameters():
-            p.requires_grad = kind == "ddp"  # FSDP2: the frozen rest may stay plain, the rest may not
+            p.requires_grad = kind == "ddp"  # FSDP2: frozen parameters may stay unwrapped, others may not
         if kind == "ddp":
             model[0] = nn.parallel.DistributedDataParallel(model[0])
         else:
@@ -504,5 +504,5 @@ def partly_wrapped(rank: int) -> dict[str, str]:
 @pytest.mark.slow
 def test_partly_wrapped_models_are_refused(run_ranks: Any) -> None:
     for said in run_ranks(partly_wrapped, 2):
-        assert "the wrapper leaves out 1.weight, 1.bias: wrap all 2, or freeze" in said["ddp"]
+        assert "the wrapper leaves out 1.weight, 1.bias: wrap all 2, or freeze them" in said["ddp"]
         assert "the wrapper leaves out 1.weight: wrap all 1" in said["sharded"]

@@ -1,4 +1,4 @@
-"""The noise scale, on a problem where it is known; the textbook formula's error beside it."""
+"""The noise scale on a problem where it is known, and the error of the textbook formula."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from batchwright.core.errors import PlanError
+from batchwright.runtime.data.windows import windows
 from batchwright.runtime.step.accumulate import accumulate
 from batchwright.runtime.step.noise import NoiseScale, NoiseTerms, two_batches, unequal_batches
-from batchwright.runtime.task import windows
 
 DIMENSIONS, SIGNAL, TRACE = 32, 1.0, 300.0  # |G|², tr(Σ): so B = 300 units of weight
 TRUE = TRACE / SIGNAL
 
 
 def simulated(steps: int, weights: np.ndarray, seed: int = 0) -> tuple[NoiseScale, list[NoiseTerms]]:
-    """Sum gradients with a known mean and covariance; also the textbook's terms, from means of micro batches."""
+    """Sum gradients with a known mean and covariance; also the textbook terms, from means of micro batches."""
     random = np.random.default_rng(seed)
     mean = np.full(DIMENSIONS, math.sqrt(SIGNAL / DIMENSIONS))
     noise, textbook = NoiseScale(window=steps), []
@@ -46,7 +46,7 @@ def test_within_two_percent_of_the_truth_with_uneven_micro_batches() -> None:
     assert abs(found.noise_scale / TRUE - 1) < 0.02, found
     assert found.low < TRUE < found.high
     standard = fmean(t.trace for t in textbook) / fmean(t.signal for t in textbook)
-    assert standard / TRUE > 1.2 or standard < 0, standard  # shown beside it: the textbook formula is not close
+    assert standard / TRUE > 1.2 or standard < 0, standard  # the textbook formula is far off
 
 
 def test_equals_the_textbook_when_micro_batches_are_equal() -> None:
@@ -64,7 +64,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 0.89 <= covered / len(bounded) <= 0.99
 
 
-def test_not_enough_data_is_said() -> None:
+def test_too_little_data_gives_a_reason() -> None:
     noise, _ = simulated(7 + 1, lognormal(16))
     assert noise.estimate().steps == 8
     noise.terms.pop()
@@ -79,7 +79,7 @@ def test_not_enough_data_is_said() -> None:
     assert answer.trace is not None  # the noise itself is known well
 
 
-def test_one_micro_batch_says_nothing() -> None:
+def test_one_micro_batch_gives_no_terms() -> None:
     assert unequal_batches(weight=8, sum_square=3, square_sum=3, weight_square_sum=64) is None
     assert unequal_batches(weight=8, sum_square=math.inf, square_sum=3, weight_square_sum=32) is None
     noise = NoiseScale()
@@ -96,7 +96,7 @@ def test_options_are_checked_together() -> None:
 def test_through_the_step_on_a_known_problem() -> None:
     """A linear model on Gaussian inputs: the gradient of a sample is its input, so |G|² and tr(Σ) are the inputs'.
 
-    512 dimensions and 500 measured steps give a standard error of about 0.3%, so that 2% is a real bound.
+    512 dimensions and 500 measured steps give a standard error of about 0.3%, so 2% is a real bound.
     """
     torch.manual_seed(0)
     steps, parts, width, mean, spread = 1000, [1, 2, 3, 5, 8, 13], 512, 1.5, 3.0

@@ -164,7 +164,7 @@ class Rig:
         """The samples of the batch, as the dataset gives them."""
         if self._rows is None:
             with users_code("reading the dataset"):
-                loader = Loader(self.task.dataset, self._order, self._sampler(1, 0, 1), collate_fn=list)
+                loader = Loader(self.task.dataset, self._order, self._sampler(1, 0, 1), collate=list)
                 self._rows = [micro.data[0] for micro in loader]
         return self._rows
 
@@ -181,7 +181,7 @@ class Rig:
         collate = (self.task.collate or default_collate) if variant.random else list
         sampler = self._sampler(micro_batch_size, rank, ranks)
         with users_code("reading and collating the samples"):
-            return list(Loader(self.task.dataset, self._order, sampler, collate_fn=collate))
+            return list(Loader(self.task.dataset, self._order, sampler, collate=collate))
 
     def _loss(self, model: nn.Module, batch: Any, variant: Variant) -> tuple[Tensor, Any, Tensor | None]:
         batch = batch if variant.random else self.collate(batch)

@@ -1,1 +1,1 @@
-"""Which sample each rank reads in each step: one global order, cut into shares and micro batches."""
+"""Which samples each rank reads in each step: one global order, cut into shares and micro batches."""

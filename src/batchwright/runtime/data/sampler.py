@@ -1,9 +1,9 @@
-"""Cutting a step's span of positions: into shares for the data-parallel ranks, and a share into micro batches.
+"""Cuts a step's span of positions into shares for the data-parallel ranks, and a share into micro batches.
 
-Ranks and micro batches only *partition* the span `[start_sample, end_sample)`; which rank trains on what makes no
-difference to the gradient of the whole. The cut chosen here: shares are contiguous and in rank order (neighbouring
-positions are read by one host), the first `B % ranks` of them one sample longer; micro batches are contiguous, the
-full ones first, so a ramp adds micro steps before it changes a micro batch's shape and torch.compile stays valid.
+Ranks and micro batches only *partition* the span `[start_sample, end_sample)`; the gradient of the step does not depend
+on which rank trains which sample. Shares are contiguous and in rank order (one host reads neighbouring positions), and
+the first `B % ranks` shares are one sample longer. Micro batches are contiguous, full ones first: a ramp adds micro
+steps before it changes the shape of a micro batch, so torch.compile stays valid.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchwright.core.ramp.schedule import Schedule, Step
 
 @dataclass(frozen=True)
 class Slice:
-    """The positions of one micro batch: micro step `index` of the `count` that every rank runs for `step`."""
+    """The positions of one micro batch: micro step `index` of `count`, which is the same on all ranks."""
 
     step: Step
     index: int
@@ -26,16 +26,16 @@ class Slice:
     positions: range
     """Absolute positions in the global order."""
     filler: bool = False
-    """This rank has no sample left: one of the span's again, so that collectives match; weight zero, never counted."""
+    """This rank has no sample left and repeats one, so that collectives match; its weight is zero, it is not counted."""
 
     @property
     def samples(self) -> int:
-        """Samples that count: none in a filler."""
+        """Samples that are counted: 0 in a filler."""
         return 0 if self.filler else len(self.positions)
 
 
 def share(span: range, rank: int, ranks: int) -> range:
-    """The part of `span` that one of `ranks` trains on: contiguous, and no two differ by more than one in length.
+    """The part of `span` that `rank` trains: contiguous; the lengths of two shares differ by at most one.
 
     >>> [share(range(100, 110), rank, 4) for rank in range(4)]
     [range(100, 103), range(103, 106), range(106, 108), range(108, 110)]
@@ -46,7 +46,7 @@ def share(span: range, rank: int, ranks: int) -> range:
 
 
 def micro_steps(samples: int, ranks: int, micro_batch_size: int) -> int:
-    """Micro steps that every rank runs for a step: those of the longest share, `⌈⌈samples / ranks⌉ / micro⌉`.
+    """Micro steps of a step on every rank: those of the longest share, `⌈⌈samples / ranks⌉ / micro_batch_size⌉`.
 
     >>> micro_steps(10, ranks=4, micro_batch_size=2)
     2
@@ -55,7 +55,7 @@ def micro_steps(samples: int, ranks: int, micro_batch_size: int) -> int:
 
 
 def slices(step: Step, rank: int, ranks: int, micro_batch_size: int) -> Iterator[Slice]:
-    """One rank's micro batches of one step; where its share is used up before the others', fillers.
+    """One rank's micro batches of one step; fillers if its share ends before the longest one.
 
     >>> step = Step(step=0, start_sample=0, global_batch_size=5, segment=0)
     >>> [(s.positions, s.filler) for s in slices(step, rank=0, ranks=2, micro_batch_size=2)]
@@ -68,19 +68,19 @@ def slices(step: Step, rank: int, ranks: int, micro_batch_size: int) -> Iterator
     count = micro_steps(len(span), ranks, micro_batch_size)
     for index in range(count):
         positions = own[index * micro_batch_size : (index + 1) * micro_batch_size]
-        # A filler repeats what this rank read last, if anything: its host has it at hand.
+        # A filler repeats the sample that this rank read last, if any: it is in the host's cache.
         yield Slice(step, index, count, positions or own[-1:] or span[:1], filler=not positions)
 
 
 @dataclass(frozen=True)
 class StepSampler:
-    """This rank's micro batches, step after step of a schedule, from position `start` on. It is the loop
+    """This rank's micro batches, for every step of a schedule from position `start` on. It is this loop:
 
         for step in steps of schedule from start:
             yield from slices(step, rank, ranks, micro_batch_size)
 
-    `start` is the whole data state of a run: the first position not yet trained, on whatever ranks and micro batches
-    the positions before it were. Iterating twice gives the same twice; the position is advanced by who applies steps.
+    `start` is the whole data state of a run: the first position that is not trained yet, however the positions before it
+    were split. Each iteration begins at `start` again; the training loop advances the position.
 
     >>> from batchwright.core.ramp.rules import Linear
     >>> schedule = Linear(start=4, increment=4, samples=8, target=8).compile().until(24)
@@ -90,20 +90,20 @@ class StepSampler:
 
     schedule: Schedule
     micro_batch_size: int | Callable[[Step], int]
-    """Samples per forward/backward, one number or a function of the step (its `segment` is the stage)."""
+    """Samples per forward/backward: a number, or a function of the step (its `segment` is the stage)."""
     rank: int = 0
     """Data-parallel rank: `rank, ranks = data_parallel(mesh, "dp")`."""
     ranks: int = 1
     """Data-parallel size."""
     start: int = 0
     allow_ragged: bool = False
-    """Let a batch that `micro_batch_size × ranks` does not divide run exactly, with short micro batches and fillers."""
+    """Run batches that `micro_batch_size × ranks` does not divide, exactly, with short micro batches and fillers."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or not 0 <= self.rank < self.ranks:
             last = max(self.ranks, 1) - 1
             raise PlanError(
-                f"rank={self.rank} is not one of ranks={self.ranks}: ranks are 0 to {last}. "
+                f"rank={self.rank}: must be 0 to {last}, since ranks={self.ranks}. "
                 f"Nearest: {min(max(self.rank, 0), last)} of {last + 1}.",
                 field="rank",
                 given=self.rank,
@@ -120,21 +120,21 @@ class StepSampler:
             yield from slices(step, self.rank, self.ranks, self._micro(step))
 
     def steps(self) -> Iterator[Step]:
-        """The steps from `start` to the schedule's end, if it has one."""
+        """The steps from `start` to the end of the schedule, or without end."""
         step, total = self.first_step(), self.schedule.total_steps
         while step is not None:
             yield step
             step = self.schedule.at_step(step.step + 1) if total is None or step.step + 1 < total else None
 
     def first_step(self) -> Step | None:
-        """The step that begins at `start`, or None at the schedule's end."""
+        """The step that begins at `start`, or None at the end of the schedule."""
         if self.start == self.schedule.total_samples:
             return None
         step = self.schedule.at_sample(self.start)
         if step.start_sample != self.start:
             raise ScheduleError(
-                f"start={self.start:,} is inside a step: step {step.step:,} owns positions {step.start_sample:,} to "
-                f"{step.end_sample:,}, all or none of which are trained. Nearest: {step.start_sample:,} (before it) or "
+                f"start={self.start:,} is inside a step: step {step.step:,} has positions {step.start_sample:,} to "
+                f"{step.end_sample:,}, and a step cannot be trained in part. Nearest: {step.start_sample:,} (before it) or "
                 f"{step.end_sample:,} (after it).",
                 field="start",
                 given=self.start,
@@ -143,7 +143,7 @@ class StepSampler:
         return step
 
     def share(self, step: Step) -> range:
-        """All positions of `step` that this rank trains on."""
+        """All positions of `step` that this rank trains."""
         return share(range(step.start_sample, step.end_sample), self.rank, self.ranks)
 
     def _micro(self, step: Step) -> int:
@@ -152,10 +152,10 @@ class StepSampler:
     def _violations(self, step: Step) -> list[Violation]:
         micro, batch = self._micro(step), step.global_batch_size
         if micro < 1:
-            what = f"micro_batch_size={micro} at step {step.step:,} is no batch. Nearest: 1."
+            what = f"micro_batch_size={micro} at step {step.step:,}: must be at least 1. Nearest: 1."
             return [Violation(what, "micro_batch_size", micro, (1,))]
         quantum = micro * self.ranks
-        # A last step that the schedule itself shortened was asked for there, and runs ragged.
+        # The schedule's own `until` shortens its last step on purpose: that step may be ragged.
         shortened = batch < self.schedule.segments[step.segment].global_batch_size
         if self.allow_ragged or shortened or batch % quantum == 0:
             return []

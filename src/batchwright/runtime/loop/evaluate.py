@@ -1,11 +1,10 @@
-"""Evaluation: the loss over a held-out part, the same at any batch size and on any number of ranks."""
+"""Evaluation: the loss over held-out samples, the same for any batch size and any number of ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from batchwright.core.errors import PlanError
@@ -13,15 +12,16 @@ from batchwright.core.ramp.schedule import Schedule, Segment
 from batchwright.runtime.data.loader import Loader
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
+from batchwright.runtime.device import to_device
 from batchwright.runtime.state import generators
-from batchwright.runtime.step.parallel import exact
+from batchwright.runtime.step.sums import widest_float
 from batchwright.runtime.task import Task
 
-from .process import World, moved
+from .process import ThisProcess, collectives
 
 
 class Part:
-    """A stretch of a map-style dataset, with ids of its own.
+    """A contiguous part of a map-style dataset, with ids from 0.
 
     >>> part = Part("abcdef", 4, 2)
     >>> len(part), part[0], part[1]
@@ -31,8 +31,8 @@ class Part:
     def __init__(self, dataset: Any, start: int, size: int) -> None:
         if size < 1 or start < 0 or start + size > len(dataset):
             raise PlanError(
-                f"samples {start:,} to {start + size:,} are not a part of the dataset, which has {len(dataset):,}: at "
-                "least one has to be left on each side of what is held out.",
+                f"samples {start:,} to {start + size:,} are not a part of the dataset, which has {len(dataset):,}: "
+                "training and evaluation need at least one sample each.",
                 field="evaluation_samples",
                 given=size,
                 nearest=(max(1, min(size, len(dataset) - 1)),),
@@ -49,28 +49,27 @@ class Part:
 
 
 def evaluate(
-    task: Task, model: nn.Module, dataset: Any, batch_size: int, world: World, *, seed: int = 0
+    task: Task, model: nn.Module, dataset: Any, batch_size: int, process: ThisProcess, *, seed: int = 0
 ) -> tuple[float, float]:
-    """Σ loss / Σ weight over a dataset, and the weight; one step that all ranks share, without gradients."""
+    """Σ loss / Σ weight over a dataset, and Σ weight: one step that all ranks share, without gradients."""
     size = len(dataset)
     whole = Schedule((Segment(0, 0, size, 1),))
-    sampler = StepSampler(whole, min(batch_size, size), world.rank, world.ranks, allow_ragged=True)
-    options: dict[str, Any] = {"collate_fn": task.collate} if task.collate else {}
-    kind = exact(world.device)
-    sums = torch.zeros(2, dtype=kind, device=world.device)
+    sampler = StepSampler(whole, min(batch_size, size), process.rank, process.ranks, allow_ragged=True)
+    sums = torch.zeros(2, dtype=widest_float(process.device), device=process.device)
     training, kept = model.training, generators.capture()
     model.eval()
     try:
         with torch.no_grad():
-            for micro in Loader(dataset, GlobalOrder(size, seed, shuffle=False), sampler, **options):
-                loss_sum, weight, _ = task.loss_of(model, moved(micro.data, world.device))
+            for micro in Loader(dataset, GlobalOrder(size, seed, shuffle=False), sampler, collate=task.collate):
+                loss_sum, weight, _ = task.loss_of(model, to_device(micro.data, process.device))
                 both = (loss_sum, torch.as_tensor(weight))
                 if not micro.filler:
                     sums += torch.stack([value.detach().reshape(()).to(sums) for value in both])
     finally:
         model.train(training)
-        generators.restore(kept)  # how often a run is evaluated must not change what it trains
-    if world.ranks > 1:
-        dist.all_reduce(sums)
-    loss, weight = sums.tolist()
+        # How often a run is evaluated must not change what it trains.
+        generators.restore(kept)
+    if process.ranks > 1:
+        collectives.all_reduce(sums)
+    loss, weight = float(sums[0]), float(sums[1])
     return loss / weight if weight else float("nan"), weight

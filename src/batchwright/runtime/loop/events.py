@@ -1,4 +1,4 @@
-"""Events: one JSON line per step, evaluation, save, stage and launch, written off the hot path.
+"""Events: one JSON line per step, evaluation, save, stage and launch, written by a thread; and the trackers that show them.
 
 `RUN/events/launch-00003.jsonl`, written by rank 0. Every line has `kind`, `time` (seconds since 1970), `launch`; keys by
 kind, beside those:
@@ -12,50 +12,55 @@ kind, beside those:
     save        step, samples, checkpoint, seconds
     stop        reason, step, samples, next_stage
 
-`samples` is the position after the event; `tokens` counts the loss's weight up to there (tokens, where the weights are
-tokens); rates are of the whole job. A key that is not known (MFU without a peak) is null.
+`samples` is the position after the event. `tokens` is the sum of the loss's weights so far, which counts tokens if a weight
+does. Rates are of the whole job. An unknown value (MFU without a peak) is null.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, cast
 
 from batchwright.core.errors import MissingExtraError
+from batchwright.core.numbers import human
 from batchwright.rundir import atomic, names
-from batchwright.rundir.files import write_fault
+from batchwright.rundir.files import JsonLines, write_fault
 
-# Long enough to cost nothing, short enough to watch.
-_SECONDS = 0.5
+# Seconds between two writes to the file: long enough to cost nothing, short enough to follow a run.
+_WRITE_SECONDS = 0.5
+# Seconds between two lines of progress where there is no terminal: the log of a day has about 9,000.
+_LINE_SECONDS = 10.0
 
 
 class Tracker(Protocol):
-    """Where events go besides the file: TensorBoard, a progress bar, or one's own."""
+    """Receives events besides the file: TensorBoard, a progress bar, or your own class."""
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Take one event, as in the module's table; called from the events' own thread."""
+        """Receive one event, as in the table of this module; called in the thread of `Events`."""
 
     def close(self) -> None:
-        """The last event has come."""
+        """Called after the last event."""
 
 
 class Events:
-    """Takes events in a training loop and hands them to the file and the trackers from a thread.
+    """Collects the events of a training loop; a thread writes them to the file and passes them to the trackers.
 
-    `emit` appends to a list and returns; the thread wakes twice a second. A tracker that fails is dropped with a line
-    in the file: a plot is no reason to stop a run.
+    `emit` appends to a list and returns; the thread wakes twice a second. A tracker that fails is removed, and a line in
+    the file says so: a failed plot must not stop a run.
     """
 
     def __init__(self, path: Path | str | None, trackers: Sequence[Tracker] = (), **common: Any) -> None:
         self._trackers, self._common = list(trackers), common
-        self._pending: deque[dict[str, Any]] = deque()  # appended to and emptied by two threads, and never replaced
+        # One thread appends, another removes; so the deque is never replaced.
+        self._pending: deque[dict[str, Any]] = deque()
         self._wake, self._closed = threading.Event(), False
         self._file = None
         if path is not None:
@@ -68,11 +73,11 @@ class Events:
         self._thread.start()
 
     def emit(self, kind: str, **values: Any) -> None:
-        """Take one event; costs an append."""
+        """Add one event to the list of those to be written."""
         self._pending.append({"kind": kind, "time": time.time(), **self._common, **values})
 
     def close(self) -> None:
-        """Write what is left and end the thread."""
+        """Write the remaining events and end the thread."""
         if self._closed:
             return
         self._closed = True
@@ -84,12 +89,13 @@ class Events:
             except Exception as error:
                 self._failed(tracker, error)
         if self._file is not None:
-            with suppress(OSError):  # as in `_write`; what a full disk refused is tried again here
+            # As in `_write`: closing tries again to write what a full disk refused.
+            with suppress(OSError):
                 self._file.close()
 
     def _work(self) -> None:
         while not self._closed:
-            self._wake.wait(_SECONDS)
+            self._wake.wait(_WRITE_SECONDS)
             self._flush()
         self._flush()
 
@@ -114,32 +120,26 @@ class Events:
             try:
                 self._file.write("".join(json.dumps(_finite(event)) + "\n" for event in events))
                 self._file.flush()
-            except OSError:  # a full disk: checkpoints say so; the events of this half second are lost
+            except OSError:  # a full disk, which the next checkpoint reports; these events are lost
                 pass
 
 
 def _finite(event: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON knows no NaN; a loss that is one becomes text."""
+    """JSON has no NaN and no infinity: such a value becomes text."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
 
 
 def read_events(directory: Path | str, *, lineage: bool = True) -> list[dict[str, Any]]:
-    """All events of a run directory in order; with `lineage`, without the steps that a later launch did again.
+    """All events of a run directory in order; with `lineage`, without the steps that a later launch repeated.
 
     >>> read_events("nowhere")
     []
     """
-    folder = Path(directory) / "events"
+    folder = Path(directory) / names.EVENTS
     found = sorted((number, name) for name in names.listed(folder) if (number := names.read_events(name)) is not None)
     launches: list[list[dict[str, Any]]] = []
     for _, name in found:
-        events: list[dict[str, Any]] = []
-        for line in (folder / name).read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                events.append(json.loads(line))
-            except ValueError:
-                break  # the line that was being written when the process died
-        launches.append(events)
+        launches.append(JsonLines(folder / name).new())
     if lineage:
         limit = math.inf
         for index in reversed(range(len(launches))):
@@ -150,10 +150,20 @@ def read_events(directory: Path | str, *, lineage: bool = True) -> list[dict[str
 
 
 class TensorBoard:
-    """Events as TensorBoard scalars over samples; `TensorBoard(RUN / "tensorboard")` as one of `trackers`."""
+    """A tracker that writes events as TensorBoard scalars over samples: `TensorBoard(RUN / "tensorboard")`."""
 
-    SCALARS = ("loss", "auxiliary", "global_batch_size", "tokens_per_second", "learning_rate", "grad_norm", "mfu",
-               "noise_scale", "ranks", "stage")  # fmt: skip
+    SCALARS = (
+        "loss",
+        "auxiliary",
+        "global_batch_size",
+        "tokens_per_second",
+        "learning_rate",
+        "grad_norm",
+        "mfu",
+        "noise_scale",
+        "ranks",
+        "stage",
+    )
 
     def __init__(self, directory: Path | str) -> None:
         try:
@@ -164,7 +174,7 @@ class TensorBoard:
                 field="tracker",
                 given="tensorboard",
             ) from error
-        self._writer = SummaryWriter(str(directory))
+        self._writer = cast(Any, SummaryWriter)(str(directory))
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Write the numbers of a step, an evaluation or a launch."""
@@ -180,3 +190,76 @@ class TensorBoard:
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
+
+
+class ProgressBar:
+    """A tracker that prints to stderr: a bar on a terminal, elsewhere a line every few seconds.
+
+    `total` is in samples, None for a run without an end.
+    """
+
+    def __init__(self, total: int | None, stream: TextIO | None = None, every: float = _LINE_SECONDS) -> None:
+        self._total, self._stream, self._every = total, stream or sys.stderr, every
+        self._last_line = float("-inf")
+        self._bar: Any = None
+        self._task: Any = None
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Show a step on the bar, or as a line if the last one is old enough; every other event as a line."""
+        if self._stream.isatty():
+            self._on_terminal(event)
+        elif event["kind"] != "step" or time.monotonic() - self._last_line >= self._every:
+            if event["kind"] == "step":
+                self._last_line = time.monotonic()
+            print(_text(event, self._total), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Stop the bar and leave it on the screen."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _on_terminal(self, event: Mapping[str, Any]) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(None),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, console=Console(file=self._stream), refresh_per_second=4, expand=True)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total)
+        if event["kind"] == "step":
+            self._bar.update(self._task, completed=event["samples"], description=_brief(event))
+        elif event["kind"] in ("evaluation", "stage", "stop"):
+            self._bar.console.print(_text(event, self._total), highlight=False)
+
+
+def _brief(event: Mapping[str, Any]) -> str:
+    rate = event.get("tokens_per_second") or 0
+    return f"step {event['step']:,} loss {event['loss']:.3f} batch {event['global_batch_size']} {rate:,.0f} tok/s"
+
+
+def _text(event: Mapping[str, Any], total: int | None) -> str:
+    kind, samples = event["kind"], event.get("samples") or 0
+    of = f" of {human(total)}" if total else ""
+    if kind == "step":
+        rate = event.get("tokens_per_second") or 0
+        return (
+            f"step {event['step']:,} · {human(samples)}{of} samples · loss {event['loss']:.4f} · batch "
+            f"{event['global_batch_size']} · stage {event['stage']} · {event['ranks']} ranks · {rate:,.0f} tokens/s"
+        )
+    if kind == "evaluation":
+        return f"evaluation at {human(samples)} samples: loss {event['loss']:.4f}"
+    if kind == "save":
+        return f"saved {event['checkpoint']} in {event['seconds']:.2f} s"
+    if kind == "stage":
+        return f"stage {event['stage']} from step {event['step']:,}: global batch {event['global_batch_size']}"
+    if kind == "launch":
+        return f"launch {event['launch']}: {event['ranks']} ranks, {event['strategy']}, from sample {samples:,}"
+    if kind == "stop":
+        return f"stopped at {human(samples)}{of} samples: {event['reason']}"
+    return str(event.get("error") or kind)

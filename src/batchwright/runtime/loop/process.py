@@ -1,10 +1,10 @@
-"""The process a loop runs in: its group and device, the model wrapped for it, and the signals that ask it to stop."""
+"""The process a loop runs in: its rank and device, the model wrapped for it, and the signals that ask it to stop."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -25,44 +25,46 @@ from batchwright.runtime.ranks import check_rendezvous, discover
 from .settings import Strategy
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# torch's annotations of its collectives are incomplete.
+collectives = cast(Any, dist)
 
 
 @dataclass(frozen=True)
-class World:
-    """Rank and size of this process, its device, and a gloo group for everything that is not training."""
+class ThisProcess:
+    """The rank of this process, the number of ranks, its device, and gloo groups for everything but gradients."""
 
     rank: int
     ranks: int
     device: torch.device
     control: dist.ProcessGroup | None
     bare: bool
-    """No launcher started this process: its exit code reaches somebody."""
+    """No launcher started this process, so its caller sees its exit code."""
     saving: dist.ProcessGroup | None = None
-    """A gloo group for checkpoints alone: a thread may save while `control` is used at every step."""
+    """A gloo group for checkpoints only: a thread may save while every step uses `control`."""
 
-    def tell(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks."""
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0, on all ranks."""
         if self.control is None:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        collectives.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
-    def largest(self, value: int) -> int:
-        """The largest of all ranks' numbers."""
+    def maximum(self, value: int) -> int:
+        """The largest number of all ranks; every rank waits for all others."""
         if self.control is None:
             return value
         tensor = torch.tensor(value)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
+        collectives.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
         return int(tensor)
 
 
 @contextmanager
-def joined(device: str, strategy: Strategy) -> Iterator[World]:
-    """Join the group that torchrun or srun describes (or use the one that exists), and leave it after success.
+def joined(device: str, strategy: Strategy) -> Generator[ThisProcess]:
+    """Join the process group that torchrun or srun describes, or use the existing one; leave it after success.
 
-    After an error a group of several ranks is left as it is: with NCCL, destroying it waits for ranks that sit in a
-    collective and will never come, so that a failing rank would never end.
+    After an error, a group of several ranks stays: with NCCL, destroying it waits for ranks that are blocked in a
+    collective, so that a failing rank would never exit.
     """
     ranks = discover()
     place = choose(device, ranks)
@@ -73,25 +75,24 @@ def joined(device: str, strategy: Strategy) -> Iterator[World]:
     several = ranks.size if ours else dist.get_world_size()
     if strategy == "none" and several > 1:
         raise PlanError(
-            f"strategy='none' does not train on {several} ranks: nobody would sum their gradients. Nearest: 'ddp', 'fsdp2'.",
+            f"strategy='none' does not train on {several} ranks: their gradients would not be summed. Nearest: 'ddp', "
+            "'fsdp2'.",
             field="strategy",
             given="none",
             nearest=("ddp", "fsdp2"),
         )
     if ours and ranks.size > 1:
         check_rendezvous(ranks)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=place if cuda else None,
-            rank=ranks.rank, world_size=ranks.size,
-        )  # fmt: skip
-    elif ours and strategy == "fsdp2":  # a group of one: FSDP2 needs a mesh
+        backend, own_device = ("cpu:gloo,cuda:nccl", place) if cuda else ("gloo", None)
+        dist.init_process_group(backend, device_id=own_device, rank=ranks.rank, world_size=ranks.size)
+    elif ours and strategy == "fsdp2":  # FSDP2 needs a mesh, so a group, on one rank too
         dist.init_process_group("nccl" if cuda else "gloo", store=HashStore(), rank=0, world_size=1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    groups = [cast(dist.ProcessGroup, dist.new_group(backend="gloo")) for _ in range(2 if size > 1 else 0)]
+    groups: list[dist.ProcessGroup] = [collectives.new_group(backend="gloo") for _ in range(2 if size > 1 else 0)]
     control, saving = groups or (None, None)
     succeeded = False
     try:
-        yield World(rank, size, place, control, ranks.local_size is None and size == 1, saving)
+        yield ThisProcess(rank, size, place, control, ranks.local_size is None and size == 1, saving)
         succeeded = True
     finally:
         if succeeded or size == 1:
@@ -101,41 +102,43 @@ def joined(device: str, strategy: Strategy) -> Iterator[World]:
                 dist.destroy_process_group()
 
 
-def wrapped(model: nn.Module, strategy: Strategy, world: World, reduce_dtype: torch.dtype | None = None) -> nn.Module:
-    """The model on its device, with rank 0's weights, under DDP or FSDP2, which adds gradients up in `reduce_dtype`."""
-    model = model.to(world.device)
-    if dist.is_initialized() and world.ranks > 1:
+def wrapped(
+    model: nn.Module, strategy: Strategy, process: ThisProcess, reduce_dtype: torch.dtype | None = None
+) -> nn.Module:
+    """The model on its device with the weights of rank 0, in DDP or FSDP2; `reduce_dtype`: FSDP2 sums gradients in it."""
+    model = model.to(process.device)
+    if dist.is_initialized() and process.ranks > 1:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor, src=0)
+                collectives.broadcast(tensor, src=0)
     if strategy == "fsdp2":
-        mesh = init_device_mesh(world.device.type, (world.ranks,))
+        mesh = init_device_mesh(process.device.type, (process.ranks,))
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         for part in _repeated(model):
             fully_shard(part, mesh=mesh, mp_policy=policy)
         return cast(nn.Module, fully_shard(model, mesh=mesh, mp_policy=policy))
-    if strategy == "none" or world.ranks == 1:
+    if strategy == "none" or process.ranks == 1:
         return model
     return _with_fixed_buckets(
-        DistributedDataParallel(model, device_ids=[world.device] if world.device.type == "cuda" else None)
+        DistributedDataParallel(model, device_ids=[process.device] if process.device.type == "cuda" else None)
     )
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """What is sharded by itself: the members of module lists, as a transformer's blocks are."""
-    return [part for parts in model.modules() if isinstance(parts, nn.ModuleList) for part in parts
-            if any(p.requires_grad for p in part.parameters())]  # fmt: skip
+    """The modules to shard one by one: members of module lists, such as the blocks of a transformer."""
+    lists = [parts for parts in model.modules() if isinstance(parts, nn.ModuleList)]
+    return [part for parts in lists for part in parts if any(p.requires_grad for p in part.parameters())]
 
 
 def _with_fixed_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
-    """Let DDP choose its buckets before the first step, by a backward of zeros.
+    """Make DDP choose its buckets before the first step, by a backward pass of zeros.
 
-    It regroups gradients after its first backward, in the order in which they came. The first step after a restart would
-    then be summed in other groups than the same step without one, and differ in the last bits from three ranks on.
-    Zeros from the last parameter to the first make the order that a forward in the order of registration would.
+    DDP regroups gradients after its first backward pass, in the order in which they came. Without this, the first step
+    after a restart would be summed in other groups than the same step without a restart, and differ in the last bits from
+    three ranks on. Zeros from the last parameter to the first give the order of a forward pass in registration order.
     """
     total: Any = 0.0
-    parameters = [p for p in model.module.parameters() if p.requires_grad]
+    parameters: list[nn.Parameter] = [p for p in cast(Any, model).module.parameters() if p.requires_grad]
     for parameter in parameters:
         total = total + parameter.reshape(-1)[:1].sum() * 0.0
     model.reducer.prepare_for_backward([])
@@ -145,23 +148,8 @@ def _with_fixed_buckets(model: DistributedDataParallel) -> DistributedDataParall
     return model
 
 
-def moved(batch: Any, device: torch.device) -> Any:
-    """A batch on a device: tensors, in any nesting of mappings and sequences."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return type(batch)({k: moved(v, device) for k, v in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(moved(v, device) for v in batch))
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return type(batch)(moved(v, device) for v in batch)  # type: ignore[call-arg]
-    return cast(Any, batch).to(device) if hasattr(batch, "to") else batch
-
-
 class StopSignals:
-    """Remembers a signal until the step in work is done; a second Ctrl-C interrupts at once.
+    """Records a signal, so that the loop can finish its step; a second Ctrl-C interrupts at once.
 
     >>> with StopSignals() as signals: signals.received
     0
@@ -172,15 +160,15 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # others may not set handlers
-            self._before = {number: signal.signal(number, self._take) for number in STOP_SIGNALS}
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers in the main thread only
+            self._before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number

@@ -1,4 +1,4 @@
-"""How a loop runs: one frozen record, which is also the `settings` of a spec file (JSON)."""
+"""The settings of a training loop: one frozen record, which is also the `settings` of a spec file (JSON)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from batchwright.core.codec import decode
 from batchwright.core.errors import ConfigError, Violation, raise_violations
@@ -21,67 +21,76 @@ AccumulateDtype = Literal["float32", "float64"]
 ACCUMULATE_DTYPES: tuple[AccumulateDtype, ...] = ("float32", "float64")
 STRATEGIES: tuple[Strategy, ...] = ("auto", "ddp", "fsdp2", "none")
 SCHEMA = 1
+_AT_LEAST_ONE = (
+    "checkpoint_every",
+    "evaluate_every",
+    "noise_every",
+    "log_every",
+    "keep",
+    "threads",
+    "evaluation_batch_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `train` does besides the task and the schedule; every field has a default but the directory.
+    """The options of `train` beside the task and the schedule. Every field but the directory has a default.
 
     >>> Settings(directory="run", micro_batch_size=8).checkpoints
     PosixPath('run/checkpoints')
     """
 
     directory: str
-    """The run directory: checkpoints, ledger, events, status. Going on from it is the default."""
+    """The run directory: checkpoints, ledger, events, status. By default a run resumes from its newest checkpoint."""
     micro_batch_size: int | tuple[int, ...] = 1
-    """Samples per rank per forward/backward; or one for each segment of the schedule."""
+    """Samples per rank per forward/backward: one number, or one for each segment of the schedule."""
     allow_ragged: bool = False
     seed: int = 0
-    """Of the order, of the model's first weights, and of generators that no checkpoint restores."""
+    """Seeds the order, the model's first weights, and generators that no checkpoint restores."""
     shuffle: bool = True
     strategy: Strategy = "auto"
-    """`ddp` or `fsdp2`; `auto` is DDP for several ranks, and the plain model for one."""
+    """`ddp` or `fsdp2`; `auto` is DDP on several ranks and the plain model on one."""
     device: str = "auto"
-    """`auto` is this rank's CUDA device if there is one, else the CPU."""
+    """`auto` is the CUDA device of this rank if there is one, else the CPU."""
     threads: int | None = None
-    """torch's threads in this process; None leaves what the environment says."""
+    """torch's threads in this process; None keeps torch's default, which reads the environment."""
     launch: int | None = None
-    """The number of this life of the processes: by default the first one unused."""
+    """The number of this launch: one start of the training processes. By default the first unused number."""
     end_sample: int | None = None
-    """Stop before the step that starts here: where the next launch begins. None runs the whole schedule."""
+    """Stop before the step that starts at this sample: the next launch begins there. None: train the whole schedule."""
     max_tokens: float | None = None
-    """Stop after the step in which the weights of all steps have added up to this."""
+    """Stop after the step in which the sum of all weights reaches this number."""
     resume: bool = True
-    """False refuses a directory that has a checkpoint."""
+    """False: refuse a directory that has a checkpoint."""
     accept_changes: bool = False
-    """Go on even where the position has lost its meaning (another dataset, seed or size); never the default."""
+    """Resume even if the position no longer says which samples were trained (another dataset, seed or size)."""
     checkpoint_every: int | None = None
-    """Samples between checkpoints; one is always saved where the loop stops."""
+    """Samples between checkpoints; the loop also saves one when it stops."""
     keep: int = 2
     asynchronous: bool = False
     evaluate_every: int | None = None
-    """Samples between evaluations; one is always made at the end."""
+    """Samples between evaluations; the loop also evaluates at the end."""
     evaluation_samples: int = 0
-    """The last so many samples of the dataset are held out and only evaluated."""
+    """The number of samples at the end of the dataset that are evaluated and never trained."""
     evaluation_batch_size: int | None = None
-    """Samples per forward in evaluation; by default the first micro batch."""
+    """Samples per forward in evaluation; by default the first micro batch size."""
     learning_rate: SampleSchedule | None = None
-    """The shape of the rate over samples. Its peak stands for the optimizer's own rate, group by group."""
+    """The shape of the rate over samples. Its peak is mapped to the optimizer's own rate of each parameter group."""
     lr_scaling: str = "none"
-    """How a stage's batch multiplies the rate: none, sqrt or linear, against the first stage's batch."""
+    """How the rate of a stage scales with its batch relative to the first stage's: none, sqrt or linear."""
     max_norm: float | None = None
     accumulate_dtype: AccumulateDtype | None = None
-    """Add gradients up, over micro batches and ranks, in (at least) this: float32 for parameters in half precision."""
+    """Sum gradients over micro batches and ranks in at least this precision: float32 for half-precision parameters."""
     grad_scaler: float | None = None
-    """For fp16 autocast in the loss: a GradScaler that begins at this scale. A sum over N tokens is N times the mean that
-    scalers are made for, so 65536 / N. A step that overflows is skipped: its samples are counted, as skipped."""
+    """For fp16 autocast in the loss: the initial scale of a GradScaler. A usual one is 65536 / N for a loss that is a sum
+    over N tokens: scalers expect a mean. A step that overflows is skipped, and its samples are counted as skipped."""
     noise_every: int | None = None
-    """Measure the gradient noise scale on every so-manieth step."""
+    """Measure the gradient noise scale every N steps."""
     num_workers: int = 0
     log_every: int = 1
     """Steps between `step` events."""
     peak_flops: float | None = None
-    """Of one device, for MFU: 6 × parameters × tokens per second / (ranks × peak)."""
+    """Peak FLOP/s of one device, for MFU: 6 × parameters × tokens per second / (ranks × peak)."""
     tensorboard: bool = False
     progress: bool = True
 
@@ -101,13 +110,12 @@ class Settings:
             )
             found.append(Violation(message, "accumulate_dtype", self.accumulate_dtype, ACCUMULATE_DTYPES))
         if self.grad_scaler is not None and not 0 < self.grad_scaler < math.inf:
-            message = f"grad_scaler={self.grad_scaler} is no scale: it must be above zero. Nearest: 65536."
+            message = f"grad_scaler={self.grad_scaler}: must be above 0 and finite. Nearest: 65536."
             found.append(Violation(message, "grad_scaler", self.grad_scaler, (65536.0,)))
-        for name in ("checkpoint_every", "evaluate_every", "noise_every", "log_every", "keep", "threads",
-                     "evaluation_batch_size"):  # fmt: skip
+        for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
-                found.append(Violation(f"{name}={value} must be at least 1.", name, value, (1,)))
+                found.append(Violation(f"{name}={value}: must be at least 1.", name, value, (1,)))
         raise_violations(ConfigError, found)
 
     @property
@@ -117,18 +125,18 @@ class Settings:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are."""
+        """The folder of checkpoints."""
         return self.root / names.CHECKPOINTS
 
     @property
     def ledger(self) -> Path:
-        """Where the ledger is."""
+        """The folder of ledgers."""
         return self.root / names.LEDGER
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A whole training process as one JSON file: `python -m batchwright.runtime.loop SPEC.json`, alone or by torchrun."""
+    """A training process in one JSON file: `python -m batchwright.runtime.loop SPEC.json`, alone or under torchrun."""
 
     task: str
     args: Mapping[str, Any]
@@ -142,18 +150,21 @@ def read_spec(path: Path | str) -> Spec:
     `schedule` is `core.codec.encode(schedule)`; `settings` has the fields of `Settings`.
     """
     document = read_json(Path(path))
-    if not isinstance(document, dict) or not {"task", "schedule", "settings"} <= set(document):
-        raise ConfigError(f"{path} is no spec: it needs task, schedule and settings.", field="spec", given=str(path))
+    if not isinstance(document, dict) or not document.keys() >= {"task", "schedule", "settings"}:
+        raise ConfigError(f"{path} is not a spec: it needs task, schedule and settings.", field="spec", given=str(path))
+    document = cast(dict[str, Any], document)
     if document.get("schema", SCHEMA) > SCHEMA:
         raise ConfigError(
-            f"{path} has schema {document['schema']}; known is {SCHEMA}.", field="schema", given=document["schema"]
+            f"{path} has schema {document['schema']}; this version reads {SCHEMA}.",
+            field="schema",
+            given=document["schema"],
         )
     settings = read_settings(document["settings"], f"{path}: settings")
     return Spec(document["task"], document.get("args") or {}, decode(Schedule, document["schedule"]), settings)
 
 
 def read_settings(given: Mapping[str, Any], where: str) -> Settings:
-    """`Settings` from raw values; names that it does not have are refused with the nearest."""
+    """`Settings` from raw values; an unknown name is an error that names the nearest fields."""
     known = [field.name for field in fields(Settings)]
     found: list[Violation] = []
     for name in given:

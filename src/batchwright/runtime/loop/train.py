@@ -1,6 +1,6 @@
-"""The loop: `train(task, schedule, settings)`, from wherever it stopped to its end, a boundary or a signal.
+"""The loop: `train(task, schedule, settings)`, from its newest checkpoint to its end, a boundary or a signal.
 
-It is, with the pieces of this room and nothing of its own in between (docs/own_loop.md builds it step by step):
+It combines the parts of `runtime` (docs/own_loop.md builds the same loop step by step):
 
     saved = checkpoints.newest();  position = checkpoints.load(saved, …) if saved else 0
     for step in accumulator.steps(Loader(dataset, order, StepSampler(schedule, …, start=position))):
@@ -8,14 +8,14 @@ It is, with the pieces of this room and nothing of its own in between (docs/own_
             step.backward(*task.loss_of(model, micro.data));  ledger.fed(micro.ids)
         result = step.apply(optimizer, learning_rate=…)
         ledger.applied(…);  position = result.end_sample
-        evaluate, save, stop where due
+        evaluate, save or stop if it is time
 
-The position moves with the optimizer's step and is saved with the weights; what was prefetched or half accumulated when
-a process dies was never trained.
+The position advances with the optimizer's step and is saved with the weights. Samples that were only prefetched or
+accumulated when a process dies do not count as trained.
 
-As a process: `python -m batchwright.runtime.loop SPEC.json`, or the same under torchrun (`settings.py` has the format).
-`RUN/status.json` says why it ended. Exit codes: 0 complete, and always when stopped on purpose under a launcher; bare,
-75 at the end of a launch and 130 after a signal; 2, 4, 5 as everywhere.
+As a process: `python -m batchwright.runtime.loop SPEC.json`, alone or under torchrun (`settings.py` has the format).
+`RUN/status.json` says why it ended. Exit codes: 0 if the run is complete, or if a launcher started the process and it
+stopped as asked; without a launcher 75 at the end of a launch and 130 after a signal; errors 2, 4, 5 as everywhere.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,15 +38,15 @@ from batchwright.core.ramp.schedule import Schedule, Step
 from batchwright.rundir.status import Status
 from batchwright.runtime.data.loader import Loader
 from batchwright.runtime.data.sampler import StepSampler, micro_steps
+from batchwright.runtime.device import to_device
 from batchwright.runtime.state.checkpoint import Saved
-from batchwright.runtime.step.accumulate import Accumulator
-from batchwright.runtime.step.parallel import StepResult
+from batchwright.runtime.step.accumulate import Accumulator, GradientStep, StepResult
 from batchwright.runtime.task import Task, load_task
 
 from .evaluate import evaluate
 from .events import Tracker
-from .process import StopSignals, joined, moved
-from .session import Life, OnStep
+from .process import StopSignals, joined
+from .session import OnStep, Session
 from .settings import Settings, read_spec
 
 __all__ = ["Settings", "Status", "main", "train"]
@@ -62,33 +62,34 @@ def train(
     may_save: Callable[[], bool] | None = None,
     on_step: OnStep | None = None,
 ) -> Status:
-    """Train `task` along `schedule`, from the newest checkpoint in the directory on; alone, or on every rank of a group.
+    """Train `task` along `schedule`, from the newest checkpoint in the directory; alone, or on every rank of a group.
 
-    `evaluation` is a dataset of its own instead of the held-out part; `may_save` a fence of one's own instead of
-    `RUN/launch.json`; `on_step` sees every result on every rank.
+    `evaluation`: a dataset to use instead of the held-out samples. `may_save`: a function to use instead of the fence
+    `RUN/launch.json`. `on_step` is called with every result, on every rank.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     with ExitStack() as stack:
-        world = stack.enter_context(joined(settings.device, settings.strategy))
+        process = stack.enter_context(joined(settings.device, settings.strategy))
         signals = stack.enter_context(StopSignals())
-        run = _Loop(task, schedule, settings, world, signals, evaluation, trackers, may_save, on_step)
+        loop = _Loop(task, schedule, settings, process, signals, evaluation, trackers, may_save, on_step)
         try:
-            status = run.run()
+            status = loop.run()
         except BaseException as error:
-            run.failed(error)
-            with suppress(Exception):  # of what could not be closed either, the first cause is raised
-                run.close()
+            loop.failed(error)
+            # The first error is raised, not one of closing.
+            with suppress(Exception):
+                loop.close()
             raise
-        run.close()
+        loop.close()
         return status
 
 
-class _Loop(Life):
-    """A life that trains."""
+class _Loop(Session):
+    """The training steps of a session."""
 
     def run(self) -> Status:
-        """Set up, train, save, say why it ended."""
+        """Set up, train, save, and return why the loop stopped."""
         self.set_up()
         whole = self.schedule.total_samples
         limit = self.settings.max_tokens
@@ -100,20 +101,24 @@ class _Loop(Life):
         return self._stop(reason)
 
     def _train(self) -> str:
-        settings, world, ledger = self.settings, self.world, self.ledger
+        settings, process, ledger = self.settings, self.process, self.ledger
         assert ledger is not None
         micro_of = self._micro_batch_size()
         sampler = StepSampler(
-            self._limited(), micro_of, world.rank, world.ranks, self.position, allow_ragged=settings.allow_ragged
+            self._limited(), micro_of, process.rank, process.ranks, self.position, allow_ragged=settings.allow_ragged
         )
-        options: dict[str, Any] = {"collate_fn": self.task.collate} if self.task.collate else {}
-        loader = Loader(self.dataset, self.order, sampler, num_workers=settings.num_workers, **options)
+        loader = Loader(self.dataset, self.order, sampler, collate=self.task.collate, num_workers=settings.num_workers)
         accumulator = Accumulator(
-            self.model, max_norm=settings.max_norm, noise=self.noise, scaler=self.scaler,
-            accumulate_dtype=None if settings.strategy == "fsdp2" else self.accumulate_dtype,  # there the wrapper's
-        )  # fmt: skip
-        rate, stage, device = self._learning_rate(), None, world.device
-        steps: Any = accumulator.steps(loader)
+            self.model,
+            max_norm=settings.max_norm,
+            noise=self.noise,
+            scaler=self.scaler,
+            # FSDP2 does it itself: `wrapped` passes the type.
+            accumulate_dtype=None if settings.strategy == "fsdp2" else self.accumulate_dtype,
+        )
+        rate, device = self._learning_rate(), process.device
+        stage: int | None = None
+        steps = cast(Generator[GradientStep], accumulator.steps(loader))
         reason, begun, before = None, self.position, time.perf_counter()
         for step in steps:
             plan = step.plan
@@ -122,7 +127,7 @@ class _Loop(Life):
                 size = self.schedule.segments[stage].global_batch_size
                 self.emit("stage", stage=stage, step=plan.step, samples=plan.start_sample, global_batch_size=size)
             for micro in step:
-                step.backward(*self.task.loss_of(self.model, moved(micro.data, device)))
+                step.backward(*self.task.loss_of(self.model, to_device(micro.data, device)))
                 if not micro.filler:
                     ledger.fed(micro.ids)
             result = step.apply(self.optimizer, learning_rate=rate)
@@ -131,12 +136,14 @@ class _Loop(Life):
             self.tokens, self.loss = self.tokens + result.weight, result.loss
             self.skipped_steps += result.skipped
             now = time.perf_counter()
-            if plan.step % settings.log_every == 0 or last == begun:  # its first: whoever watches sees it train
+            # The first step of a launch is always shown.
+            if plan.step % settings.log_every == 0 or last == begun:
                 self._step_event(plan, result, now - before, micro_of(plan))
             if self.on_step is not None:
                 self.on_step(result, self.model, self.optimizer)
-            number = world.largest(self.signals.received)
-            if number and self.position != self.schedule.total_samples:  # a run that is complete was not stopped
+            number = process.maximum(self.signals.received)
+            # At the end of the schedule the run is complete, not stopped.
+            if number and self.position != self.schedule.total_samples:
                 self.signals.received, reason = number, "signal"
             elif settings.max_tokens is not None and self.tokens >= settings.max_tokens:
                 reason = "tokens"
@@ -154,30 +161,30 @@ class _Loop(Life):
         return self.position in (self.schedule.total_samples, self.settings.end_sample)
 
     def _micro_batch_size(self) -> Callable[[Step], int]:
-        """One number for all, or one for each segment of the schedule as it was given, wherever the past was cut."""
+        """One number for all steps, or one for each segment of the given schedule, also after a resume."""
         given, planned = self.settings.micro_batch_size, self.planned
         if isinstance(given, int):
             return lambda step: given
         if len(given) != len(planned.segments):
             raise PlanError(
-                f"micro_batch_size has {len(given)} numbers, the schedule {len(planned.segments)} segments. Give one for "
-                "each, or one for all.",
+                f"micro_batch_size has {len(given)} numbers, and the schedule has {len(planned.segments)} segments. Give one "
+                "number for each segment, or one for all.",
                 field="micro_batch_size",
                 given=str(given),
             )
         return lambda step: given[planned.at_sample(step.start_sample).segment]
 
     def _limited(self) -> Schedule:
-        """The part of the schedule that this launch trains."""
+        """The schedule up to the end of this launch."""
         end, whole = self.settings.end_sample, self.schedule.total_samples
         if end is None or end == whole:
             return self.schedule
         step = self.schedule.at_sample(end)
         if step.start_sample != end or end < self.position:
             raise PlanError(
-                f"end_sample={end:,} is no place to stop: step {step.step:,} owns samples {step.start_sample:,} to "
-                f"{step.end_sample:,}, and the run stands at {self.position:,}. Nearest: {step.start_sample:,} or "
-                f"{step.end_sample:,}.",
+                f"end_sample={end:,} must be the end of a step, and not before the position of the run: step {step.step:,} "
+                f"trains samples {step.start_sample:,} to {step.end_sample:,}, and the position is {self.position:,}. "
+                f"Nearest: {step.start_sample:,} or {step.end_sample:,}.",
                 field="end_sample",
                 given=end,
                 nearest=(step.start_sample, step.end_sample),
@@ -198,27 +205,40 @@ class _Loop(Life):
     def _step_event(self, plan: Step, result: StepResult, seconds: float, micro: int) -> None:
         if self.events is None:
             return
-        world, peak = self.world, self.settings.peak_flops
+        ranks, peak = self.process.ranks, self.settings.peak_flops
         tokens = result.weight / seconds
         noise = self.noise.estimate().noise_scale if self.noise and self.noise.measures(plan.step) else None
         self.events.emit(
-            "step", step=plan.step, samples=self.position, tokens=self.tokens, loss=result.loss,
-            auxiliary=result.auxiliary, global_batch_size=plan.global_batch_size, micro_batch_size=micro,
-            accumulation_steps=micro_steps(plan.global_batch_size, world.ranks, micro),
-            samples_per_second=result.samples / seconds, tokens_per_second=tokens, step_seconds=seconds,
-            learning_rate=float(self.optimizer.param_groups[0]["lr"]), grad_norm=result.grad_norm,
-            mfu=6 * self.parameters * tokens / (world.ranks * peak) if peak else None, stage=plan.segment,
-            ranks=world.ranks, noise_scale=noise, outcome=result.outcome,
+            "step",
+            step=plan.step,
+            samples=self.position,
+            tokens=self.tokens,
+            loss=result.loss,
+            auxiliary=result.auxiliary,
+            global_batch_size=plan.global_batch_size,
+            micro_batch_size=micro,
+            accumulation_steps=micro_steps(plan.global_batch_size, ranks, micro),
+            samples_per_second=result.samples / seconds,
+            tokens_per_second=tokens,
+            step_seconds=seconds,
+            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            grad_norm=result.grad_norm,
+            mfu=6 * self.parameters * tokens / (ranks * peak) if peak else None,
+            stage=plan.segment,
+            ranks=ranks,
+            noise_scale=noise,
+            outcome=result.outcome,
             loss_scale=self.scaler.get_scale() if self.scaler else None,
-        )  # fmt: skip
+        )
 
     def _evaluate(self) -> None:
         if self.evaluated_position == self.position:
             return
         before, self.evaluated_position = time.time(), self.position
         size = self.settings.evaluation_batch_size or self._micro_batch_size()(self.schedule.at_step(0))
-        loss, weight = evaluate(self.task, self.model, self.evaluation, size, self.world, seed=self.settings.seed)
-        self.evaluation_loss = loss if math.isfinite(loss) else None  # JSON, so a checkpoint, holds no NaN
+        loss, weight = evaluate(self.task, self.model, self.evaluation, size, self.process, seed=self.settings.seed)
+        # A checkpoint's state is JSON, which has no NaN.
+        self.evaluation_loss = loss if math.isfinite(loss) else None
         seconds = time.time() - before
         self.times["evaluation_seconds"] += seconds
         self.emit("evaluation", step=self.step, samples=self.position, loss=loss, weight=weight, seconds=seconds)
@@ -232,10 +252,13 @@ class _Loop(Life):
         self._saved(self.checkpoints.wait(), 0.0)
         self.ledger.close()
         state = {
-            "tokens": self.tokens, "fingerprint": self.facts, "evaluation_loss": self.evaluation_loss,
+            "tokens": self.tokens,
+            "fingerprint": self.facts,
+            "evaluation_loss": self.evaluation_loss,
             "noise": [[t.trace, t.signal] for t in self.noise.terms] if self.noise else [],
-            "skipped_steps": self.skipped_steps, "scaler": self.scaler.state_dict() if self.scaler else None,
-        }  # fmt: skip
+            "skipped_steps": self.skipped_steps,
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+        }
         saved = self.checkpoints.save(
             self.model, self.optimizer, step=self.step, position=self.position, launch=self.launch, state=state
         )
@@ -250,21 +273,21 @@ class _Loop(Life):
             return
         self.saved = saved
         self.emit("save", step=saved.step, samples=saved.position, checkpoint=saved.name, seconds=seconds)
-        if self.world.rank == 0:
+        if self.process.rank == 0:
             self.write_status(self.status("running", None))
 
     def _stop(self, reason: str) -> Status:
         ended = time.time()
-        # Whoever sent a signal may not wait for more than the save: a time limit, a preemption.
+        # After a signal there may be time for the save only: a time limit, or a preemption.
         if reason != "signal" and self.evaluation is not None and self.saved_position != self.position:
             self._evaluate()
         self._save(wait=True)
         self.times["stop_seconds"] = time.time() - ended
         status = self.status("complete" if reason in ("end", "tokens") else "stopped", reason)
         self.emit("stop", reason=reason, step=self.step, samples=self.position, next_stage=status.next_stage)
-        if self.world.rank == 0:
+        if self.process.rank == 0:
             self.write_status(status)
-        self.world.largest(0)  # the status is written before any rank leaves
+        self.process.maximum(0)  # no rank exits before the status is written
         return status
 
 
@@ -289,17 +312,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_process() -> None:
-    """Run `main` and end the process with its code.
+    """Run `main` and exit with its code.
 
-    If an error has left the process group in place, end without shutting the interpreter down: that would destroy the
-    group, which waits for ranks that will never come.
+    After an error that left the process group in place, exit without shutting the interpreter down: that would destroy the
+    group, which waits for ranks that are blocked in a collective.
     """
     try:
         code = main()
     except BaseException as error:
         if not dist.is_initialized():
             raise
-        with suppress(OSError, ValueError):  # a full disk, or a closed file, under the standard error
+        # stderr may be a closed file, or on a full disk.
+        with suppress(OSError, ValueError):
             traceback.print_exc()
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):

@@ -1,1 +1,1 @@
-"""What survives a process: checkpoints, the ledger of samples, and the audit of both."""
+"""State on disk: checkpoints, the ledger of trained samples, and the audit of both."""

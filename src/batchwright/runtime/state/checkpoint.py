@@ -1,17 +1,17 @@
-"""Checkpoints: the position and the weights that belong to it, whole or absent, readable by any number of ranks.
+"""Checkpoints: a position and its weights, complete or absent, for any number of ranks.
 
     RUN/checkpoints/step-000000000120-launch-00003/
-        manifest.json            size and SHA-256 of every other file: a checkpoint counts only with all of them
-        state.json               position, step, options of the optimizer, fingerprint, versions: all that is no tensor
-        rng/rank-00000.json      the generators of one rank
+        manifest.json            size and SHA-256 of every other file: a checkpoint without one of them is not complete
+        state.json               position, step, options of the optimizer, fingerprint, versions: everything but tensors
+        rng/rank-00000.json      the random generators of one rank
         tensors/                 torch.distributed.checkpoint: reshards over ranks, and between DDP, FSDP2 and plain
 
-It is written in a folder beside and renamed when every file is synced, so a reader sees all of it or nothing. A save
-denotes, with a barrier after each line and all ranks failing if one does:
+A checkpoint is written to another folder and renamed when every file is synced, so a reader sees all of it or nothing.
+A save consists of these parts, with a barrier after each; if one rank fails, all ranks fail:
 
     may_save() or fail;  write tensors, rng;  write state, manifest;  may_save() or fail;  rename;  delete old ones
 
-`may_save` is the fence: a process that a newer launch has replaced must not write any more.
+`may_save` is the fence: a process that a newer launch has replaced must not write.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ _PARTIAL = ".partial-"
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk; `state` is what was given to `save`, with `rest` of the optimizer beside it.
+    """A checkpoint on disk. `state` is the content of state.json: the argument of `save` and what `save` added.
 
     >>> Saved(Path("step-000000000012-launch-00003"), step=12, launch=3).name
     'step-000000000012-launch-00003'
@@ -53,29 +53,29 @@ class Saved:
     path: Path
     step: int
     launch: int
-    state: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict[str, Any])
     skipped: tuple[str, ...] = ()
-    """Why newer ones were passed over: a message for each, naming the file."""
+    """A message for each newer checkpoint that is damaged, with the name of the damaged file."""
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """The name of its folder."""
         return self.path.name
 
     @property
     def position(self) -> int:
-        """The first sample that was not trained yet."""
+        """The first sample that is not trained yet."""
         return int(self.state["position"])
 
 
 class Checkpoints:
     """The checkpoints of a run: `save`, `newest`, `load`. All ranks call each of them together.
 
-    - `keep`: how many are left after a save; older ones are deleted only then.
-    - `asynchronous`: `save` copies the tensors and returns; writing goes on in a thread. Never two at once, and what
-      went wrong is raised by the next `save` or by `wait`.
-    - `group`: a gloo group of all ranks, for nothing else (a thread uses it); None for one process.
-    - `may_save`: asked before a save and right before it becomes visible.
+    - `keep`: the number of checkpoints to keep. A save deletes older ones after it has succeeded.
+    - `asynchronous`: `save` copies the tensors and returns; a thread writes them. The next `save` waits for it. Errors of
+      the thread are raised by the next `save` or by `wait`.
+    - `group`: a gloo group of all ranks, used for nothing else, since a thread uses it; None for one process.
+    - `may_save`: called before a save, and again right before the checkpoint becomes visible.
     """
 
     def __init__(
@@ -89,7 +89,10 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise PlanError(
-                f"keep={keep} leaves no checkpoint to go on from. Nearest: 1.", field="keep", given=keep, nearest=(1,)
+                f"keep={keep}: must be at least 1, to leave a checkpoint to resume from.",
+                field="keep",
+                given=keep,
+                nearest=(1,),
             )
         self.directory, self.keep, self.asynchronous = Path(directory), keep, asynchronous
         self._group, self._may_save = group, may_save or (lambda: True)
@@ -108,14 +111,20 @@ class Checkpoints:
         launch: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> Saved | None:
-        """Save after `step` steps, the next of which starts at `position`; None while one is written asynchronously."""
+        """Save after `step` steps; the next one starts at `position`. Returns None if a thread does the writing."""
         self.wait()
         name = names.checkpoint(step, launch)
         parts, rest = tensors.split(model, optimizers)
         content = {
-            "schema": SCHEMA, "step": step, "position": position, "launch": launch, "ranks": self.ranks,
-            "saved_at": time.time(), "optimizer": {k: v for k, v in rest.items()}, **dict(state or {}),
-        }  # fmt: skip
+            "schema": SCHEMA,
+            "step": step,
+            "position": position,
+            "launch": launch,
+            "ranks": self.ranks,
+            "saved_at": time.time(),
+            "optimizer": rest,
+            **dict(state or {}),
+        }
         job = _Job(name, content, generators.capture())
         if not self.asynchronous:
             return self._write(job, parts)
@@ -125,7 +134,7 @@ class Checkpoints:
         return None
 
     def wait(self) -> Saved | None:
-        """Wait for a save in the background; raises what went wrong in it."""
+        """Wait until a save in the background has ended; raise its error."""
         if self._thread is not None:
             self._thread.join()
         self._thread, outcome, self._outcome = None, self._outcome, None
@@ -135,13 +144,13 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written in the background."""
+        """Whether a thread is writing a save."""
         return self._thread is not None and self._thread.is_alive()
 
     def newest(self, *, verify: bool = True) -> Saved | None:
-        """The newest checkpoint that is complete; a damaged one is passed over with a warning that names the file.
+        """The newest complete checkpoint. A damaged one is skipped with a warning that names the file.
 
-        One of a newer schema raises instead: an older batchwright that went on from before it would fork the run.
+        A checkpoint of a newer schema is an error: an older batchwright must not resume from before it.
         """
         found = self._together(lambda: listing(self.directory) if self.rank == 0 else [])[0]
         skipped: list[str] = []
@@ -150,7 +159,7 @@ class Checkpoints:
             problems = [p for p in self._together(lambda path=path: self._problem(path, verify)) if p]
             if not problems:
                 return Saved(path, step, launch, read_json(path / STATE), tuple(skipped))
-            message = f"checkpoint {name} is damaged and was passed over: {problems[0]}"
+            message = f"checkpoint {name} is damaged and was skipped: {problems[0]}"
             skipped.append(message)
             self._damaged.add(name)
             if self.rank == 0:
@@ -158,16 +167,16 @@ class Checkpoints:
         if skipped:
             raise RunError(
                 f"none of the {len(skipped)} checkpoints in {self.directory} is complete:\n" + "\n".join(skipped) + "\n"
-                "Nothing was loaded or changed. Restore one from a copy, or start in another directory.",
+                "Nothing was loaded or changed. Restore a checkpoint from a backup, or start in another directory.",
                 field="directory",
                 given=str(self.directory),
             )
         return None
 
     def load(self, saved: Saved, model: nn.Module, *optimizers: Optimizer, restore_generators: bool = True) -> bool:
-        """Put a checkpoint into a model and its optimizers, sharded in any way; whether generators were restored too.
+        """Load a checkpoint into a model and its optimizers, sharded in any way. Returns whether generators were restored.
 
-        Generators belong to a rank: they are restored where the number of ranks is that of the save.
+        Generators belong to a rank, so they are restored only if the number of ranks is that of the save.
         """
         self.wait()
         parts, _ = tensors.split(model, optimizers)
@@ -176,10 +185,11 @@ class Checkpoints:
         tensors.join(model, optimizers, parts, saved.state["optimizer"])
         if not restore_generators or saved.state["ranks"] != self.ranks:
             return False
-        return generators.restore(read_json(saved.path / "rng" / f"rank-{self.rank:05d}.json"))
+        generators.restore(read_json(saved.path / "rng" / f"rank-{self.rank:05d}.json"))
+        return True
 
     def _problem(self, path: Path, verify: bool) -> str | None:
-        """What is wrong with a checkpoint, as far as this rank's part of the files says."""
+        """What is wrong with a checkpoint, or None. With `verify`, each rank reads its part of the files."""
         try:
             manifest = read_manifest(path)
         except RunError as error:
@@ -218,8 +228,8 @@ class Checkpoints:
         self._sweep(final.name)
         if final.exists():
             raise RunError(
-                f"checkpoint {final} exists already, and is never overwritten. A launch number names one life of the "
-                "training processes: give this one the next.",
+                f"checkpoint {final} exists already, and is never overwritten. Each start of the training processes needs "
+                "its own launch number: use the next one.",
                 field="launch",
                 given=final.name,
             )
@@ -230,7 +240,7 @@ class Checkpoints:
             folder.mkdir()
 
     def _sweep(self, name: str) -> None:
-        """Remove what earlier launches left half written or half deleted; this one may write, so they may not."""
+        """Delete incomplete folders of earlier launches. This launch may write, so those may not."""
         _, launch = names.read_checkpoint(name) or (0, 0)
         for path in self.directory.glob(f"{_PARTIAL}*"):
             numbers = names.read_checkpoint(path.name.removeprefix(_PARTIAL))
@@ -265,22 +275,24 @@ class Checkpoints:
             sound = name not in self._damaged and self._problem(self.directory / name, verify=False) is None
             complete = name == newest.name or sound
             kept += complete
-            if complete and kept > self.keep:  # a damaged one is left for its owner to look at
-                doomed = self.directory / f"{_PARTIAL}old-{name}"
-                os.rename(self.directory / name, doomed)  # at once; deleting takes a while and may be interrupted
-                shutil.rmtree(doomed, ignore_errors=True)
+            # A damaged checkpoint stays, for its owner to inspect.
+            if complete and kept > self.keep:
+                # Renaming is atomic; deleting takes time and may be interrupted.
+                old = self.directory / f"{_PARTIAL}old-{name}"
+                os.rename(self.directory / name, old)
+                shutil.rmtree(old, ignore_errors=True)
 
     def _fence(self, name: str) -> None:
         if not self._may_save():
             raise EnvironmentFault(
-                f"checkpoint {name} was not written: a newer launch has taken over this run. This process stops here; "
-                "nothing was changed.",
+                f"checkpoint {name} was not written: a newer launch has taken over this run. Nothing was changed; this "
+                "process stops.",
                 field="launch",
                 given=name,
             )
 
     def _together(self, part: Callable[[], Any]) -> list[Any]:
-        """Every rank's answer; where one rank fails, all do, with its error."""
+        """Call `part` on every rank and return all results; if one rank fails, all raise its error."""
         answer, fault = None, None
         try:
             answer = part()
@@ -292,7 +304,7 @@ class Checkpoints:
         if self._group is None:
             return [answer]
         gathered: list[Any] = [None] * self.ranks
-        dist.all_gather_object(gathered, (answer, fault), group=self._group)
+        cast(Any, dist).all_gather_object(gathered, (answer, fault), group=self._group)
         for _, first in gathered:
             if first is not None:
                 raise first
@@ -307,11 +319,11 @@ class _Job:
 
 
 def refuse_newer(schema: object, path: Path) -> None:
-    """Raise when a file says that it was written in a later format than this version knows."""
+    """Raise an error if a file has a newer schema than this version reads."""
     if isinstance(schema, int) and schema > SCHEMA:
         raise RunError(
-            f"{path} has schema {schema}, but this batchwright knows up to {SCHEMA}: it was written by a newer version. "
-            "Nothing was loaded or changed; update batchwright to go on from it.",
+            f"{path} has schema {schema}, but this version of batchwright reads up to {SCHEMA}: a newer version wrote it. "
+            "Nothing was loaded or changed. Update batchwright to resume from it.",
             field="schema",
             given=schema,
             nearest=(SCHEMA,),

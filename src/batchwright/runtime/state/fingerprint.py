@@ -1,20 +1,20 @@
-"""What a checkpoint was made with, and what a change of it means for going on.
+"""The conditions under which a checkpoint was made, and what a change of them means for a run that resumes.
 
-The position says "everything before me is trained". That stays true only along the same order over the same samples;
-the number of ranks, the micro batch or the strategy may change freely; the past of the schedule is history; another
-model has other weights.
+A position means: all samples before it are trained. That holds only for the same order of the same samples. The number of
+ranks, the micro batch and the strategy may change freely. A new schedule applies to later samples only.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from batchwright.core.codec import encode
@@ -23,37 +23,37 @@ from batchwright.runtime.data.order import GlobalOrder
 
 from . import generators
 
-# Enough to notice another file, too few to be felt at the start of a run.
-_LOOKED_AT = 8
+# Samples in the digest of a dataset: enough to notice another file, and fast to read.
+_DIGEST_SAMPLES = 8
 
 Severity = Literal["breaks", "changes", "free"]
 SEVERITY: dict[Severity, str] = {
     "breaks": "the position no longer says which samples were trained",
-    "changes": "the position holds, but training goes on differently",
+    "changes": "the position holds, but training continues differently",
     "free": "the result does not depend on it, up to floating-point order",
 }
 _MEANING: dict[str, tuple[Severity, str]] = {
-    "dataset_size": ("breaks", "the order is a permutation of all samples, so another number of them is another order"),
-    "seed": ("breaks", "the seed chooses the order"),
-    "shuffle": ("breaks", "it chooses the order"),
-    "dataset": ("breaks", "samples at the same ids have another content"),
+    "dataset_size": ("breaks", "the order is a permutation of all samples, so another size is another order"),
+    "seed": ("breaks", "the seed determines the order"),
+    "shuffle": ("breaks", "it determines the order"),
+    "dataset": ("breaks", "samples with the same ids have other contents"),
     "schedule": ("changes", "the past stays as it was trained; the new schedule applies from this position on"),
-    "optimizer": ("changes", "its options in the checkpoint win; change them after loading to change them"),
+    "optimizer": ("changes", "the options in the checkpoint are used; to use others, set them after loading"),
     "learning_rate": ("changes", "the rate is a function of the position, so it changes from here on"),
-    "accumulate_dtype": ("changes", "gradients are added up in another precision from here on"),
-    "grad_scaler": ("changes", "losses are scaled, and steps that overflow skipped, from here on or no longer"),
+    "accumulate_dtype": ("changes", "gradients are summed in another precision from here on"),
+    "grad_scaler": ("changes", "from here on, losses are scaled and steps that overflow are skipped, or no longer"),
     "model": ("changes", "weights are loaded by name and shape"),
     "micro_batch_size": ("free", "it only partitions a step"),
     "ranks": ("free", "they only partition a step"),
     "strategy": ("free", "weights are resharded"),
-    "threads": ("free", "sums are taken in another order"),
-    "versions": ("free", "kernels may round differently"),
+    "threads": ("free", "sums are computed in another order"),
+    "versions": ("free", "computations may round differently"),
 }
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is not as it was when the checkpoint was saved."""
+    """One condition that changed since the checkpoint was saved."""
 
     field: str
     severity: Severity
@@ -61,7 +61,7 @@ class Change:
 
 
 def fingerprint(order: GlobalOrder, schedule: Schedule, model: nn.Module, dataset: Any, **facts: Any) -> dict[str, Any]:
-    """What a checkpoint remembers of its making, as plain JSON; `facts` are further fields by their names here."""
+    """The conditions under which a checkpoint is made, as plain JSON; `facts` are further fields of `_MEANING`."""
     return {
         "dataset_size": order.size,
         "seed": order.seed,
@@ -75,10 +75,10 @@ def fingerprint(order: GlobalOrder, schedule: Schedule, model: nn.Module, datase
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any], position: int) -> tuple[Change, ...]:
-    """What changed between two fingerprints, the worst first, each explained.
+    """What changed between two fingerprints, the most severe first, each with an explanation.
 
     >>> for change in changes({"seed": 1, "ranks": 2}, {"seed": 7, "ranks": 4}, 960): print(change.message)
-    seed was 1 and is 7: the seed chooses the order, so position 960 no longer says which samples were trained.
+    seed was 1 and is 7: the seed determines the order, so position 960 no longer says which samples were trained.
     ranks was 2 and is 4: they only partition a step.
     """
     found: list[Change] = []
@@ -86,28 +86,29 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], position: int) -> 
         before, after = saved.get(field), now.get(field)
         if before is None or after is None or before == after:
             continue
-        shown = (
-            f"{field} changed" if isinstance(before, dict) else f"{field} was {_short(before)} and is {_short(after)}"
-        )
         if isinstance(before, dict) and isinstance(after, dict):
-            parts = [f"{k} {before.get(k)} to {v}" for k, v in after.items() if before.get(k) != v]
-            shown += f" ({', '.join(parts)})" if parts and all(len(part) < 60 for part in parts) else ""
+            old, new = cast(dict[str, Any], before), cast(dict[str, Any], after)
+            parts = [f"{key} {old.get(key)} to {value}" for key, value in new.items() if old.get(key) != value]
+            short = parts and all(len(part) < 60 for part in parts)
+            shown = f"{field} changed" + (f" ({', '.join(parts)})" if short else "")
+        else:
+            shown = f"{field} was {_short(before)} and is {_short(after)}"
         end = f", so position {position:,} no longer says which samples were trained." if severity == "breaks" else "."
         found.append(Change(field, severity, f"{shown}: {meaning}{end}"))
     return tuple(found)
 
 
 def versions() -> dict[str, str]:
-    """The libraries that compute."""
+    """The versions of Python and of the libraries that compute."""
     return {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
 
 
 def dataset_digest(dataset: Any, size: int) -> str | None:
-    """A digest of a dataset: its own `fingerprint` if it has one, else of a few samples; None if they are not stable."""
+    """A digest of a dataset: its own `fingerprint`, else of a few samples; None if a second reading differs."""
     own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
     if isinstance(own, str):
         return own
-    ids = sorted({int(i) for i in np.linspace(0, size - 1, min(size, _LOOKED_AT))})
+    ids = sorted({int(i) for i in np.linspace(0, size - 1, min(size, _DIGEST_SAMPLES))})
     first = _samples_digest(dataset, ids)
     return first if first == _samples_digest(dataset, ids) else None
 
@@ -116,7 +117,8 @@ def _samples_digest(dataset: Any, ids: list[int]) -> str:
     digest = sha256()
     with generators.put_back():
         for i in ids:
-            generators.seed_sample(0, i)  # as the loader does it: an augmentation is then the same every time
+            # As in the loader, so that an augmentation is the same every time.
+            generators.seed_sample(0, i)
             _feed(digest, dataset[i])
     return digest.hexdigest()[:32]
 
@@ -124,34 +126,34 @@ def _samples_digest(dataset: Any, ids: list[int]) -> str:
 def _feed(digest: Any, value: Any) -> None:
     digest.update(type(value).__name__.encode())
     if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        if value.dtype is torch.bfloat16:  # which numpy does not know
-            value = (value if value.ndim else value.reshape(-1)).contiguous().view(torch.uint8)
-        _feed(digest, value.numpy())
+        tensor = value.detach().cpu()
+        if tensor.dtype is torch.bfloat16:  # numpy has no bfloat16
+            tensor = (tensor if tensor.ndim else tensor.reshape(-1)).contiguous().view(torch.uint8)
+        _feed(digest, tensor.numpy())
     elif isinstance(value, np.ndarray):
-        digest.update(f"{value.dtype}{value.shape}".encode())
-        digest.update(np.ascontiguousarray(value).tobytes() if value.dtype != object else b"")
+        array = cast(NDArray[Any], value)
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes() if array.dtype != object else b"")
     elif isinstance(value, bytes):
         digest.update(value)
     elif isinstance(value, (str, int, float, bool, np.generic, type(None))):
-        digest.update(repr(value).encode())
+        digest.update(repr(cast(Any, value)).encode())
     elif isinstance(value, Mapping):
-        for key, inner in value.items():
+        for key, inner in cast(Mapping[Any, Any], value).items():
             digest.update(repr(key).encode())
             _feed(digest, inner)
     elif isinstance(value, (list, tuple)):
-        for inner in value:
+        for inner in cast(Sequence[Any], value):
             _feed(digest, inner)
 
 
 def _model_digest(model: nn.Module) -> str:
-    prefixes = ("module.", "_orig_mod.")
-    names = []
+    lines: list[str] = []
     for name, parameter in model.named_parameters():
-        for prefix in prefixes:
-            name = name.removeprefix(prefix)
-        names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
-    text = "\n".join(names)
+        # The prefixes of DDP and torch.compile.
+        plain = name.removeprefix("module.").removeprefix("_orig_mod.")
+        lines.append(f"{plain} {tuple(parameter.shape)} {parameter.dtype}")
+    text = "\n".join(lines)
     return f"{sum(p.numel() for p in model.parameters())} parameters, {sha256(text.encode()).hexdigest()[:16]}"
 
 

@@ -1,17 +1,17 @@
-"""The ledger: what every rank was really fed, step by step, run-length compressed; `audit` (audit.py) holds it against
-the global order.
+"""The ledger: the samples that each rank trained, step by step, compressed. `audit.py` compares it with the global order.
 
-A rank keeps one file per launch, `RUN/ledger/launch-00003-rank-00001.jsonl`: a header, then one line per *run* of steps
-with equal batch and outcome. A line is as good after a thousand steps as after one, because the hash of a run is a sum:
+Each rank writes one file per launch, `RUN/ledger/launch-00003-rank-00001.jsonl`: a header, then one line per *run* of
+consecutive steps with equal batch and outcome. The hash of a run is a sum, so that a line for a thousand steps checks as
+much as a line for one:
 
-    mark(step, id) = 128 bits mixed from both        run.hash = Σ mark(step, id) mod 2^64, in two lanes of 64
+    hash(step, id) = 128 bits mixed from both       run.hash = Σ hash(step, id), in two halves, each mod 2^64
 
-A sum does not care which rank or micro batch brought a sample, so the sums of all ranks over a run can be compared with
-the sum over its span, computed from the order. It does care for everything else: a sample that is wrong, missing, fed
-twice or fed in another step changes it by a number that is as good as random, and is missed once in 2^128.
+A sum does not depend on which rank or micro batch had a sample. So the sum over all ranks can be compared with the sum
+over the span of the run, computed from the order. It does depend on everything else: a sample that is wrong, missing,
+repeated or in another step changes it by a pseudo-random number, which is zero once in 2^128.
 
-The last line is the open run, rewritten in place after every step (one `pwrite`, no sync), so that even `kill -9` leaves
-what was done. Runs end where a checkpoint is saved: work after the surviving one is then whole lines, and is counted.
+The last line is the open run. Each step overwrites it (one `pwrite`, no sync), so that it is complete even after `kill -9`.
+A checkpoint ends the open run, so that the work after the surviving checkpoint is in separate lines and can be counted.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from batchwright.rundir.files import write_fault
 from batchwright.runtime.data.order import GlobalOrder
 
 SCHEMA = 1
-# A run's line is padded to this, so that it can be rewritten in place while its numbers grow.
+# Bytes of a line. Lines are padded, so that the last one can be overwritten while its numbers grow.
 WIDTH = 384
-# Where a fault is found, it is found in so many steps; a million steps are a thousand lines.
+# Steps in one line, at most. The audit locates a fault within a line, and a million steps are a thousand lines.
 LONGEST_RUN = 1000
 
 
 @dataclass
-class _Run:
+class _OpenRun:
+    """The run of steps that one rank is adding to."""
+
     first_step: int
     start_sample: int
     global_batch_size: int
@@ -54,7 +56,7 @@ class _Run:
 class Ledger:
     """One rank's ledger of one launch: `fed(ids)` for each micro batch, `applied(…)` for each step, `close` at saves.
 
-    `start` is the (step, position) it goes on from, `parent` the launch that saved the checkpoint it goes on from.
+    `start` is the (step, position) where the launch starts, `parent` the launch that saved its checkpoint.
     """
 
     def __init__(
@@ -75,8 +77,8 @@ class Ledger:
             self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             raise RunError(
-                f"launch={launch} has run in {folder} already: {self.path.name} exists, and is never overwritten. A "
-                f"launch number names one life of the training processes. Nearest: {next_launch(folder)}.",
+                f"launch={launch} has run in {folder} already: {self.path.name} exists, and is never overwritten. Each "
+                f"start of the training processes needs its own launch number. Nearest: {next_launch(folder)}.",
                 field="launch",
                 given=launch,
                 nearest=(next_launch(folder),),
@@ -84,21 +86,27 @@ class Ledger:
         except OSError as error:
             raise self._fault(error) from error
         header: dict[str, Any] = {
-            "schema": SCHEMA, "launch": launch, "rank": rank, "ranks": ranks, "step": start[0], "position": start[1],
-            "parent": parent, "order": {"size": order.size, "seed": order.seed, "shuffle": order.shuffle},
+            "schema": SCHEMA,
+            "launch": launch,
+            "rank": rank,
+            "ranks": ranks,
+            "step": start[0],
+            "position": start[1],
+            "parent": parent,
+            "order": {"size": order.size, "seed": order.seed, "shuffle": order.shuffle},
             "time": time.time(),
-        }  # fmt: skip
+        }
         self._offset = 0
         self._offset = self._write(json.dumps(header).encode() + b"\n")
-        self._run: _Run | None = None
+        self._run: _OpenRun | None = None
         self._ids: list[NDArray[np.int64]] = []
 
     def fed(self, ids: NDArray[np.int64]) -> None:
-        """These ids entered the open step on this rank; a filler's must not be given."""
+        """Add these ids to the present step of this rank; not those of a filler."""
         self._ids.append(ids)
 
     def applied(self, step: int, start_sample: int, global_batch_size: int, outcome: str = "applied") -> None:
-        """The open step ended: `applied`, or `skipped` by a GradScaler. Dropped and carried steps are not recorded."""
+        """Record the present step: `applied`, or `skipped` by a GradScaler. Dropped and carried steps are not recorded."""
         run = self._run
         if run is not None and (
             run.global_batch_size != global_batch_size
@@ -109,16 +117,16 @@ class Ledger:
             self.close(sync=False)
             run = None
         if run is None:
-            run = self._run = _Run(step, start_sample, global_batch_size, outcome)
+            run = self._run = _OpenRun(step, start_sample, global_batch_size, outcome)
         ids = np.concatenate(self._ids) if self._ids else np.empty(0, np.int64)
         self._ids.clear()
-        low, high = combine(*marks(step, ids))
+        low, high = sums(*sample_hashes(step, ids))
         run.steps, run.samples = run.steps + 1, run.samples + len(ids)
         run.low, run.high = (run.low + low) % 2**64, (run.high + high) % 2**64
         self._write(_line(run))
 
     def close(self, *, sync: bool = True) -> None:
-        """End the open run, and by default make the ledger durable: to be called before a checkpoint is saved."""
+        """End the open run and, with `sync`, make the ledger durable: call it before a checkpoint is saved."""
         if self._run is not None:
             self._offset += WIDTH
             self._run = None
@@ -140,7 +148,7 @@ class Ledger:
     def _write(self, line: bytes) -> int:
         try:
             written = os.pwrite(self._file, line, self._offset)
-            if written < len(line):  # the last bytes of a disk
+            if written < len(line):  # the disk became full within the line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise self._fault(error) from error
@@ -150,7 +158,7 @@ class Ledger:
         return write_fault(error, f"the ledger {self.path.name}", self.path.parent, "Checkpoints are untouched.")
 
 
-def _line(run: _Run) -> bytes:
+def _line(run: _OpenRun) -> bytes:
     text = (
         f'{{"first_step": {run.first_step}, "steps": {run.steps}, "start_sample": {run.start_sample}, '
         f'"global_batch_size": {run.global_batch_size}, "samples": {run.samples}, "outcome": "{run.outcome}", '
@@ -160,7 +168,7 @@ def _line(run: _Run) -> bytes:
 
 
 def next_launch(directory: Path | str) -> int:
-    """The first launch number that no ledger in `directory` has.
+    """The first launch number without a ledger in `directory`.
 
     >>> next_launch("nowhere")
     0
@@ -169,22 +177,23 @@ def next_launch(directory: Path | str) -> int:
     return 1 + max((numbers[0] for numbers in found if numbers), default=-1)
 
 
-Words = NDArray[np.uint64]
+Hashes = NDArray[np.uint64]
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _LOW = (30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31)
 _HIGH = (27, 0x3C79AC492BA7B653, 33, 0x1C69B3F74AC4AE35, 27)
 _MASK = 2**64 - 1
-# As in order.py: what fits a core's L2 cache.
+# Ids at a time, as in order.py: they fit in the L2 cache of a core.
 _CHUNK = 16_384
 
 
-def marks(step: int | NDArray[np.int64], ids: NDArray[np.int64]) -> tuple[Words, Words]:
-    """The two lanes of each id's mark; `step` is one number, or one for each id.
+def sample_hashes(step: int | NDArray[np.int64], ids: NDArray[np.int64]) -> tuple[Hashes, Hashes]:
+    """The hash of each id in a step, as its low and high 64 bits; `step` is one number, or one for each id.
 
-    >>> low, high = marks(3, np.array([5, 6]))
-    >>> combine(low, high) == combine(*(a + b for a, b in zip(marks(3, np.array([5])), marks(3, np.array([6])))))
+    >>> low, high = sample_hashes(3, np.array([5, 6]))
+    >>> one, two = sample_hashes(3, np.array([5])), sample_hashes(3, np.array([6]))
+    >>> sums(low, high) == sums(one[0] + two[0], one[1] + two[1])
     True
-    >>> combine(low, high) == combine(*marks(4, np.array([5, 6])))
+    >>> sums(low, high) == sums(*sample_hashes(4, np.array([5, 6])))
     False
     """
     x = ids.astype(np.uint64) * _SPREAD
@@ -197,24 +206,24 @@ def marks(step: int | NDArray[np.int64], ids: NDArray[np.int64]) -> tuple[Words,
     return _mixed(x, *_LOW), _mixed(x, *_HIGH)
 
 
-def combine(low: Words, high: Words) -> tuple[int, int]:
-    """The sums of both lanes."""
+def sums(low: Hashes, high: Hashes) -> tuple[int, int]:
+    """The sums of both halves, each mod 2^64."""
     return int(low.sum(dtype=np.uint64)), int(high.sum(dtype=np.uint64))
 
 
 def span_hash(ids: NDArray[np.int64], first_step: int, global_batch_size: int) -> tuple[int, int]:
-    """The sums over a span of whole steps, whose ids are given in the order of positions."""
+    """The sums over a span of whole steps; `ids` are in the order of positions."""
     total_low = total_high = 0
     for start in range(0, len(ids), _CHUNK):
         part = ids[start : start + _CHUNK]
         steps = first_step + np.arange(start, start + len(part), dtype=np.int64) // global_batch_size
-        low, high = combine(*marks(steps, part))
+        low, high = sums(*sample_hashes(steps, part))
         total_low, total_high = total_low + low, total_high + high
     return total_low & _MASK, total_high & _MASK
 
 
 def _scramble(step: int) -> int:
-    """`_mixed` of one number, in Python's integers: a dozen numpy calls for a single step would cost more."""
+    """`_mixed` of one number in Python's integers: a dozen numpy calls for one number would take longer."""
     a, b, c, d, e = _HIGH
     x = (step + 1) * int(_SPREAD) & _MASK
     x = (x ^ (x >> a)) * b & _MASK
@@ -222,7 +231,7 @@ def _scramble(step: int) -> int:
     return x ^ (x >> e)
 
 
-def _mixed(x: Words, a: int, b: int, c: int, d: int, e: int) -> Words:
+def _mixed(x: Hashes, a: int, b: int, c: int, d: int, e: int) -> Hashes:
     t = x ^ (x >> np.uint64(a))
     t *= np.uint64(b)
     t ^= t >> np.uint64(c)

@@ -1,9 +1,9 @@
-"""Tensors on disk: torch.distributed.checkpoint with what surrounds the tensors taken out of the pickles.
+"""Tensors on disk: torch.distributed.checkpoint (DCP) without pickled objects.
 
-A model's and an optimizer's state are nested dicts. They are taken apart into two flat ones: `path -> tensor`, which
-DCP stores and reshards over any number of ranks, and `path -> number, text, flag`, which is JSON. So no pickled object
-is ever needed back: DCP's own metadata, which is a pickle, is read through an allow-list, and tensors are read with
-`weights_only`. A checkpoint from a stranger may hold wrong numbers; it cannot run code.
+The states of a model and its optimizers are nested dicts. They are split into two flat ones: `path -> tensor`, which DCP
+stores and reshards over any number of ranks, and `path -> number, text, flag`, which is JSON. DCP's metadata is a pickle:
+it is read through an allow-list of inert classes. Tensors are read with `weights_only`. A checkpoint from an untrusted
+source may hold wrong numbers, but it cannot run code.
 """
 
 from __future__ import annotations
@@ -14,41 +14,52 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from enum import EnumMeta
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, TypeVar, cast, get_origin
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as _load
-from torch.distributed.checkpoint.state_dict_saver import save as _save
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from batchwright.core.errors import RunError, Violation, raise_violations
 
-_META = "torch.distributed.checkpoint.metadata"
-# All that DCP's metadata of plain tensors is made of (torch 2.6 to 2.13). Data classes, an enumeration, paths, and a
-# function that looks a layout up by its name; torch.<dtype> is checked apart.
+_RECORDS = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
+            "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
+# Every name in DCP's metadata of plain tensors (torch 2.6 to 2.13), beside torch.<dtype>. Python 3.11.0 to 3.11.3 write a
+# member of an enumeration as a call of getattr.
 _ALLOWED = {
-    *((_META, name) for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-                                 "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _RECORDS),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    ("collections", "OrderedDict"),
+    ("builtins", "getattr"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath", "WindowsPath")),
-}  # fmt: skip
+}
 _FILE = re.compile(r"__\d+_\d+\.distcp")
-Scalar = str | int | float | bool | None
+T = TypeVar("T")
+# torch's annotations of these two are incomplete.
+_dcp_load, _dcp_save = cast(Any, state_dict_loader).load, cast(Any, state_dict_saver).save
 
 
 def split(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -62,8 +73,8 @@ def split(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> tuple[dict[str
             rest[path] = value
         else:
             raise RunError(
-                f"{path} of type {type(value).__name__} cannot be saved: a checkpoint holds tensors, and JSON. Keep it "
-                "out of state_dict(), or turn it into tensors, numbers or text.",
+                f"{path} of type {type(value).__name__} cannot be saved: a checkpoint holds tensors and JSON values. "
+                "Keep it out of state_dict(), or turn it into tensors, numbers or text.",
                 field=path,
                 given=type(value).__name__,
             )
@@ -73,22 +84,23 @@ def split(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> tuple[dict[str
 def join(
     model: nn.Module, optimizers: tuple[Optimizer, ...], tensors: dict[str, Tensor], rest: Mapping[str, Any]
 ) -> None:
-    """The inverse of `split`: put the loaded values back into the model and its optimizers.
+    """The inverse of `split`: put the loaded values into the model and its optimizers.
 
-    What `load` left out belongs to parameters that never had a gradient: their state is dropped again.
+    Tensors that `load` removed belong to parameters that never had a gradient: the optimizer keeps no state of those.
     """
     whole = _whole(model, optimizers)
-    known = {path: value for path, value in _leaves(whole)}
+    known = dict(_leaves(whole))
     unused = {p.split("/")[2] for p, value in known.items() if isinstance(value, Tensor) and p not in tensors}
     loaded = _rebuilt(whole, "", tensors, rest)
     groups = loaded["optimizer"].get("param_groups", [])
-    for path in rest.keys() - known.keys():  # an option that a fresh optimizer does not have yet, such as `initial_lr`
+    # An option that a fresh optimizer does not have yet, such as `initial_lr`.
+    for path in rest.keys() - known.keys():
         owner, *inner = path.split("/")
         if owner == "optimizer" and inner[:1] == ["param_groups"]:
             if int(inner[1]) >= len(groups):
                 raise RunError(
-                    f"the optimizer has {len(groups)} parameter groups here, but more in the checkpoint. Nothing was "
-                    "loaded; make it of the same groups.",
+                    f"the optimizer has {len(groups)} parameter groups, and the checkpoint has more. Nothing was loaded. "
+                    "Build the optimizer with the same groups.",
                     field="optimizer",
                     given=len(groups),
                 )
@@ -106,59 +118,67 @@ def _whole(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, Any
     return {"model": of_model, "optimizer": of_optimizers}
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _members(value: Any, path: str) -> list[tuple[Any, str, Any]] | None:
+    """(key, path, value) of each member of a mapping, or of a list that holds more than plain values; None for a leaf."""
     if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{path}/{name}" if path else str(name))
-    elif isinstance(value, list) and any(isinstance(inner, (Mapping, Tensor, list)) for inner in value):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{path}/{index}")
-    else:
+        mapping = cast(Mapping[Any, Any], value)
+        return [(key, f"{path}/{key}" if path else str(key), inner) for key, inner in mapping.items()]
+    inside = cast(list[Any], value) if isinstance(value, list) else []
+    if any(isinstance(inner, (Mapping, Tensor, list)) for inner in inside):
+        return [(index, f"{path}/{index}", inner) for index, inner in enumerate(inside)]
+    return None
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    members = _members(value, path)
+    if members is None:
         yield path, value
+    for _, at, inner in members or ():
+        yield from _leaves(inner, at)
 
 
 def _rebuilt(value: Any, path: str, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _rebuilt(v, f"{path}/{k}" if path else str(k), tensors, rest) for k, v in value.items()}
-    if isinstance(value, list) and any(isinstance(inner, (Mapping, Tensor, list)) for inner in value):
-        return [_rebuilt(inner, f"{path}/{index}", tensors, rest) for index, inner in enumerate(value)]
+    members = _members(value, path)
+    if members is not None:
+        made = {key: _rebuilt(inner, at, tensors, rest) for key, at, inner in members}
+        return list(made.values()) if isinstance(value, list) else made
     if isinstance(value, Tensor):
         return tensors.get(path, value)
     saved = rest.get(path, value)
-    return tuple(saved) if isinstance(value, tuple) and isinstance(saved, list) else saved
+    return tuple(cast(list[Any], saved)) if isinstance(value, tuple) and isinstance(saved, list) else saved
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(_is_plain(inner) for inner in value)
+        return all(_is_plain(inner) for inner in cast(tuple[Any, ...], value))
     return value is None or isinstance(value, (str, bool, int, float))
 
 
 def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in the host's memory, which training cannot change any more."""
-    from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu
+    """Copies in the host's memory, which training does not change."""
+    from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu  # pyright: ignore[reportPrivateUsage]
 
-    moved = {path: tensor.detach() for path, tensor in tensors.items()}
+    moved: dict[str, Any] = {path: tensor.detach() for path, tensor in tensors.items()}
     if any(tensor.device.type != "cpu" for tensor in moved.values()):
         moved = _offload_state_dict_to_cpu(moved)
-    # `.cpu()` of what is on the CPU already is no copy.
+    # Moving a tensor that is already on the CPU does not copy it.
     return {p: t.clone() if tensors[p].device.type == "cpu" else t for p, t in moved.items()}
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> dict[str, tuple[int, str]]:
-    """Store tensors with the ranks of `group`; the size and SHA-256 of each file that this rank wrote."""
+    """Store tensors with the ranks of `group`; returns the size and SHA-256 of each file that this rank wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = FileSystemWriter(folder, overwrite=False)
     writer.fs = files = _Hashing()
     with _as_one_error():
-        _save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+        _dcp_save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     return {name.removesuffix(".tmp"): fact for name, fact in files.written.items()}
 
 
 def load(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Fill `tensors`, sharded or not, in place; first compare their names and shapes with what is stored.
+    """Fill `tensors`, sharded or not, in place; first compare their names and shapes with the stored ones.
 
-    The optimizer's state of a parameter that had no gradient before the save is taken out of `tensors`.
+    The optimizer's state of a parameter that had no gradient before the save is removed from `tensors`.
     """
     reader = SafeReader(folder)
     stored = reader.read_metadata()
@@ -167,31 +187,32 @@ def load(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | No
     raise_violations(RunError, _differences(tensors, stored, folder))
     try:
         with _as_one_error():
-            _load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+            _dcp_load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
     except (pickle.UnpicklingError, RuntimeError, AssertionError, OSError, EOFError) as error:
-        if not error.__suppress_context__:  # not from reading: a rank died, and its peers say so
+        # Errors of reading are raised `from None`; any other comes from the group: another rank died.
+        if not error.__suppress_context__:
             raise
         reason = str(error).strip().splitlines()
         raise RunError(
-            f"the tensors in {folder} cannot be read: {next((r for r in reason if 'GLOBAL' in r), reason[0])} Nothing of "
-            "them was run, but the model may hold a part of them: do not go on with it.",
+            f"the tensors in {folder} cannot be read: {next((r for r in reason if 'GLOBAL' in r), reason[0])} No code of "
+            "them was run, but the model may hold some of them: do not train it.",
             field="tensors",
             given=str(folder),
         ) from error
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whole, in this process: to look into one without its model."""
-    stored = SafeReader(folder).read_metadata().state_dict_metadata
-    tensors = {p: torch.empty(m.size, dtype=m.properties.dtype) for p, m in stored.items()}  # type: ignore[union-attr]
+    """All tensors of a checkpoint, whole, in this process: to inspect one without its model."""
+    stored = cast(dict[str, TensorStorageMetadata], SafeReader(folder).read_metadata().state_dict_metadata)
+    tensors = {path: torch.empty(item.size, dtype=item.properties.dtype) for path, item in stored.items()}
     load(tensors, folder, None)
     return tensors
 
 
 def _never_stepped(tensors: Mapping[str, Tensor], stored: Metadata) -> list[str]:
-    """Paths of parameters none of whose optimizer state was saved, where that of others was.
+    """Paths of parameters whose optimizer state was not saved, where that of other parameters was.
 
-    An optimizer makes a parameter's state at its first gradient, but DCP, to load into it, that of all parameters.
+    An optimizer creates a parameter's state at its first gradient. DCP creates it for all parameters, to load into it.
     """
     start = "optimizer/state/"
     present = {path.split("/")[2] for path in stored.state_dict_metadata if path.startswith(start)}
@@ -207,94 +228,131 @@ def _differences(tensors: Mapping[str, Tensor], stored: Metadata, folder: Path) 
     if not found:
         return []
     shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
-    message = f"the model or its optimizer is not that of {folder.parent.name}: {shown}. Nothing was loaded."
+    message = f"the model or its optimizer does not match {folder.parent.name}: {shown}. Nothing was loaded."
     return [Violation(message, "model", len(found))]
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader without its pickles: metadata through an allow-list, tensors only, files of its own folder only."""
+    """DCP's reader, but its metadata is read through an allow-list, and only tensors in files of its folder are read."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
+        """DCP's metadata of a checkpoint that holds nothing but tensors; a RunError for any other file."""
+        path = Path(cast(Any, self).path) / ".metadata"
         try:
-            metadata = _AllowList(io.BytesIO(path.read_bytes())).load()
+            return _metadata(_InertUnpickler(io.BytesIO(path.read_bytes())).load())
         except RunError as error:
-            raise RunError(f"{path} {error} Nothing of it was run.", field=".metadata", given=str(path)) from None
+            reason = f"{path} {error} Nothing was loaded, and no code of it was run."
+            raise RunError(reason, field=".metadata", given=str(path)) from None
         except FileNotFoundError:
             raise RunError(f"{path} is missing.", field=".metadata") from None
         except Exception as error:  # a pickle is a program: a broken one may fail in any way
             raise RunError(f"{path} is not DCP's metadata: {error}.", field=".metadata", given=str(path)) from error
-        problem = _suspicious(metadata)
-        if problem:
-            raise RunError(f"{path} {problem}. Nothing was loaded.", field=".metadata", given=str(path))
-        metadata.storage_meta = None
-        return metadata
 
 
-def _suspicious(metadata: Any) -> str | None:
-    if not (isinstance(metadata, Metadata) and isinstance(metadata.storage_data, dict)):
-        return f"holds a {type(metadata).__name__}, not DCP's metadata"
-    for path, item in metadata.state_dict_metadata.items():
-        if not isinstance(item, TensorStorageMetadata):
-            return f"says that {path} is a pickled object; only tensors are read"
-    for info in metadata.storage_data.values():
-        if not _FILE.fullmatch(str(info.relative_path)) or getattr(info, "transform_descriptors", None):
-            return f"points to {info.relative_path!r}, which is no file of this checkpoint"
-    return None
+class _Inert:
+    """Replaces each class and function that a pickle names: keeps its arguments and its state, and does nothing.
+
+    A pickle may call what it names (REDUCE) and set attributes of it (BUILD). Each load makes its own subclasses, so that
+    nothing a pickle can reach is shared with this process.
+    """
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> _Inert:
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __setstate__(self, state: Any) -> None:  # called without an instance, so refused, where BUILD gets a class
+        self.state = state
 
 
-class _AllowList(pickle._Unpickler):  # the one in Python: C's has no place to look at what BUILD changes
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-
-    def load_build(self) -> None:
-        """BUILD sets attributes: of a data class's instance, which the pickle made; never of a class, which is ours."""
-        target = self.stack[-2]  # type: ignore[attr-defined]
-        if isinstance(target, type) or not hasattr(type(target), "__dataclass_fields__"):
-            raise RunError("sets attributes of what is no part of a checkpoint's metadata.", field=".metadata")
-        super().load_build()  # type: ignore[misc]
-
-    dispatch[pickle.BUILD[0]] = load_build
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise RunError(f"asks for {module}.{name}, which no checkpoint's metadata needs.", field=".metadata")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise RunError("refers to an object outside of it.", field=".metadata")
+class _InertUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name == "torch" and isinstance(dtype := vars(torch).get(global_name), torch.dtype):
+            return dtype
+        if (module_name, global_name) in _ALLOWED:
+            return type(global_name, (_Inert,), {})
+        raise RunError(f"asks for {module_name}.{global_name}, which the metadata of tensors does not need.")
 
 
-def _member(kind: Any, name: Any) -> Any:
-    """An enumeration's member, and nothing else that `getattr` could get: Python 3.11.0 to 3.11.3 pickle it that way."""
-    if isinstance(kind, EnumMeta) and name in kind.__members__:
-        return kind[name]
-    raise RunError("asks for builtins.getattr, which no checkpoint's metadata needs for that.", field=".metadata")
+def _metadata(found: Any) -> Metadata:
+    """torch's records from the pickle's inert ones: the fields that loading needs, each of the type it must have."""
+    whole = _fields(found, "Metadata")
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for path, value in _of(dict[Any, Any], whole["state_dict_metadata"]).items():
+        tensor = _fields(value, "TensorStorageMetadata")
+        chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _of(list[Any], tensor["chunks"])]
+        tensors[_of(str, path)] = TensorStorageMetadata(
+            TensorProperties(dtype=_of(torch.dtype, _state(tensor["properties"], "TensorProperties")[0])),
+            _size(tensor["size"]),
+            [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+        )
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for key, value in _of(dict[Any, Any], whole["storage_data"]).items():
+        index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
+        file = _of(str, info["relative_path"])
+        if not _FILE.fullmatch(file) or info.get("transform_descriptors"):
+            raise RunError(f"points to {file!r}, which is not a file of tensors in this checkpoint.")
+        offset, hint = index.get("offset"), index.get("index")
+        place = MetadataIndex(
+            _of(str, index["fqn"]), None if offset is None else _size(offset), None if hint is None else _of(int, hint)
+        )
+        storage[place] = _StorageInfo(file, _of(int, info["offset"]), _of(int, info["length"]))
+    return Metadata(tensors, storage_data=storage)
+
+
+def _state(value: Any, kind: str) -> Any:
+    if not isinstance(value, _Inert) or type(value).__name__ != kind:
+        raise RunError(f"holds {_kind(value)} where {kind} is expected.")
+    return value.state
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    return _of(dict[str, Any], _state(value, kind))
+
+
+def _size(value: Any) -> torch.Size:
+    _state(value, "Size")
+    (numbers,) = value.args
+    return torch.Size([_of(int, number) for number in _of(tuple[Any, ...], numbers)])
+
+
+def _of(kind: type[T], value: Any) -> T:
+    plain: type[T] = get_origin(kind) or kind
+    if not isinstance(value, plain):
+        raise RunError(f"holds {_kind(value)} where {plain.__name__} is expected.")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return f"a value of type {type(value).__name__}"
 
 
 class _Hashing(FileSystem):
-    """The file system that DCP writes through; it hashes what passes, so that nothing is read back for it."""
+    """The file system that DCP writes through. It hashes the bytes on the way, so that no file is read again for that."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written: dict[str, tuple[int, str]] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
-        with super().create_stream(path, mode) as stream:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
+        with Path(path).open(mode) as stream:
             if mode != "wb":
-                yield stream
+                yield cast(io.IOBase, stream)
                 return
             hashing = _HashingStream(stream)
-            yield hashing  # type: ignore[misc]
-            if hashing.fault is not None:  # torch.save reports a failed write as something else, or not at all
+            yield cast(io.IOBase, hashing)
+            # torch.save reports a failed write as another error, or not at all.
+            if hashing.fault is not None:
                 raise hashing.fault
             self.written[Path(path).name] = (hashing.size, hashing.digest.hexdigest())
 
 
 class _HashingStream:
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self.size, self.digest = stream, 0, sha256()
         self.fault: OSError | None = None
 
@@ -319,7 +377,7 @@ class _HashingStream:
             raise
 
     def fileno(self) -> int:
-        self.flush()  # DCP syncs the descriptor: what is still in Python's buffer would not be
+        self.flush()  # DCP syncs the descriptor, which does not include Python's buffer
         return self._stream.fileno()
 
     def close(self) -> None:
@@ -330,8 +388,8 @@ class _HashingStream:
 
 
 @contextmanager
-def _as_one_error() -> Iterator[None]:
-    """DCP gathers what went wrong on all ranks in one BaseException; the first cause that says more is raised."""
+def _as_one_error() -> Generator[None]:
+    """DCP collects the errors of all ranks in one BaseException; raise the first one, an error of the disk before others."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "torch.distributed is uninitialized, assuming a single process": intended
@@ -349,8 +407,3 @@ def disk_error(error: BaseException | None) -> OSError | None:
             return error
         error = error.__cause__ or error.__context__
     return None
-
-
-def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether any tensor is spread over ranks."""
-    return any(isinstance(tensor, DTensor) for tensor in tensors.values())

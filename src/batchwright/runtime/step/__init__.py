@@ -1,1 +1,1 @@
-"""One optimizer step: the gradient of the whole global batch, however it was split."""
+"""One optimizer step: the gradient of the whole global batch, at any split into micro batches and ranks."""

@@ -1,12 +1,12 @@
-"""The step: the gradient of the whole global batch, however it was split into micro batches and ranks.
+"""The step: the gradient of the whole global batch, at any split into micro batches and ranks.
 
     for step in accumulate(micros, model):
         for micro in step:
-            loss_sum, weight = loss(model, micro.data)     # a sum, and what it is a sum over (tokens, samples)
+            loss_sum, weight = loss(model, micro.data)     # a sum, and its weight: tokens or samples
             step.backward(loss_sum, weight)
         step.apply(optimizer)
 
-denotes, for one process,
+is, for one process,
 
     for micros in steps:
         optimizer.zero_grad()
@@ -16,21 +16,25 @@ denotes, for one process,
             loss_sum.backward()                            # gradients add up unscaled
             total += weight
         for p in model.parameters():
-            p.grad /= total                                # divided once, by what was really there
+            p.grad /= total                                # divided once, by the weight that was there
         optimizer.step()
 
-and on several ranks the same, `total` and gradients being sums over all of them. Never a mean of means; never a look
-at a later micro batch's weight. Per step there is one gradient synchronisation (in parallel.py) and one all-reduce of
-a few numbers that carries weight, loss, samples and the check that all ranks did the same.
+and on several ranks the same, where `total` and the gradients are sums over all ranks. It is never a mean of means, and
+never needs the weight of a later micro batch. Each step has one gradient synchronisation (parallel.py) and one
+all-reduce of a few numbers (sums.py): weight, loss, samples, and the check that all ranks did the same.
 
-An auxiliary mean (a router's balance loss) enters as weight × mean, so that it leaves the division as a mean again,
-at any split. A filler micro batch runs forward and backward, so that collectives match, with loss and weight times 0.
+An auxiliary mean (a router's balance loss) is added as weight × mean, so that after the division it is a mean again, at
+any split. A filler micro batch runs forward and backward, so that collectives match, with loss and weight times 0.
 """
+
+# pyright: reportUnknownMemberType=false
+# torch's annotations are incomplete.
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -38,44 +42,55 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
-from batchwright.runtime.task import Feed, MicroBatch
+from batchwright.runtime.data.windows import Feed, MicroBatch
 
 from .noise import NoiseScale
-from .parallel import (
-    SHARDED_MEMORY,
-    DataParallel,
-    FlatGradients,
-    Group,
-    Outcome,
-    ShardedMemory,
-    StepResult,
-    Sums,
-    Totals,
-    scale_,
-    total_norm,
-)
+from .parallel import SHARDED_MEMORY, DataParallel, Group, ShardedMemory
+from .sums import FlatGradients, Sums, Totals, scale_, total_norm
 
+Outcome = Literal["applied", "skipped", "dropped", "carried"]
 Partial = Literal["exact", "drop", "carry"]
 PARTIAL: dict[Partial, str] = {
-    "exact": "a step that ends early is applied, divided by the weight that was there",
-    "drop": "a step that ends early is thrown away: gradients cleared, optimizer untouched",
-    "carry": "a step that ends early stays open: the accumulator's next `steps` goes on with its sums",
+    "exact": "a step that ends early is applied, divided by the weight that it had",
+    "drop": "a step that ends early is dropped: gradients are cleared, the optimizer does not step",
+    "carry": "a step that ends early stays open: the accumulator's next `steps` continues its sums",
 }
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one step over all ranks; after it, a checkpoint may continue from `end_sample`."""
+
+    step: int
+    outcome: Outcome
+    loss: float  # Σ loss_sum / Σ weight, without the auxiliary mean
+    auxiliary: float  # Σ weight × auxiliary_mean / Σ weight
+    weight: float
+    samples: int
+    micro_steps: int
+    grad_norm: float | None  # before clipping; None unless max_norm is set or the noise was measured
+    learning_rate: float | None  # the factor that `learning_rate` returned
+    end_sample: int
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the GradScaler found an overflow: the position advanced, the weights did not change."""
+        return self.outcome == "skipped"
 
 
 class Accumulator:
     """Turns micro batches into steps for one model; holds the options, and a carried step between two `steps`.
 
-    - `group`: the data-parallel ranks, a process group or mesh; by default those of the model's DDP or FSDP2 wrapper.
-    - `partial`: what happens when the micro batches end in mid-step (`PARTIAL`).
+    - `group`: the data-parallel ranks, a process group or a mesh; the default is that of the DDP or FSDP2 wrapper.
+    - `partial`: what happens if the micro batches end in the middle of a step (`PARTIAL`).
     - `max_norm`: clip the final gradient, once; `math.inf` only measures its norm.
     - `scaler`: a GradScaler, unscaled once per step.
-    - `loss_scale`: a constant for fp16's range; it cancels, exactly so when a power of two. A sum over N tokens is N
-      times the mean that scalers expect, so 2**-k near 1/N keeps fp16 activations where they were.
-    - `accumulate_dtype`: add gradients up in (at least) this; torch.float32 for parameters that are bf16 themselves.
-      fp32 parameters under autocast need nothing, FSDP2 takes MixedPrecisionPolicy(reduce_dtype=torch.float32).
-    - `noise`: measure the noise scale. `sharded_memory`: FSDP2's trade (`SHARDED_MEMORY`).
-    - `averaged`: False when the wrapper was told to sum over ranks (a divide factor of 1, a comm hook).
+    - `loss_scale`: a constant for fp16's range; it cancels out, exactly if it is a power of two. A sum over N tokens is N
+      times the mean that scalers expect, so 2**-k near 1/N keeps fp16 activations in their usual range.
+    - `accumulate_dtype`: add gradients in this dtype or a wider one: torch.float32 for bf16 parameters. fp32 parameters
+      under autocast do not need it; FSDP2 takes MixedPrecisionPolicy(reduce_dtype=torch.float32) instead.
+    - `noise`: measure the noise scale. `sharded_memory`: memory against communication in FSDP2 (`SHARDED_MEMORY`).
+    - `averaged`: False if the wrapper sums over ranks (a divide factor of 1, a comm hook).
     """
 
     def __init__(
@@ -104,7 +119,7 @@ class Accumulator:
         widened = wider is not None and any(torch.promote_types(p.dtype, wider) != p.dtype for p in trainable)
         _check_options(self, trainable, widened, self.parallel.left_out(model) if several else [])
         self.device = trainable[0].device
-        # Every step goes through our own buffer where it has a wider dtype, or where nobody else sums over ranks.
+        # Every step uses the flat buffer if its dtype is wider, or if no wrapper sums over ranks.
         self.always_flat = widened or (wrapper == "ours" and several)
         self.flat = FlatGradients(trainable, wider or torch.float32) if self.always_flat or noise is not None else None
         self.carried: Sums | None = None
@@ -114,11 +129,11 @@ class Accumulator:
 
     @property
     def pending(self) -> int:
-        """Micro steps carried over from a step that ended early; `windows(..., first_index=pending)` completes it."""
+        """Micro steps of a carried step; `windows(..., first_index=pending)` completes it."""
         return self.carried.micro_steps if self.carried else 0
 
     def steps(self, micros: Iterable[MicroBatch]) -> Iterator[GradientStep]:
-        """Group micro batches into steps; each is to be iterated to its end, and applied before the next."""
+        """Group micro batches into steps; iterate each to its end and apply it before the next."""
         self._leave()
         feed, latest = Feed(micros), None
         self._handles = self.flat.attach() if self.flat else []
@@ -130,11 +145,11 @@ class Accumulator:
                 if latest.result is None:
                     raise _misuse(latest, "was not applied", "call step.apply(optimizer) after its micro steps.")
         finally:
-            if self._open is latest:  # else a later `steps` has tidied up already: this one was abandoned long ago
+            if self._open is latest:  # else this generator was abandoned, and a later `steps` has cleaned up
                 self._leave()
 
     def _leave(self) -> None:
-        if self._open is not None and self._open.result is None:  # abandoned: its gradients must not reach the next
+        if self._open is not None and self._open.result is None:  # abandoned: the next step must not see its gradients
             self.parallel.forget()
         self.parallel.synchronise(True, self.sharded_memory)
         for handle in self._handles:
@@ -142,7 +157,7 @@ class Accumulator:
         self._open, self._handles = None, []
 
     def clear(self) -> None:
-        """Forget all gradients, and a carried step."""
+        """Drop all gradients and a carried step."""
         self.carried = None
         for p in self.parameters:
             p.grad = None
@@ -151,16 +166,16 @@ class Accumulator:
 
     def _agree(self, first: MicroBatch) -> None:
         # FSDP2 gathers parameters in every forward, so ranks with unequal counts would wait for each other forever.
-        # Counts depend on the segment only: asked where it changes, this costs nothing in between.
+        # Counts depend on the segment only, so one check per segment is enough.
         if self.parallel.wrapper == "sharded" and first.step.segment != self._segment:
             self.parallel.agree("micro steps", first.count, first.step, self.device)
             self._segment = first.step.segment
 
 
 def accumulate(micros: Iterable[MicroBatch], model: nn.Module, **options: Any) -> Iterator[GradientStep]:
-    """The steps that `micros` make up: `Accumulator(model, **options).steps(micros)`.
+    """Group micro batches into steps: `Accumulator(model, **options).steps(micros)`.
 
-    >>> from batchwright.runtime.task import windows
+    >>> from batchwright.runtime.data.windows import windows
     >>> model = nn.Linear(1, 1, bias=False)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> batches = [torch.ones(3, 1), torch.ones(1, 1)]  # uneven: 3 samples, then 1
@@ -175,13 +190,13 @@ def accumulate(micros: Iterable[MicroBatch], model: nn.Module, **options: Any) -
 
 
 class GradientStep:
-    """One optimizer step in the making: iterate its micro batches, call `backward` for each, then `apply`."""
+    """One open optimizer step: iterate its micro batches, call `backward` for each, then `apply`."""
 
     def __init__(self, owner: Accumulator, feed: Feed, first: MicroBatch) -> None:
         self.plan = first.step
         self.result: StepResult | None = None
         self._owner, self._feed, self._first = owner, feed, first
-        self._micro: MicroBatch | None = None  # the one whose backward is due
+        self._micro: MicroBatch | None = None  # its backward has not been called yet
         self._ended: Literal["", "full", "early"] = ""
         sums = owner.carried
         if sums is None:
@@ -192,7 +207,7 @@ class GradientStep:
 
     @property
     def skipped(self) -> bool:
-        """Whether `apply` was skipped by the GradScaler."""
+        """Whether the GradScaler skipped the optimizer step."""
         return self.result is not None and self.result.skipped
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -201,34 +216,38 @@ class GradientStep:
             owner.flat.active, owner.flat.measure = sums.flat is not None, sums.measured
         index = self._first.index
         if index not in (0, sums.micro_steps):
-            raise _misuse(self, f"begins with micro step {index}", f"begin at 0, or at the {sums.micro_steps} carried.")
+            raise _misuse(
+                self, f"begins with micro step {index}", f"begin at 0 or at {sums.micro_steps}, the carried ones."
+            )
         while not self._ended:
             micro = feed.take()
             if micro.index != index or (micro.step is not self.plan and micro.step != self.plan):
-                raise _misuse(self, f"has micro step {micro.index} where {index} is due", "yield them in order.")
+                raise _misuse(self, f"has micro step {micro.index} instead of {index}", "yield them in order.")
             index += 1
             if index == micro.count:
                 self._ended = "full"
             elif not feed.continues(self.plan):
                 self._ended = "early"
-            together = bool(self._ended) and not (self._ended == "early" and owner.partial == "carry")
-            if sums.flat is not None:  # our buffer is reduced in `apply`; sharded gradients are whole only if reduced
-                together = owner.parallel.wrapper == "sharded"
-            owner.parallel.synchronise(together, owner.sharded_memory)
+            synchronise = bool(self._ended) and not (self._ended == "early" and owner.partial == "carry")
+            if sums.flat is not None:  # `apply` reduces the buffer; sharded gradients are complete only if reduced
+                synchronise = owner.parallel.wrapper == "sharded"
+            owner.parallel.synchronise(synchronise, owner.sharded_memory)
             self._micro = micro
             yield micro
-            if self._micro is not None:
-                raise _misuse(self, f"had no backward in micro step {micro.index}", "call step.backward once for each.")
+            if self._micro is not None:  # pyright: ignore[reportUnnecessaryComparison]  # `backward` sets it to None
+                raise _misuse(self, f"had no backward in micro step {micro.index}", "call step.backward once.")
 
     def backward(self, loss_sum: Tensor, weight: Tensor | float, auxiliary_mean: Tensor | None = None) -> None:
-        """Add the gradient of one micro batch's loss: a sum, what it is a sum over, and optionally a mean beside it."""
+        """Add the gradient of one micro batch: the loss sum, its weight, and optionally an auxiliary mean."""
         micro, self._micro = self._micro, None
         if micro is None:
-            raise _misuse(self, "has no micro step waiting for a backward", "call step.backward once for each.")
+            raise _misuse(self, "has no micro step waiting for a backward", "call step.backward once per micro step.")
         auxiliary = None if auxiliary_mean is None else weight * auxiliary_mean
         objective = loss_sum if auxiliary is None else loss_sum + auxiliary
         if objective.numel() != 1:
-            raise _misuse(self, f"got a loss of shape {tuple(objective.shape)}", "sum it, and give what it sums over.")
+            raise _misuse(
+                self, f"got a loss of shape {tuple(objective.shape)}", "return its sum, and the weight to divide by."
+            )
         if micro.filler:
             self._sums.add(0.0, 0.0, 0.0, samples=0)
         else:
@@ -239,9 +258,9 @@ class GradientStep:
         (objective if scaler is None else scaler.scale(objective)).backward()
 
     def apply(self, *optimizers: Optimizer, learning_rate: Callable[[int], float] | None = None) -> StepResult:
-        """Divide the gradient by the step's weight, clip it, and step; `learning_rate` is a function of samples.
+        """Divide the gradient by the step's weight, clip it, and step the optimizers.
 
-        `learning_rate(start_sample)` multiplies each parameter group's own rate (torch's `initial_lr`).
+        `learning_rate(start_sample)` multiplies the own rate of each parameter group (torch's `initial_lr`).
         """
         owner, sums = self._owner, self._sums
         if self.result is not None or not self._ended or self._micro is not None:
@@ -250,8 +269,8 @@ class GradientStep:
         known = {id(p) for p in owner.parameters}
         held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         if (foreign := sum(id(p) not in known for p in held)) or not held:
-            what = f"has an optimizer of which {foreign} of {len(held)} parameters are not the model's"
-            raise _misuse(self, what, "make it after wrapping the model, of the model's parameters", "optimizer")
+            what = f"has an optimizer with {foreign} of {len(held)} parameters that are not the model's"
+            raise _misuse(self, what, "build it from the model's parameters, after wrapping the model.", "optimizer")
         totals = sums.totals(owner.parallel, owner.device, self.plan)
         norm = rate = None
         if self._ended == "early" and owner.partial == "carry":
@@ -261,7 +280,7 @@ class GradientStep:
             owner.clear()
         elif totals.weight == 0:
             micro_steps = f"{sums.micro_steps} micro steps × {owner.parallel.size} ranks"
-            raise _misuse(self, f"has no weight: its {micro_steps} add up to 0", "is every token masked?", "weight")
+            raise _misuse(self, f"has no weight: its {micro_steps} sum to 0", "is every token masked?", "weight")
         else:
             if learning_rate is not None:
                 rate = _set_learning_rate(optimizers, learning_rate(self.plan.start_sample))
@@ -269,13 +288,21 @@ class GradientStep:
             outcome = _advance(optimizers, owner.scaler)
         weight = totals.weight or math.nan
         self.result = StepResult(
-            self.plan.step, outcome, totals.loss / weight, totals.auxiliary / weight, totals.weight, totals.samples,
-            sums.micro_steps, norm, rate, sums.start_sample + (0 if outcome == "carried" else totals.samples),
-        )  # fmt: skip
+            step=self.plan.step,
+            outcome=outcome,
+            loss=totals.loss / weight,
+            auxiliary=totals.auxiliary / weight,
+            weight=totals.weight,
+            samples=totals.samples,
+            micro_steps=sums.micro_steps,
+            grad_norm=norm,
+            learning_rate=rate,
+            end_sample=sums.start_sample + (0 if outcome == "carried" else totals.samples),
+        )
         return self.result
 
     def _finish(self, totals: Totals, optimizers: tuple[Optimizer, ...]) -> float | None:
-        """Turn summed gradients into the final ones, in `p.grad`; the norm before clipping, where it is wanted."""
+        """Write the final gradients to `p.grad`; return the norm before clipping, if it is needed."""
         owner, flat, measured = self._owner, self._sums.flat, self._sums.measured
         ours = flat is not None and owner.parallel.wrapper != "sharded"
         if flat is not None and ours:
@@ -296,7 +323,7 @@ class GradientStep:
             owner.noise.observe(totals.weight, (norm * totals.weight) ** 2, squares, totals.weight_square_sum)
         if owner.max_norm is not None and norm is not None:
             factor *= min(1.0, owner.max_norm / (norm + 1e-6))  # torch's own rule and constant
-        scale_(gradients, factor)  # the one division, by the step's weight; clipping rides along
+        scale_(gradients, factor)  # the one division, by the step's weight, and the clipping
         for p, gradient in pairs if flat else ():
             p.grad = gradient.to(p.dtype)
         return norm
@@ -311,13 +338,14 @@ def _advance(optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler | Non
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    return "skipped" if scaler.get_scale() < before else "applied"  # it backs off exactly when it met an overflow
+    return "skipped" if scaler.get_scale() < before else "applied"  # the scale falls exactly after an overflow
 
 
 def _set_learning_rate(optimizers: Iterable[Optimizer], factor: float) -> float:
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         held = group["lr"]
-        rate = float(group.setdefault("initial_lr", float(held))) * factor  # where torch's schedulers keep the base too
+        # torch's schedulers keep the base rate under the same key.
+        rate = float(group.setdefault("initial_lr", float(held))) * factor
         group["lr"] = held.fill_(rate) if isinstance(held, Tensor) else rate  # a compiled optimizer holds that tensor
     return factor
 
@@ -327,24 +355,37 @@ def _misuse(step: GradientStep, what: str, remedy: str, field: str = "step") -> 
 
 
 def _check_options(owner: Accumulator, trainable: list[nn.Parameter], widened: bool, alone: list[str]) -> None:
-    sharded, dims = owner.parallel.wrapper == "sharded", owner.parallel.groups
+    sharded, dims = owner.parallel.wrapper == "sharded", len(owner.parallel.groups)
     scale, norm = owner.loss_scale, owner.max_norm
-    faults = (
-        (not trainable, "model", None, "the model has no parameter that requires a gradient."),
-        (bool(alone), "model", None, f"the wrapper leaves out {', '.join(alone[:5])}: wrap all {len(alone)}, or freeze."),
-        (owner.partial not in PARTIAL, "partial", owner.partial, f"is none of {', '.join(PARTIAL)}."),
-        (owner.sharded_memory not in SHARDED_MEMORY, "sharded_memory", owner.sharded_memory,
-         f"is none of {', '.join(SHARDED_MEMORY)}."),
-        (not (scale > 0 and math.isfinite(scale)), "loss_scale", scale, "must be above zero. Nearest: 1.0."),
-        (norm is not None and not norm > 0, "max_norm", norm, "must be above zero; None does not clip."),
-        (widened and sharded, "accumulate_dtype", None, "accumulate_dtype is FSDP2's business: fully_shard(..., "
-         "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)) adds and reduces in fp32."),
-        (widened and owner.scaler is not None, "scaler", None, "a scaler does not go with half-precision parameters: it "
-         "is for fp16 autocast over fp32 parameters, whose gradients are fp32 already."),
-        (sharded and owner.noise is not None and len(dims) > 1, "noise", None, f"noise is not measured on a mesh of "
-         f"{len(dims)} dimensions: replicas would count twice."),
-    )  # fmt: skip
-    raise_violations(PlanError, [
-        Violation(message if given is None else f"{field}={given!r} {message}", field, given)
-        for wrong, field, given, message in faults if wrong
-    ])  # fmt: skip
+    found: list[Violation] = []
+
+    def refuse(wrong: bool, field: str, message: str, given: object = None) -> None:
+        if wrong:
+            found.append(Violation(message if given is None else f"{field}={given!r} {message}", field, given))
+
+    refuse(not trainable, "model", "the model has no parameter that requires a gradient.")
+    names = ", ".join(alone[:5])
+    refuse(bool(alone), "model", f"the wrapper leaves out {names}: wrap all {len(alone)}, or freeze them.")
+    refuse(owner.partial not in PARTIAL, "partial", f"must be one of {', '.join(PARTIAL)}.", owner.partial)
+    memory = owner.sharded_memory
+    refuse(memory not in SHARDED_MEMORY, "sharded_memory", f"must be one of {', '.join(SHARDED_MEMORY)}.", memory)
+    refuse(not (scale > 0 and math.isfinite(scale)), "loss_scale", "must be above zero. Nearest: 1.0.", scale)
+    refuse(norm is not None and not norm > 0, "max_norm", "must be above zero; None does not clip.", norm)
+    refuse(
+        widened and sharded,
+        "accumulate_dtype",
+        "accumulate_dtype has no effect under FSDP2. Use fully_shard(..., "
+        "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), which adds and reduces in fp32.",
+    )
+    refuse(
+        widened and owner.scaler is not None,
+        "scaler",
+        "a scaler cannot be used with half-precision parameters: it is for fp16 autocast over fp32 parameters, whose "
+        "gradients are fp32 already.",
+    )
+    refuse(
+        sharded and owner.noise is not None and dims > 1,
+        "noise",
+        f"noise cannot be measured on a mesh of {dims} dimensions: replicas would count twice.",
+    )
+    raise_violations(PlanError, found)

@@ -1,18 +1,18 @@
-"""The gradient noise scale, from the norms that accumulation computes anyway; plain arithmetic, no torch.
+"""The gradient noise scale, computed from gradient norms of micro batches; plain arithmetic, no torch.
 
-The simple noise scale is B = tr(Σ) / |G|² (McCandlish et al. 2018, arXiv 1812.06162): the batch at which noise and
+The simple noise scale is B = tr(Σ) / |G|² (McCandlish et al. 2018, arXiv 1812.06162): the batch size at which noise and
 signal are equally large. The textbook estimator compares the norms of a small and a large batch and assumes micro
-batches of equal weight; with lengths spread as in text it is wrong by a factor of 1.2 to 6.6. The one used here
-assumes only that micro batches are independent and share a mean. With s_k the *sum* gradient of micro batch k, of
-weight n_k, N = Σ n_k and g = Σ s_k / N, it denotes
+batches of equal weight; with the lengths of real text it is wrong by a factor of 1.2 to 6.6. The estimator here
+assumes only that micro batches are independent and have the same mean. Let s_k be the *sum* gradient of micro batch k,
+n_k its weight, N = Σ n_k and g = Σ s_k / N. Then
 
-    cross = |Σ s_k|² − Σ |s_k|²              # the products of different micro batches: free of their own noise
-    |G|²  = cross / (N² − Σ n_k²)            # unbiased, whatever the n_k
+    cross = |Σ s_k|² − Σ |s_k|²              # products of different micro batches: without their own noise
+    |G|²  = cross / (N² − Σ n_k²)            # unbiased for any n_k
     tr(Σ) = N · (|g|² − |G|²)                # noise per unit of weight
     B     = mean over steps of tr(Σ)  /  mean over steps of |G|²
 
-Numerator and denominator are averaged over steps *before* they are divided: one step's |G|² is off by 10% to 125%,
-and often negative. B counts in units of the weight: tokens, where weights are tokens.
+Numerator and denominator are averaged over steps *before* the division: |G|² of one step is off by 10% to 125%, and
+often negative. The unit of B is that of the weights: tokens if weights are tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from batchwright.core.errors import PlanError, Violation, raise_violations
 
 @dataclass(frozen=True)
 class NoiseTerms:
-    """What one step says: `trace` estimates tr(Σ), `signal` estimates |G|²; both unbiased, either may be negative."""
+    """The estimates of one step: `trace` of tr(Σ), `signal` of |G|²; both are unbiased, either may be negative."""
 
     trace: float
     signal: float
@@ -35,7 +35,7 @@ class NoiseTerms:
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """The noise scale with its interval; `noise_scale` is None where `reason` says why there is no answer yet."""
+    """The noise scale with its confidence interval; if `noise_scale` is None, `reason` says why."""
 
     noise_scale: float | None
     low: float | None
@@ -47,9 +47,9 @@ class NoiseEstimate:
 
 
 def unequal_batches(weight: float, sum_square: float, square_sum: float, weight_square_sum: float) -> NoiseTerms | None:
-    """The terms from micro batches of any weights: N, |Σ s_k|², Σ |s_k|², Σ n_k²; None for fewer than two of them.
+    """The terms from micro batches of any weights: N, |Σ s_k|², Σ |s_k|², Σ n_k²; None for fewer than two batches.
 
-    Two micro batches of weight 1 and 3 whose sum gradients are 2 and 3, in one dimension:
+    Two micro batches of weight 1 and 3 with sum gradients 2 and 3, in one dimension:
 
     >>> unequal_batches(weight=4, sum_square=25, square_sum=13, weight_square_sum=10)
     NoiseTerms(trace=-1.75, signal=2.0)
@@ -62,7 +62,7 @@ def unequal_batches(weight: float, sum_square: float, square_sum: float, weight_
 
 
 def two_batches(small: float, large: float, small_square: float, large_square: float) -> NoiseTerms:
-    """The textbook formula, from |g|² at two batch sizes; right only for batches of equal weight.
+    """The textbook formula, from |g|² at two batch sizes; correct only for batches of equal weight.
 
     >>> two_batches(small=1, large=4, small_square=5.0, large_square=2.0)
     NoiseTerms(trace=4.0, signal=1.0)
@@ -74,45 +74,46 @@ def two_batches(small: float, large: float, small_square: float, large_square: f
 
 
 class NoiseScale:
-    """The noise scale over the last `window` measured steps; give it to an `Accumulator`, then ask `estimate()`.
+    """The noise scale over the last `window` measured steps; pass it to an `Accumulator`, then call `estimate()`.
 
-    Cost: on every `every`-th step gradients are added into a flat buffer, one norm per micro step, and are reduced
-    after backward instead of during it. That takes no more memory than plain accumulation, but nothing overlaps the
-    reduction; FSDP2 reduce-scatters each micro step of such a step. So: seldom, as `every=10`, when training for real.
+    Cost: every `every` steps, gradients are added into a flat buffer, one norm is computed per micro step, and the
+    buffer is reduced after backward. That needs no more memory than plain accumulation, but the reduction does not
+    overlap with backward; FSDP2 reduce-scatters each micro step of a measured step. In real training, use `every=10`.
 
     >>> noise = NoiseScale(window=50)
     >>> noise.estimate().reason
     'not enough data: 0 steps measured, 8 are needed'
     """
 
-    # Below this the variance of the terms is itself a guess; an assumption, not a measurement.
+    # With fewer steps the variance of the terms is too uncertain: an assumption, not a measurement.
     LEAST_STEPS = 8
 
     def __init__(self, window: int = 200, every: int = 1, confidence: float = 0.95) -> None:
         least = self.LEAST_STEPS
-        checks = (
-            (window >= least, Violation(f"window={window} is too short: the least is {least} steps.", "window", window,
-                                        (least,))),
-            (every >= 1, Violation(f"every={every} must be at least 1.", "every", every, (1,))),
-            (0 < confidence < 1, Violation(f"confidence={confidence} is not between 0 and 1.", "confidence", confidence,
-                                           (0.95,))),
-        )  # fmt: skip
-        raise_violations(PlanError, [violation for valid, violation in checks if not valid])
+        found: list[Violation] = []
+        if window < least:
+            found.append(Violation(f"window={window}: must be at least {least} steps.", "window", window, (least,)))
+        if every < 1:
+            found.append(Violation(f"every={every}: must be at least 1.", "every", every, (1,)))
+        if not 0 < confidence < 1:
+            message = f"confidence={confidence}: must be between 0 and 1."
+            found.append(Violation(message, "confidence", confidence, (0.95,)))
+        raise_violations(PlanError, found)
         self.every, self.confidence = every, confidence
         self.terms: deque[NoiseTerms] = deque(maxlen=window)
 
     def measures(self, step: int) -> bool:
-        """Whether this step is one of those measured."""
+        """Whether this step is measured."""
         return step % self.every == 0
 
     def observe(self, weight: float, sum_square: float, square_sum: float, weight_square_sum: float) -> None:
-        """Take in one step: N, |Σ s_k|², Σ |s_k|² and Σ n_k² over its micro batches, on all ranks."""
+        """Add one step: N, |Σ s_k|², Σ |s_k|² and Σ n_k² over its micro batches on all ranks."""
         terms = unequal_batches(weight, sum_square, square_sum, weight_square_sum)
-        if terms is not None and math.isfinite(terms.trace + terms.signal):  # an overflow measures nothing
+        if terms is not None and math.isfinite(terms.trace + terms.signal):  # else an overflow
             self.terms.append(terms)
 
     def estimate(self) -> NoiseEstimate:
-        """The noise scale with Fieller's interval: that of a ratio whose denominator is uncertain too."""
+        """The noise scale with Fieller's interval, which allows for an uncertain denominator."""
         n = len(self.terms)
         if n < self.LEAST_STEPS:
             reason = f"not enough data: {n} steps measured, {self.LEAST_STEPS} are needed"
@@ -120,11 +121,11 @@ class NoiseScale:
         traces, signals = [t.trace for t in self.terms], [t.signal for t in self.terms]
         a, b = fmean(traces), fmean(signals)
         t2 = _student(self.confidence, n - 1) ** 2
-        spread = n * (n - 1) / t2  # turns a sum of products into t² × the (co)variance of a mean
+        spread = n * (n - 1) / t2  # a sum of products divided by it is t² × the (co)variance of a mean
         aa = sum((x - a) ** 2 for x in traces) / spread
         bb = sum((y - b) ** 2 for y in signals) / spread
         ab = sum((x - a) * (y - b) for x, y in zip(traces, signals, strict=True)) / spread
-        # The interval is every ratio r with (a − r b)² ≤ aa − 2 r ab + r² bb. It is bounded only when b² > bb.
+        # The interval is every ratio r with (a − r b)² ≤ aa − 2 r ab + r² bb. It is bounded only if b² > bb.
         if b <= 0 or b * b <= bb:
             reason = f"not enough data: |G|² = {b:.3g} ± {math.sqrt(bb):.2g} is not distinguishable from zero"
             return NoiseEstimate(None, None, None, a, b, n, reason)
@@ -134,7 +135,7 @@ class NoiseScale:
 
 
 def _student(confidence: float, freedom: int) -> float:
-    """The two-sided quantile of Student's t: Cornish and Fisher's expansion, good to 1% from 7 degrees of freedom."""
+    """The two-sided quantile of Student's t: Cornish and Fisher's expansion, within 1% from 7 degrees of freedom on."""
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
