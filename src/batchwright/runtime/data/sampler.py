@@ -74,13 +74,13 @@ def slices(step: Step, rank: int, ranks: int, micro_batch_size: int) -> Iterator
 
 @dataclass(frozen=True)
 class StepSampler:
-    """This rank's micro batches, for every step of a schedule from position `start` on. It is this loop:
+    """This rank's micro batches, for every step of a schedule from position `start` on.
 
         for step in steps of schedule from start:
             yield from slices(step, rank, ranks, micro_batch_size)
 
-    `start` is the whole data state of a run: the first position that is not trained yet, however the positions before it
-    were split. Each iteration begins at `start` again; the training loop advances the position.
+    `start` is the whole data state of a run: the first position that is not trained yet. It does not
+    matter how the positions before it were split. Each iteration begins at `start`; the training loop advances it.
 
     >>> from batchwright.core.ramp.rules import Linear
     >>> schedule = Linear(start=4, increment=4, samples=8, target=8).compile().until(24)
