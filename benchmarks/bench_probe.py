@@ -1,11 +1,11 @@
 """The largest micro batch in a memory budget: batchwright against Lightning's and Accelerate's finders.
 
 Same model, data, budget (address space above the imported libraries), allocator settings and steps (two, without
-accumulation, as the peers do), each tool in a process of its own, interleaved. The truth is a bisection of a plain loop, a
-new interpreter per size and nothing of ours in it. Counts do not depend on the machine's load; times are ratios of the same
-round: of the processors' time (steady) and of the wall's (not, when shared).
+accumulation, as the other tools do), each tool in a process of its own, interleaved. The reference is a bisection of a
+plain loop without batchwright, with a new interpreter per size. Counts do not depend on the machine's load. Times are
+ratios within a round: of processor time (stable) and of wall time (not stable on a shared machine).
 
-Peers: `pip install --target DIR --no-deps lightning …` and run with PYTHONPATH=DIR (never let pip replace torch).
+Other tools: `pip install --target DIR --no-deps lightning …` and run with PYTHONPATH=DIR (never let pip replace torch).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def task():
     from batchwright.runtime.task import Task
     return Task(model=GPT, dataset=Data(), loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
 """
-# What a peer's process does: import, set the budget, search, and say what it found and left behind.
+# What another tool's process does: import, set the budget, search, print what it found and left behind.
 PEER = """
 import json, os, random, resource, sys
 sys.path.insert(0, os.getcwd())
@@ -121,7 +121,7 @@ resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 left = sorted(set(os.listdir(".")) - files - {"__pycache__"})
 print(json.dumps({"found": found, "trials": len(tried), "files": left, "rng": not torch.equal(rng, torch.get_rng_state())}))
 """
-# The allocator of a trial, for all: otherwise the peers' limit moves from run to run.
+# The allocator settings of a trial, for all tools: without them the limit changes from run to run.
 ENVIRONMENT = os.environ | {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -142,11 +142,19 @@ def since(before: tuple[float, float]) -> dict[str, float]:
 
 
 def ours(folder: Path) -> dict[str, object]:
-    words = [sys.executable, "-m", "batchwright", "probe", f"{folder / 'bench_task.py'}:task", "--memory", str(BUDGET)]
+    arguments = [
+        sys.executable,
+        "-m",
+        "batchwright",
+        "probe",
+        f"{folder / 'bench_task.py'}:task",
+        "--memory",
+        str(BUDGET),
+    ]
     started, before = clocks(), set(os.listdir(folder))
-    done = subprocess.run([*words, "--limit-only", "--exact", "--accumulation-steps", "1", "--fresh", "--dir",
-                           str(folder / "journal"), "--json"],
-                          cwd=folder, capture_output=True, text=True, check=True)  # fmt: skip
+    arguments += ["--limit-only", "--exact", "--accumulation-steps", "1", "--fresh", "--json"]
+    arguments += ["--dir", str(folder / "journal")]
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=True)
     made = json.loads(done.stdout)
     left = sorted(set(os.listdir(folder)) - before - {"__pycache__", "journal"})
     trials = sum(t["purpose"] == "limit" for t in made["trials"])
@@ -155,8 +163,8 @@ def ours(folder: Path) -> dict[str, object]:
 
 def peer(tool: str, folder: Path) -> dict[str, object] | None:
     started = clocks()
-    done = subprocess.run([sys.executable, "peer.py", tool, str(BUDGET)], cwd=folder, env=ENVIRONMENT, text=True,
-                          capture_output=True, check=False)  # fmt: skip
+    arguments = [sys.executable, "peer.py", tool, str(BUDGET)]
+    done = subprocess.run(arguments, cwd=folder, env=ENVIRONMENT, text=True, capture_output=True, check=False)
     if done.returncode:
         print(f"{tool}: {'not installed' if 'No module named' in done.stderr else done.stderr[-300:]}", file=sys.stderr)
         return None
@@ -167,8 +175,8 @@ def truth(folder: Path) -> int:
     low, high = 0, 256
     while high - low > 1:
         middle = (low + high) // 2
-        words = [sys.executable, "peer.py", f"plain-{middle}", str(BUDGET)]
-        done = subprocess.run(words, cwd=folder, env=ENVIRONMENT, text=True, capture_output=True, check=False)
+        arguments = [sys.executable, "peer.py", f"plain-{middle}", str(BUDGET)]
+        done = subprocess.run(arguments, cwd=folder, env=ENVIRONMENT, text=True, capture_output=True, check=False)
         if done.returncode and "allocate" not in done.stderr:
             raise SystemExit(done.stderr)
         low, high = (low, middle) if done.returncode else (middle, high)
@@ -204,7 +212,7 @@ def main() -> None:
         print(f"| {tool} | {last['found']} | {last['trials']} | {cpu:.2f} | {wall:.2f} | {left} | {changed} |")
     mine = rows["batchwright probe"][-1]
     if mine["found"] != largest or int(mine["trials"]) > 5:  # type: ignore[call-overload]
-        sys.exit(f"broken promise: found {mine['found']} of {largest} in {mine['trials']} limit trials")
+        sys.exit(f"expected {largest} in at most 5 trials: found {mine['found']} in {mine['trials']} limit trials")
 
 
 if __name__ == "__main__":

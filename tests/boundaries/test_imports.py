@@ -95,8 +95,8 @@ def test_the_median_module_is_short():
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SRC)))
 def test_the_environment_is_read_in_its_places_only(path):
     relative = path.relative_to(SRC).as_posix()
-    # Children get their environment from `launch`, `probe/process.py` and `estimate/process.py`; ranks read theirs.
-    if relative.startswith("launch/") or relative in ("runtime/ranks.py", "probe/process.py", "estimate/process.py"):
+    # Children get their environment from `launch` and `processes/start.py`; ranks read theirs.
+    if relative.startswith("launch/") or relative in ("runtime/ranks.py", "processes/start.py"):
         return
     names = {
         node.attr for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)

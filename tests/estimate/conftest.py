@@ -1,4 +1,4 @@
-"""Estimates inside the test process, where starting one would only cost time; real processes have tests of their own."""
+"""Estimates in the test process, to save the time of starting one; test_process.py has real processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from batchwright.estimate import process
-from batchwright.estimate.records import Request
+from batchwright.estimate import worker
+from batchwright.estimate.records import EstimateRequest
 
 TASKS = Path(__file__).with_name("tasks.py")
 
@@ -24,26 +24,20 @@ def tasks() -> str:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the estimate run here instead of in a process of its own."""
+    """Let the estimate run in this process."""
 
-    def run(job: str, request: Request, *, timeout: float) -> dict[str, Any]:
-        from batchwright.estimate.worker import answer
+    def run(job: str, request: EstimateRequest, *, timeout: float) -> dict[str, Any]:
+        return worker._checked(worker.answer(job, request))
 
-        result = answer(job, request)
-        if "error" in result:
-            raise process._error(result["error"])
-        return result
-
-    monkeypatch.setattr(process, "run", run)
+    monkeypatch.setattr(worker, "run", run)
 
 
 @pytest.fixture(scope="session")
 def peaks() -> Callable[..., dict[int, int]]:
     """`peaks(task, sizes, **options)` gives the estimated peaks by size."""
-    from batchwright.estimate.worker import answer
 
     def of(task: str, sizes: tuple[int, ...], **options: Any) -> dict[int, int]:
-        result = answer("estimate", Request(task, micro_batch_sizes=sizes, **options))
+        result = worker.answer("estimate", EstimateRequest(task, micro_batch_sizes=sizes, **options))
         assert "error" not in result, result
         return {p["micro_batch_size"]: p["peak_memory_bytes"] for p in result["points"]}
 
@@ -51,7 +45,7 @@ def peaks() -> Callable[..., dict[int, int]]:
 
 
 def needs(module: str) -> None:
-    """Skip where a framework is not installed, but not in CI: there it has to be. It is looked for, not imported."""
+    """Skip if a framework is not installed, but fail in CI. The framework is searched, not imported."""
     if find_spec(module) is None:
         reason = f"{module} is not installed: pip install 'batchwright[{module}]'"
         pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)

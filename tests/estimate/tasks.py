@@ -1,4 +1,4 @@
-"""Tasks that tests estimate: a small GPT, a wide MLP, and ones that fake tensors cannot follow."""
+"""Tasks for tests: a small GPT, a wide MLP, and tasks that fake tensors cannot follow."""
 
 from __future__ import annotations
 
@@ -94,17 +94,20 @@ def twice() -> Task:
 
 
 def converted(how: str = "none", tied: bool = False, dtype: str = "float32") -> Task:
-    """Two layers of a dtype, which the model's function converts after it has built them."""
+    """Two layers of a dtype, which the model's function then converts."""
 
     def build() -> nn.Module:
         model = nn.Sequential(*(nn.Linear(64, 64, dtype=getattr(torch, dtype)) for _ in range(2)))
         if tied:
             model[1].weight = model[0].weight
         convert: dict[str, Any] = {
-            "none": lambda: model, "to": lambda: model.to(torch.bfloat16), "half": lambda: model.half(),
-            "device": lambda: model.to("cpu"), "double": lambda: model.double(),
+            "none": lambda: model,
+            "to": lambda: model.to(torch.bfloat16),
+            "half": lambda: model.half(),
+            "device": lambda: model.to("cpu"),
+            "double": lambda: model.double(),
             "meta": lambda: model.to("meta").to_empty(device="cpu"),
-        }  # fmt: skip
+        }
         return convert[how]()
 
     def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
@@ -174,7 +177,7 @@ def mismatched() -> Task:
 
 
 def reads_its_data() -> Task:
-    """The data are read by value, the model's rates as well: neither is part of the step."""
+    """Values of the data and of the model's rates are read, but not in the step."""
     data = torch.arange(32.0).view(8, 4)
     rows = [(row.numpy().copy(), int(row.sum().item()) % 3) for row in data]
 
@@ -191,7 +194,7 @@ def reads_its_data() -> Task:
 
 
 def ragged() -> Task:
-    """Samples of unequal length, padded to the longest of the batch by a collator that takes them apart."""
+    """Samples of different lengths; the collator changes them, and pads to the longest of the batch."""
 
     def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
         names = [sample.pop("name") for sample in samples]

@@ -1,4 +1,4 @@
-"""`batchwright estimate` as a person and as a script see it."""
+"""`batchwright estimate` for people and for scripts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.usefixtures("in_process")
 
 @pytest.fixture
 def run(capfd):
-    def of(*words: str) -> tuple[int, str, str]:
+    def of(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
-            main(["estimate", *words])
+            main(["estimate", *arguments])
         out, err = capfd.readouterr()
         return ended.value.code, out, err
 
@@ -35,15 +35,23 @@ def test_the_answer_comes_first_and_says_that_it_is_predicted(run, tasks):
     assert (
         first.startswith("max_micro_batch_size ") and "at sequence_length 64, predicted, in 64.0 MiB (1.0 MiB" in first
     )
-    for words in ("parameters", "optimizer", "activations", "per sample over", "frontier, from peak =", "assumptions:",
-                  "not validated on one here", "predicted, not measured"):  # fmt: skip
-        assert words in out
+    for text in (
+        "parameters",
+        "optimizer",
+        "activations",
+        "per sample over",
+        "frontier, from peak =",
+        "assumptions:",
+        "not validated on a device",
+        "predicted, not measured",
+    ):
+        assert text in out
     assert "estimated micro_batch_size 1 sequence_length 32" in err
 
 
 @pytest.mark.torch
 def test_a_calibrated_answer_shows_both(run, tasks, monkeypatch):
-    monkeypatch.setattr("batchwright.estimate.trial.measure", lambda request: 2**20)
+    monkeypatch.setattr("batchwright.estimate.steps.measure", lambda request: 2**20)
     code, out, _ = run(f"{tasks}:small", "--device", "t4-16g", "--micro-batch-size", "64", "--calibrate")
     assert code == 0 and "one real trial on this CPU" in out and re.search(r"measured +1\.0 MiB", out)
     assert "with the difference added, max_micro_batch_size would be" in out
@@ -58,10 +66,11 @@ def test_a_failing_task_exits_5_with_its_traceback_on_stderr(run, tasks):
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    ("words", "code"), [(("masked", "--micro-batch-size", "2"), 2), (("small", "--memory", "1KiB"), 3), (("nope",), 2)]
+    ("arguments", "code"),
+    [(("masked", "--micro-batch-size", "2"), 2), (("small", "--memory", "1KiB"), 3), (("nope",), 2)],
 )
-def test_exit_codes(run, tasks, words, code):
-    assert run(f"{tasks}:{words[0]}", *words[1:])[0] == code
+def test_exit_codes(run, tasks, arguments, code):
+    assert run(f"{tasks}:{arguments[0]}", *arguments[1:])[0] == code
 
 
 def test_invalid_requests_exit_2(run):

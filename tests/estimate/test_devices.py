@@ -1,11 +1,11 @@
-"""The table of devices and sizes in bytes."""
+"""The table of devices."""
 
 from __future__ import annotations
 
 import pytest
 
 from batchwright.core.errors import ConfigError
-from batchwright.estimate.devices import DEVICES, device, human, memory
+from batchwright.estimate.devices import DEVICES, device
 
 
 def test_every_device_says_where_its_number_comes_from():
@@ -21,14 +21,3 @@ def test_an_unknown_device_gets_the_nearest():
     assert caught.value.nearest == ("h100-80g",)
     with pytest.raises(ConfigError, match="not in the table"):
         device("abacus")
-
-
-@pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("2.5GB", 2_500_000_000), ("512Mi", 2**29), (7, 7)])
-def test_memory_is_read(text, size):
-    assert memory(text) == size
-
-
-def test_memory_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="memory='much'"):
-        memory("much")
-    assert human(2**40) == "1.00 TiB"

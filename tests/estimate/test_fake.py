@@ -6,8 +6,8 @@ import pytest
 
 from batchwright.core.errors import EnvironmentFault, NothingFitsError, PlanError, RunError
 from batchwright.estimate import estimate, predict_slope
-from batchwright.estimate.calibrate import choose
-from batchwright.estimate.records import Point, Request
+from batchwright.estimate.estimate import choose
+from batchwright.estimate.records import EstimateRequest, Point
 from batchwright.estimate.worker import answer
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("in_process")]
@@ -27,7 +27,7 @@ def test_the_largest_batch_its_breakdown_and_its_line(tasks):
     document = made.to_json()
     assert document["schema"] == 1 and document["source"] == "predicted"
     assert {p["fits"] for p in document["points"]} == {True, False}
-    assert any("not validated on one here" in line for line in made.assumptions)
+    assert any("not validated on a device" in line for line in made.assumptions)
 
 
 def test_peaks_are_straight_once_activations_dominate(tasks, peaks):
@@ -53,21 +53,25 @@ def test_checkpointing_precision_and_accumulation_move_the_peak(tasks, peaks):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_that_its_function_converts_is_one_of_that_dtype(tasks, how, dtype, tied):
     def held(**args):
-        made = answer("estimate", Request(f"{tasks}:converted", args={"tied": tied, **args}, micro_batch_sizes=(1, 4)))
+        made = answer(
+            "estimate", EstimateRequest(f"{tasks}:converted", args={"tied": tied, **args}, micro_batch_sizes=(1, 4))
+        )
         return [(point["peak_memory_bytes"], point["breakdown"]) for point in made["points"]]
 
     assert held(how=how) == held(dtype=dtype)
 
 
 def test_shards_divide_what_is_held(tasks, peaks):
-    result = answer("estimate", Request(f"{tasks}:gpt", ranks=8, micro_batch_sizes=(2, 4)))
+    result = answer("estimate", EstimateRequest(f"{tasks}:gpt", ranks=8, micro_batch_sizes=(2, 4)))
     small, large = result["points"]
     assert small["breakdown"]["optimizer"] == pytest.approx(2 * PARAMETERS / 8, rel=0.01)
     whole = peaks(f"{tasks}:gpt", (2, 4))  # sharding divides what is held; activations stay
     assert large["peak_memory_bytes"] - small["peak_memory_bytes"] == pytest.approx(whole[4] - whole[2], rel=0.01)
     options = {"args": {"built": True}, "ranks": 4, "precision": "bf16", "checkpoint_activations": True}
-    made = answer("estimate", Request(f"{tasks}:gpt", micro_batch_sizes=(1,), accumulation_steps=2, accelerator=True,
-                                      **options))  # fmt: skip
+    made = answer(
+        "estimate",
+        EstimateRequest(f"{tasks}:gpt", micro_batch_sizes=(1,), accumulation_steps=2, accelerator=True, **options),
+    )
     # Even where the optimizer is the peak: a quarter of two moments, and of what it computes with.
     assert made["points"][0]["breakdown"]["optimizer"] < PARAMETERS
 
@@ -120,12 +124,12 @@ def test_what_fake_tensors_cannot_follow_is_refused_by_name(tasks, name, named):
 def test_a_task_that_fails_shows_its_own_traceback(tasks, name, text):
     with pytest.raises(RunError, match=text) as caught:
         estimate(f"{tasks}:{name}", micro_batch_sizes=(2,))
-    trace = caught.value.users_traceback
+    (trace,) = caught.value.__notes__
     assert trace.startswith("Traceback") and "tasks.py" in trace and "batchwright/estimate" not in trace
     assert caught.value.exit_code == 5
 
 
-def test_data_read_by_value_outside_the_step_are_no_obstacle(tasks, peaks):
+def test_values_of_the_data_may_be_read_outside_the_step(tasks, peaks):
     assert peaks(f"{tasks}:reads_its_data", (2, 64))[64] > 0
 
 
@@ -144,7 +148,7 @@ def test_frozen_parameters_and_optimizers_that_read_values_are_followed(tasks):
     assert made.points[0].breakdown["parameters"] == (16 * 16 + 16 + 16 * 16) * 4
 
 
-def test_recurrent_kernels_are_said_to_be_out_of_sight(tasks):
+def test_a_note_says_that_recurrent_kernels_are_not_estimated(tasks):
     made = estimate(f"{tasks}:recurrent", micro_batch_sizes=(2,))
     assert any("LSTM" in note and "--calibrate" in note for note in made.notes)
 
@@ -162,10 +166,18 @@ def test_checkpointing_without_blocks_is_refused(tasks):
         estimate(f"{tasks}:small", micro_batch_sizes=(2,), checkpoint_activations=True)
 
 
-def test_everything_wrong_is_said_at_once():
+def test_one_error_lists_everything_that_is_wrong():
     with pytest.raises(PlanError) as caught:
-        estimate("x.py:task", device="t4-16g", memory_bytes=5, precision="fp8", micro_batch_sizes=(0,), ranks=2,
-                 margin_bytes=2**40, calibrate=True)  # fmt: skip
+        estimate(
+            "x.py:task",
+            device="t4-16g",
+            memory_bytes=5,
+            precision="fp8",
+            micro_batch_sizes=(0,),
+            ranks=2,
+            margin_bytes=2**40,
+            calibrate=True,
+        )
     fields = [v.field for v in caught.value.violations]
     assert fields == ["memory", "margin", "precision", "micro_batch_size", "calibrate"]
 
@@ -177,7 +189,7 @@ def test_a_missing_file_function_or_argument_is_named(tasks):
         estimate(f"{tasks}:small", sequence_lengths=(8,))
 
 
-def test_the_trial_is_one_that_this_machine_bears():
+def test_the_trial_fits_into_the_memory_of_this_machine():
     rows = [Point(b, None, b * 2**28, {}) for b in (1, 2, 64)]
     assert choose(rows, 2**34).micro_batch_size == 2
     assert choose(rows[2:], 2**35).micro_batch_size == 64

@@ -1,4 +1,4 @@
-"""Lines, limits and frontiers on made-up peaks."""
+"""Lines, limits and frontiers of invented peaks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.estimate.fit import frontier, largest, line, settle, three_coefficients
-from batchwright.estimate.records import Fit, Point
+from batchwright.estimate.records import FrontierFit, Point
 
 lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**4)), min_size=1, max_size=3)
 
@@ -21,7 +21,7 @@ def test_the_largest_equals_a_plain_search_when_peaks_are_a_maximum_of_lines(par
     assert largest(peak, limit) == max(0, min(expected, 2**20))
 
 
-def test_few_runs_suffice_on_two_segments():
+def test_few_runs_are_enough_for_two_segments():
     runs = []
 
     def peak(size):
@@ -32,7 +32,7 @@ def test_few_runs_suffice_on_two_segments():
     assert len(runs) <= 6
 
 
-def test_the_largest_is_found_when_peaks_wobble():
+def test_the_largest_is_found_when_peaks_vary():
     def peak(size):
         return 100 * size + (150 if size % 3 == 0 else 0)
 
@@ -72,7 +72,7 @@ def test_three_coefficients_from_four_runs_predict_far_lengths():
     )
 
 
-def test_what_grows_with_the_length_alone_does_not_bend_the_fit():
+def test_what_grows_with_the_length_alone_does_not_change_the_fit():
     fit = fitted(lambda b, t: 1e8 + 5e4 * t + 66_000 * b * t, sizes=(64, 128))
     assert fit is not None and fit.quadratic == pytest.approx(0, abs=1e-6) and fit.linear == pytest.approx(66_000)
 
@@ -81,12 +81,12 @@ def test_one_length_determines_nothing():
     assert fitted(lambda b, t: b * t, lengths=(64,)) is None
 
 
-def test_less_than_nothing_per_squared_length_is_not_extrapolated():
+def test_a_negative_quadratic_coefficient_is_not_extrapolated():
     fit = fitted(lambda b, t: 1e6 + 1000 * b * t - 0.5 * b * t * t)
     assert fit is not None and fit.quadratic == 0 and 0 < fit.error < 0.05
 
 
 def test_the_frontier_ends_where_nothing_fits():
-    rows = frontier(Fit(100, 1, 0.01, 0.0), 10_000, {64: 60})
+    rows = frontier(FrontierFit(100, 1, 0.01, 0.0), 10_000, {64: 60})
     assert rows[0].source == "estimated" and rows[0].max_micro_batch_size == 60
     assert rows[-1].max_micro_batch_size == 0 and all(r.source == "fit" for r in rows[1:])

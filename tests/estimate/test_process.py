@@ -1,4 +1,4 @@
-"""The estimating process as a process: nothing of it in the caller, and it never outlives the caller."""
+"""The estimating process: the caller loads no framework, and the process never outlives the caller."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from batchwright.core.errors import RunError
-from batchwright.estimate import process
-from batchwright.estimate.records import Request
+from batchwright.estimate import worker
+from batchwright.estimate.records import EstimateRequest
 
 COMMAND = [sys.executable, "-m", "batchwright", "estimate"]
 
@@ -25,9 +25,17 @@ def test_one_document_on_stdout_calibrated_and_no_torch_in_the_caller(tasks):
         "import sys\nfrom batchwright.cli import main\n"
         "try: main(sys.argv[1:])\nfinally: sys.stderr.write('HEAVY ' + ' '.join({'torch', 'jax', 'numpy'} & set(sys.modules)))"
     )
-    words = ["estimate", f"{tasks}:small", "--memory", "1GiB", "--micro-batch-size", "4096,8192", "--calibrate",
-             "--json"]  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=300)
+    arguments = [
+        "estimate",
+        f"{tasks}:small",
+        "--memory",
+        "1GiB",
+        "--micro-batch-size",
+        "4096,8192",
+        "--calibrate",
+        "--json",
+    ]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     trial = document["calibration"]
@@ -57,14 +65,14 @@ def test_a_missing_framework_names_its_extra(tmp_path, module, source):
 
 
 def test_a_timeout_ends_the_process(tasks, tmp_path):
-    request = Request(f"{tasks}:sleeps", {"pid_file": str(tmp_path / "pid")})
+    request = EstimateRequest(f"{tasks}:sleeps", {"pid_file": str(tmp_path / "pid")})
     with pytest.raises(RunError, match=r"did not finish within 0\.2 s"):
-        process.run("estimate", request, timeout=0.2)
+        worker.run("estimate", request, timeout=0.2)
 
 
 @pytest.mark.torch
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel to end the child with its parent")
-def test_the_process_dies_with_a_killed_caller(tasks, tmp_path):
+def test_the_process_ends_with_a_killed_caller(tasks, tmp_path):
     file = tmp_path / "pid"
     caller = subprocess.Popen([*COMMAND, f"{tasks}:sleeps", "--arg", f"pid_file={file}"], stderr=subprocess.DEVNULL)
     try:
@@ -80,15 +88,17 @@ def test_the_process_dies_with_a_killed_caller(tasks, tmp_path):
 def _wait_for(condition, seconds=600):
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.05)
     return value
 
 
-def test_a_death_without_a_result_is_told(monkeypatch, tmp_path):
+def test_an_end_without_a_result_is_reported(monkeypatch, tmp_path):
     killer = tmp_path / "python"
     killer.write_text("#!/bin/sh\nkill -9 $$\n")
     killer.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(killer))
-    with pytest.raises(RunError, match=r"died of signal 9 \(killed: out of memory, perhaps\) and left no result"):
-        process.run("estimate", Request("x.py:task"), timeout=600)
+    with pytest.raises(
+        RunError, match="ended without a result: killed by SIGKILL, as the kernel's out-of-memory killer does"
+    ):
+        worker.run("estimate", EstimateRequest("x.py:task"), timeout=600)

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from batchwright.estimate import process
-from batchwright.estimate.records import Request
+from batchwright.estimate import worker
+from batchwright.estimate.records import EstimateRequest
 
 pytestmark = pytest.mark.torch
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.torch
 def test_slope_and_peak_at_eight_times_the_batch_are_within_two_percent(tasks, peaks, name, size):
     sizes = (size, 8 * size)
     with ThreadPoolExecutor(2) as pool:
-        trials = [Request(f"{tasks}:{name}", micro_batch_sizes=(b,)) for b in sizes]
-        results = list(pool.map(lambda t: process.run("trial", t, timeout=300), trials))
+        trials = [EstimateRequest(f"{tasks}:{name}", micro_batch_sizes=(b,)) for b in sizes]
+        results = list(pool.map(lambda t: worker.run("trial", t, timeout=300), trials))
     small, large = (r["measured_bytes"] for r in results)
     estimated = peaks(f"{tasks}:{name}", sizes)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchwright.probe.request import read_request
+from batchwright.probe.records import read_request
 
 HEADER = """
 import json, os, signal, sys, time
@@ -31,14 +31,14 @@ def fits(peak=None, **more):
     sys.exit(0)
 
 def oom(kind="host-oom"):
-    say(status="death", identity=IDENTITY, kind=kind, reason="scripted", limit_bytes=2000)
+    say(status="failed", identity=IDENTITY, kind=kind, reason="scripted", limit_bytes=2000)
     sys.exit(1)
 """
 
 
 @pytest.fixture
 def scripted(tmp_path):
-    """`scripted(code, **options)` is a request whose worker is `code`, with `size`, `mode`, `fits()`, `oom()` at hand."""
+    """`scripted(code, **options)` is a request whose worker runs `code`, which can use `size`, `mode`, `fits()`, `oom()`."""
 
     def make(code: str, **options):
         worker = tmp_path / "worker.py"

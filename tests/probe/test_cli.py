@@ -1,4 +1,4 @@
-"""The command line on commands that need no torch: exit codes, one document, what goes where."""
+"""The command line with commands that need no torch: exit codes, one JSON document, standard output and error."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from batchwright.probe.journal import path_for
 PROGRAM = "import sys; sys.exit('MemoryError' if int(sys.argv[1]) > {} else 0)"
 
 
-def run(capsys, *words: str) -> tuple[int, str, str]:
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as done:
-        main(["probe", *words])
+        main(["probe", *arguments])
     out, err = capsys.readouterr()
     return int(done.value.code or 0), out, err
 
@@ -57,9 +57,9 @@ def test_nothing_fits_exits_3_with_one_document(capsys, tmp_path):
 
 
 def test_a_full_disk_prints_the_results_and_exits_4(capsys, tmp_path):
-    words = command(5)
-    path_for(Path(tmp_path), " ".join(words[1:])).symlink_to("/dev/full")
-    code, out, err = run(capsys, "--limit-only", "--json", "--dir", str(tmp_path), *words)
+    arguments = command(5)
+    path_for(Path(tmp_path), " ".join(arguments[1:])).symlink_to("/dev/full")
+    code, out, err = run(capsys, "--limit-only", "--json", "--dir", str(tmp_path), *arguments)
     assert code == 4
     assert json.loads(out)["max_micro_batch_size"] == 5
     assert "No space left on device" in err
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_made_does_not_stop_a_probe(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         [],
         ["missing.py:task"],
@@ -89,8 +89,8 @@ def test_a_folder_that_cannot_be_made_does_not_stop_a_probe(capsys, tmp_path):
         ["--", "true"],
     ],
 )
-def test_an_invalid_request_exits_2_before_anything_runs(capsys, words):
-    code, out, err = run(capsys, *words)
+def test_an_invalid_request_exits_2_before_anything_runs(capsys, arguments):
+    code, out, err = run(capsys, *arguments)
     assert code == 2
     assert not out
     assert err.startswith("error: ")

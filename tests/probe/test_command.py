@@ -1,4 +1,4 @@
-"""Commands: any script with {micro_batch_size} in it, by marker, regex or two step counts; no torch anywhere."""
+"""Any script with {micro_batch_size} in it, timed by marker, regex or two step counts; without torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
 from batchwright.probe import probe
 from batchwright.probe.command import CommandRunner, _Steps
-from batchwright.probe.process import environment
-from batchwright.probe.request import read_request
+from batchwright.probe.machine import trial_environment
+from batchwright.probe.records import read_request
 
 SCRIPT = """
 import sys, time
@@ -34,7 +34,7 @@ for step in range(steps):
 def script(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    return lambda *words: [sys.executable, "-S", str(path), *words]
+    return lambda *arguments: [sys.executable, "-S", str(path), *arguments]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_limit_and_throughput(script, tmp_path, style, steps, options):
         script("{micro_batch_size}", steps, style, "5"), dir=tmp_path / "j", seconds=0.1, timeout=60, **options
     )
     assert (made.max_micro_batch_size, made.first_failing_micro_batch_size) == (5, 6)
-    assert {t.death for t in made.trials if not t.fits} == {"device-oom"}
+    assert {t.cause for t in made.trials if not t.fits} == {"device-oom"}
     timed = [t for t in made.trials if t.purpose == "throughput"]
     assert [t.micro_batch_size for t in timed] == [1, 2, 4, 5]
     if style != "none":  # two totals on a busy machine may differ by less than their noise
@@ -96,7 +96,7 @@ WORDS = [
 def test_the_pattern_that_repeats_with_a_growing_number_is_the_step(lines, numbers, seconds):
     steps = _Steps(None, least=5, seconds=3.0)
     enough = [steps.see(line, float(when)) for when, line in enumerate(lines)]
-    assert enough == sorted(enough) and enough[-1]  # once it is enough, it stays so
+    assert enough == sorted(enough) and enough[-1]  # once it is enough, it stays enough
     assert numbers is None or steps.numbers == numbers
     assert steps.timing().seconds == pytest.approx(seconds)
 
@@ -109,7 +109,7 @@ def test_a_step_regex_may_have_further_groups(regex):
 
 
 def test_the_series_that_ends_a_trial_is_the_one_that_is_timed():
-    """A bar that runs before training is long and fast, and no step."""
+    """A progress bar before training is long and fast, but it is not a step."""
     steps = _Steps(None, least=5, seconds=2.0)
     for n in range(100):
         assert not steps.see(f"  {n}%|#  | {n}/100 [00:01<00:10]", n / 100)
@@ -117,13 +117,13 @@ def test_the_series_that_ends_a_trial_is_the_one_that_is_timed():
     assert steps.timing().seconds == pytest.approx(1.0)
 
 
-def test_batches_without_a_loss_are_no_steps():
+def test_batches_without_a_loss_are_not_steps():
     steps = _Steps(None, least=3, seconds=0.0)
     assert not any(steps.see(f"tokenized {n}/8 batches", float(n)) for n in range(8))
     assert not steps.see("9" * 10**6 + " batches", 9.0)
 
 
-def test_a_number_too_long_for_a_step_is_none():
+def test_a_number_that_is_too_long_is_not_a_step():
     steps = _Steps(None, least=3, seconds=0.0)
     for when in range(5):
         steps.see(f"step {'9' * 400}{when} loss 1", float(when))
@@ -149,8 +149,8 @@ def test_a_commands_identity_and_conditions(tmp_path, monkeypatch):
     (tmp_path / "below" / "net.py").write_text("width = 1")
 
     def made(**options):
-        words = [sys.executable, str(tmp_path / "train.py"), "{micro_batch_size}"]
-        return CommandRunner(read_request(words, **options), tmp_path)
+        arguments = [sys.executable, str(tmp_path / "train.py"), "{micro_batch_size}"]
+        return CommandRunner(read_request(arguments, **options), tmp_path)
 
     before = made().identity
     assert before["versions"]["python"] == sys.version.split()[0]
@@ -168,8 +168,10 @@ def test_a_commands_identity_and_conditions(tmp_path, monkeypatch):
 
 def test_the_allocator_is_fixed_under_a_budget_only(monkeypatch):
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    assert environment(limited=True)["MALLOC_ARENA_MAX"] == "1"
-    assert not [name for name in environment(limited=False) if name in ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_")]
+    assert trial_environment(limited=True)["MALLOC_ARENA_MAX"] == "1"
+    assert not [
+        name for name in trial_environment(limited=False) if name in ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_")
+    ]
 
 
 def test_no_steps_in_the_output_end_the_search_for_speed_after_one_trial(script, tmp_path):
@@ -197,16 +199,16 @@ def test_a_real_limit_of_address_space(tmp_path):
     made = probe(command, memory="256MiB", dir=None, throughput=False, exact=True)
     assert made.first_failing_micro_batch_size == made.max_micro_batch_size + 1
     assert 150 < made.max_micro_batch_size < 256
-    assert {t.death for t in made.trials if not t.fits} == {"host-oom"}
+    assert {t.cause for t in made.trials if not t.fits} == {"host-oom"}
     assert len(made.trials) <= 5
 
 
 def test_a_resumed_command(script, tmp_path):
-    words = script("{micro_batch_size}", "100000", "marker", "5")
-    probe(words, dir=tmp_path / "j", throughput=False)
-    assert all(t.resumed for t in probe(words, dir=tmp_path / "j", throughput=False).trials)
+    arguments = script("{micro_batch_size}", "100000", "marker", "5")
+    probe(arguments, dir=tmp_path / "j", throughput=False)
+    assert all(t.resumed for t in probe(arguments, dir=tmp_path / "j", throughput=False).trials)
     (tmp_path / "train.py").write_text(SCRIPT + "\n# edited\n")
-    made = probe(words, dir=tmp_path / "j", throughput=False)
+    made = probe(arguments, dir=tmp_path / "j", throughput=False)
     assert any(note.startswith("code changed") for note in made.notes)
 
 

@@ -1,4 +1,4 @@
-"""Timings, curves and verdicts on numbers that are known."""
+"""Timings, curves and verdicts for known numbers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.probe.curve import analyse, fit, sizes
-from batchwright.probe.diagnosis import diagnose
-from batchwright.probe.timing import Timing, interval, warmup
+from batchwright.probe.speed import Timing, analyse, diagnose, fit, interval, sizes, warmup
 
 
 def steady(seconds, noise=0.01, steps=20, seed=0):
@@ -67,7 +65,7 @@ def test_bottlenecks():
     slow_loader = same | {"loader": steady(2.0)}
     found = diagnose(slow_loader, flat, 64, ranks=1)
     assert found.bottleneck == "input"
-    assert "50% of a step waits for data" in found.words
+    assert "50% of a step waits for data" in found.text
     slow_sync = same | {"accumulate": steady(0.5)}
     assert diagnose(slow_sync, flat, 64, ranks=4).bottleneck == "synchronisation"
     assert diagnose(slow_sync, flat, 64, ranks=1).bottleneck == "none"  # one rank: that is the optimizer

@@ -1,4 +1,4 @@
-"""Several ranks: all report, the smallest verdict wins, a hung one is named. Scripted; test_real has real ones."""
+"""Several ranks: all report, one that is out of memory decides, a hung one is named. Scripted; test_real has real ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_one_rank_out_of_memory_is_out_of_memory(scripted):
     code = """
     if size <= 4: both()
     rank(0, status="running", stage=5, doing="backward of step 0")
-    rank(1, status="death", kind="host-oom", reason="no memory")
+    rank(1, status="failed", kind="host-oom", reason="no memory")
     sys.exit(1)
     """
     probe = run_probe(scripted(SAY + _dedent(code), ranks=2))
@@ -54,8 +54,8 @@ def test_a_hung_rank_is_named(scripted):
 def test_out_of_memory_wins_over_a_crash_it_caused(scripted):
     code = """
     if size <= 4: both()
-    rank(0, status="death", kind="crash", reason="connection reset by peer")
-    rank(1, status="death", kind="host-oom", reason="no memory")
+    rank(0, status="failed", kind="crash", reason="connection reset by peer")
+    rank(1, status="failed", kind="host-oom", reason="no memory")
     sys.exit(1)
     """
     probe = run_probe(scripted(SAY + _dedent(code), ranks=2, largest=8))
@@ -63,14 +63,14 @@ def test_out_of_memory_wins_over_a_crash_it_caused(scripted):
 
 
 @pytest.mark.parametrize("missing", ["done", "running"])
-def test_a_rank_without_a_word(scripted, missing):
+def test_a_rank_without_a_result(scripted, missing):
     code = f"""
     if size <= 4: both()
     rank(0, status={missing!r}, stage=3)
     os.kill(os.getpid(), signal.SIGKILL)
     """
     probe = run_probe(scripted(SAY + _dedent(code), ranks=2, largest=8))
-    assert {t.death for t in probe.trials if not t.fits} == {"host-oom"}
+    assert {t.cause for t in probe.trials if not t.fits} == {"host-oom"}
 
 
 def _dedent(code: str) -> str:

@@ -15,9 +15,10 @@ import pytest
 pytest.importorskip("torch")
 
 from batchwright.cli import main
+from batchwright.core.numbers import parse_bytes
 from batchwright.probe import probe
-from batchwright.probe.process import environment
-from batchwright.probe.request import read_bytes, read_request
+from batchwright.probe.machine import trial_environment
+from batchwright.probe.records import read_request
 from batchwright.probe.runner import TaskRunner
 
 pytestmark = pytest.mark.torch
@@ -31,7 +32,7 @@ def runner(target, folder: Path, **options) -> Iterator[TaskRunner]:
         yield made
 
 
-# A loop as anybody would write it, of nothing of ours: a new interpreter, the libraries, the limit, two steps.
+# A plain training loop without batchwright: a new interpreter, the libraries, the limit, two steps.
 PLAIN = """
 import resource, sys, torch, torch._dynamo
 sys.path.insert(0, sys.argv[1])
@@ -55,9 +56,9 @@ except (RuntimeError, MemoryError):
 
 
 def runs(folder: Path, size: int, micro_steps: int) -> bool:
-    words = [sys.executable, "-c", PLAIN, folder, size, micro_steps, read_bytes(BUDGET, "memory")]
+    arguments = [sys.executable, "-c", PLAIN, folder, size, micro_steps, parse_bytes(BUDGET, "memory")]
     done = subprocess.run(
-        [*map(str, words)], env=environment(limited=True), capture_output=True, text=True, timeout=900
+        [*map(str, arguments)], env=trial_environment(limited=True), capture_output=True, text=True, timeout=900
     )
     assert done.returncode in (0, 3), done.stderr
     return done.returncode == 0
@@ -88,9 +89,9 @@ def test_the_limit_is_that_of_a_plain_loop_in_fresh_processes(accumulation_steps
 
 def test_the_command_line_measures_and_prints_one_document(task_file, tmp_path, capsys):
     journal = str(tmp_path / "j")
-    words = ["probe", f"{task_file}:task", "--max", "2", "--seconds", "0.1", "--memory", "1GiB", "--dir", journal]
+    arguments = ["probe", f"{task_file}:task", "--max", "2", "--seconds", "0.1", "--memory", "1GiB", "--dir", journal]
     with pytest.raises(SystemExit) as done:
-        main([*words, "--json"])
+        main([*arguments, "--json"])
     out, err = capsys.readouterr()
     assert done.value.code == 0, err
     document = json.loads(out)
@@ -102,7 +103,7 @@ def test_the_command_line_measures_and_prints_one_document(task_file, tmp_path, 
     assert document["tflops_per_second"] > 0
     assert "micro_batch_size 2" in err
     with pytest.raises(SystemExit):
-        main([*words, "--plot"])  # everything is in the journal: one process that describes the task
+        main([*arguments, "--plot"])  # everything is in the journal: one process that describes the task
     out, err = capsys.readouterr()
     assert "micro_batch_size 2 is the largest that ran; larger sizes were not tried" in out
     assert "samples/s against micro_batch_size" in out
@@ -145,7 +146,7 @@ def test_the_longest_sample_fills_the_batch(tmp_path):
     assert trial.peak_memory_bytes > 2 * 20000 * 512 * 4, "the activations of two of them"
 
 
-def test_evaluation_where_one_sample_is_all_that_trains(tmp_path):
+def test_evaluation_if_only_one_sample_can_be_trained(tmp_path):
     path = tmp_path / "wide.py"
     path.write_text(
         "import torch\nfrom torch import nn\nfrom batchwright.runtime.task import Task\n"

@@ -1,4 +1,4 @@
-"""Scripted workers: every way a trial can end, and what the prober makes of it."""
+"""Scripted workers: every way in which a trial can end, and what the prober concludes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from batchwright.core.errors import ConfigError, NothingFitsError, RunError
+from batchwright.probe.display import NoProgress
 from batchwright.probe.prober import run_probe
-from batchwright.probe.progress import Silent
 
 LIMIT_40 = "oom() if size > 40 else fits()\n"
 
 
-class Watching(Silent):
+class Watching(NoProgress):
     def __init__(self):
         self.trials, self.notes = [], []
 
@@ -39,7 +39,7 @@ def test_fits_and_out_of_memory(scripted):
 
 
 @pytest.mark.parametrize(
-    ("death", "kind"),
+    ("failure", "kind"),
     [
         ("oom('device-oom')", "device-oom"),
         ("oom('loader-worker')", "loader-worker"),
@@ -54,17 +54,17 @@ def test_fits_and_out_of_memory(scripted):
         ("raise MemoryError", "host-oom"),
     ],
 )
-def test_deaths_that_bound_the_size(scripted, death, kind):
+def test_failures_that_limit_the_size(scripted, failure, kind):
     probe = run_probe(
-        scripted(f"fits() if size <= 8 else {death}" if "raise" not in death else f"if size > 8: {death}\nfits()")
+        scripted(f"fits() if size <= 8 else {failure}" if "raise" not in failure else f"if size > 8: {failure}\nfits()")
     )
     assert probe.max_micro_batch_size == 8
-    assert {t.death for t in probe.trials if not t.fits} == {kind}
+    assert {t.cause for t in probe.trials if not t.fits} == {kind}
     assert {t.status for t in probe.trials if not t.fits} == {"oom"}
 
 
 @pytest.mark.parametrize(
-    ("death", "said"),
+    ("failure", "message"),
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
         ("os.abort()", "SIGABRT"),
@@ -72,13 +72,16 @@ def test_deaths_that_bound_the_size(scripted, death, kind):
         ("open(spec['result'] + '.0', 'w').write('{\"status\": \"do'); sys.exit(0)", "no result"),
         ("open(spec['result'] + '.0', 'w').write('[1, 2]'); sys.exit(0)", "no result"),
         ("raise KeyError('mine')", "KeyError"),
-        ("say(status='death', kind='compile', reason='InductorError', traceback='Traceback: theirs')", "InductorError"),
+        (
+            "say(status='failed', kind='compile', reason='InductorError', traceback='Traceback: theirs')",
+            "InductorError",
+        ),
     ],
 )
-def test_deaths_that_stop_the_search(scripted, death, said):
+def test_failures_that_stop_the_search(scripted, failure, message):
     watching = Watching()
-    with pytest.raises(RunError, match=said) as caught:
-        run_probe(scripted(death), progress=watching)
+    with pytest.raises(RunError, match=message) as caught:
+        run_probe(scripted(failure), progress=watching)
     assert caught.value.exit_code == 5
     assert len(watching.trials) == 1, "no search"
     assert watching.trials[0].status == "crash"
@@ -97,7 +100,7 @@ def test_a_hang_ends_at_its_timeout(scripted):
     assert probe.max_micro_batch_size == 4
     hung = [t for t in probe.trials if t.status == "timeout"]
     assert hung
-    assert hung[0].death == "hang"
+    assert hung[0].cause == "hang"
     assert any("timed out" in note for note in probe.notes)
 
 
@@ -133,9 +136,8 @@ def test_nothing_fits(scripted):
 
 
 def test_an_invalid_task_is_an_invalid_request(scripted):
-    code = (
-        "say(status='invalid', error={'message': 'no such function', 'field': 'task', 'given': 'x', 'nearest': ['y']})"
-    )
+    error = {"type": "ConfigError", "message": "no such function", "field": "task", "given": "x", "nearest": ["y"]}
+    code = f"say(status='invalid', error={error})"
     with pytest.raises(ConfigError, match="no such function") as caught:
         run_probe(scripted(code))
     assert caught.value.nearest == ("y",)
@@ -168,11 +170,18 @@ def test_throughput_recommends_a_measured_size_and_names_the_bottleneck(scripted
     assert probe.bottleneck == "none"
     document = json.loads(json.dumps(probe.to_json(), allow_nan=False))
     assert document["schema"] == 1
-    assert {"micro_batch_size", "status", "purpose", "peak_memory_bytes", "samples_per_second", "step_seconds",
-            "predicted_peak_memory_bytes"} <= set(document["trials"][0])  # fmt: skip
+    assert {
+        "micro_batch_size",
+        "status",
+        "purpose",
+        "peak_memory_bytes",
+        "samples_per_second",
+        "step_seconds",
+        "predicted_peak_memory_bytes",
+    } <= set(document["trials"][0])
 
 
-def test_evaluation_batches_are_searched_apart(scripted):
+def test_evaluation_batches_are_searched_separately(scripted):
     probe = run_probe(
         scripted("fits(500 + size) if size <= (100 if mode == 'evaluation' else 40) else oom()", evaluation=True)
     )
@@ -198,7 +207,7 @@ def test_out_of_memory_while_measuring_speed_is_noted(scripted):
 # The journal.
 
 
-def test_an_interrupted_probe_goes_on_where_it_stopped(scripted):
+def test_an_interrupted_probe_continues_where_it_stopped(scripted):
     stopped = scripted("fits(600 + 34 * size) if size <= 40 else time.sleep(600)", timeout=60.0)
 
     class Interrupt(Watching):
@@ -228,7 +237,7 @@ def test_fresh_supersedes_what_was_measured_before(scripted, tmp_path):
     assert again.max_micro_batch_size == 40
 
 
-def test_other_seconds_measure_speed_anew_but_not_the_limit(scripted):
+def test_other_seconds_measure_speed_again_but_not_the_limit(scripted):
     run_probe(scripted(LIMIT_40, throughput=True, seconds=1, largest=4))
     probe = run_probe(scripted(LIMIT_40, throughput=True, seconds=3, largest=4))
     assert {(t.purpose, t.resumed) for t in probe.trials} == {("limit", True), ("throughput", False)}
@@ -244,7 +253,7 @@ def test_a_changed_optimizer_is_noticed_and_named(scripted):
     assert all(t.resumed for t in back.trials), "what was measured before still holds"
 
 
-def test_another_budget_is_measured_anew(scripted):
+def test_another_budget_is_measured_again(scripted):
     run_probe(scripted(LIMIT_40, memory="1GiB"))
     assert not any(t.resumed for t in run_probe(scripted(LIMIT_40, memory="2GiB")).trials)
 
@@ -268,6 +277,31 @@ def test_a_full_disk_keeps_the_results(scripted, tmp_path):
     probe = run_probe(scripted(LIMIT_40))
     assert probe.max_micro_batch_size == 40
     assert "No space left on device" in probe.journal_error
+
+
+def test_an_interrupted_probe_says_what_is_kept(scripted):
+    class Interrupt(Watching):
+        def __init__(self, after):
+            super().__init__()
+            self.after = after
+
+        def started(self, size, purpose, left):
+            if len(self.trials) == self.after:
+                raise KeyboardInterrupt
+
+    for after, options in ((0, {}), (2, {}), (2, {"directory": None})):
+        watching = Interrupt(after)
+        with pytest.raises(KeyboardInterrupt):
+            run_probe(scripted(LIMIT_40, fresh=True, **options), progress=watching)
+        kept = [note for note in watching.notes if "kept in" in note]
+        assert len(kept) == (1 if after and not options else 0)
+        assert all(note.startswith("2 trials are kept in") for note in kept)
+
+
+def test_a_message_with_a_full_stop_gets_no_second_one(scripted):
+    with pytest.raises(RunError, match=r"ValueError: use x instead\. This does not depend on the size") as caught:
+        run_probe(scripted("say(status='failed', kind='crash', reason='ValueError: use x instead.')"))
+    assert ".." not in str(caught.value)
 
 
 # Processes.
@@ -296,7 +330,7 @@ def test_killing_the_prober_leaves_no_orphan_and_a_journal(scripted, tmp_path, h
     """
     request = scripted(code)
     program = (
-        "import sys; from batchwright.probe.request import read_request; from batchwright.probe.prober import run_probe\n"
+        "import sys; from batchwright.probe.records import read_request; from batchwright.probe.prober import run_probe\n"
         f"run_probe(read_request({request.target!r}, worker={request.worker!r}, throughput=False,\n"
         f"    directory={str(request.directory)!r}))"
     )
@@ -315,12 +349,12 @@ def test_killing_the_prober_leaves_no_orphan_and_a_journal(scripted, tmp_path, h
 def wait_for(condition, seconds=30.0):
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "waited in vain"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.05)
 
 
-def test_the_worker_dies_when_its_guard_is_killed(scripted, tmp_path):
-    """The last line of defence: even the guard's death takes the trial along."""
+def test_the_worker_ends_when_its_guard_is_killed(scripted, tmp_path):
+    """The trial ends with the guard, even if that is killed."""
     seen = tmp_path / "seen"
     code = f"""
     if size > 4:

@@ -1,4 +1,4 @@
-"""The search on simulated memory: exact, never an unmeasured or over-cap size, few trials where prediction works."""
+"""The search on simulated memory: exact, only measured sizes within the cap, few trials where prediction works."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_first_failure_is_within_one_percent(lines, limit, granularity):
 
 @given(st.integers(0, 10**6), st.integers(1, 10**4), LIMITS, st.booleans())
 def test_one_line_takes_at_most_five_trials(constant, slope, limit, exact):
-    # Both first points show the slope: it is not hidden by a constant ten thousand times its size.
+    # The first two points show the slope, because the constant is at most ten thousand times as large.
     machine = Machine([(min(constant, 10**4 * slope), slope)], limit)
     search(machine, exact=exact)
     assert len(machine.tried) <= 5
@@ -112,7 +112,7 @@ def test_an_optimizer_bound_start_moves_on_to_larger_sizes(flat, constant, slope
     machine = Machine([(flat, 0), (constant, slope)], limit)
     found = find_limit(machine.run, exact=True)
     assert found.largest == machine.largest()
-    assert len(machine.tried) <= 2 * found.largest.bit_length() + 4  # about what doubling and bisecting takes
+    assert len(machine.tried) <= 2 * found.largest.bit_length() + 4  # about as many as doubling and bisecting need
 
 
 def test_the_good_case_takes_four():

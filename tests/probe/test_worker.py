@@ -1,4 +1,4 @@
-"""The worker's own step, in this process: no trial, no limit."""
+"""The worker's step, in this process, without a limit."""
 
 from __future__ import annotations
 

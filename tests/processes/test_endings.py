@@ -1,4 +1,4 @@
-"""Every row of the taxonomy: by class, by text, by signal; and what only looks like memory."""
+"""Every kind of cause: by class, by text, by signal; and texts that only look like memory."""
 
 from __future__ import annotations
 
@@ -133,17 +133,15 @@ raise KeyError("a mistake of the rank's")
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    ("how", "kind", "words"), [("kill", "host-oom", "SIGKILL"), ("raise", "crash", "a mistake of")]
-)
-def test_what_torchrun_says_of_a_rank_that_died(how, kind, words, tmp_path):
+@pytest.mark.parametrize(("how", "kind", "text"), [("kill", "host-oom", "SIGKILL"), ("raise", "crash", "a mistake of")])
+def test_what_torchrun_prints_about_a_rank_that_ended(how, kind, text, tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "rank.py").write_text(RANK.format(how=how))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     done = subprocess.run([*launcher, tmp_path / "rank.py"], capture_output=True, text=True, timeout=900)
     found = from_exit(done.returncode, done.stdout + done.stderr)
     assert found.kind == kind
-    assert words in found.reason
+    assert text in found.reason
     if how == "raise":
         assert "rank.py" in found.traceback
         assert "ChildFailedError" not in found.traceback

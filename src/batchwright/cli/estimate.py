@@ -72,8 +72,9 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
     try:
         made = estimate(task, progress=True, **given)
     except BatchwrightError as error:
-        if trace := getattr(error, "users_traceback", None):
-            click.echo(trace, err=True, nl=False)
+        # The traceback of the user's code.
+        for trace in getattr(error, "__notes__", ()):
+            click.echo(trace, err=True)
         raise
     if as_json:
         print_json(made.to_json())

@@ -16,8 +16,8 @@ from .naming import notes
 from .options import CommandLine, json_option, number, print_json, read_task, stack, task_arguments, task_option
 
 if TYPE_CHECKING:
-    from batchwright.probe.curve import Curve
     from batchwright.probe.records import Probe
+    from batchwright.probe.speed import Curve
 
 _limit_options = stack(
     number(
@@ -90,8 +90,8 @@ def command(
     to it, and names the bottleneck. Only sizes that ran are recommended. Every trial is saved in a journal, so that an
     interrupted probe continues where it stopped.
     """
+    from batchwright.probe.display import TrialLines, TrialTable
     from batchwright.probe.prober import probe
-    from batchwright.probe.progress import Lines, Live
 
     command = ctx.meta["command"]
     if bool(target) == bool(command):
@@ -109,7 +109,7 @@ def command(
         )
     target, arguments = read_task(target, args) if target else (None, task_arguments(args))
     slope = _estimated(target, arguments, flags) if estimate and target else None
-    progress = Live() if sys.stderr.isatty() else Lines()
+    progress = TrialTable() if sys.stderr.isatty() else TrialLines()
     try:
         made = probe(
             target or list(command),
@@ -123,10 +123,6 @@ def command(
         progress.close()
         for trace in getattr(error, "__notes__", ()):
             click.echo(trace, err=True)
-        raise
-    except KeyboardInterrupt:
-        progress.close()
-        click.echo("The finished trials are saved: the same command continues from them.", err=True)
         raise
     finally:
         progress.close()
@@ -191,7 +187,7 @@ def _best(points: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 def render(made: Probe) -> list[str]:
     """A probe as text: the answer, the trials, the speed, and notes."""
-    from batchwright.probe.progress import HEAD, row
+    from batchwright.probe.display import HEAD, row
 
     failing = made.first_failing_micro_batch_size
     lines = [
@@ -208,7 +204,7 @@ def render(made: Probe) -> list[str]:
         lines += ["", *_speed(made, made.curve)]
     lines += ["", f"recommended: micro_batch_size {made.recommended_micro_batch_size}"]
     if made.diagnosis:
-        lines += text.bullets([f"bottleneck: {made.bottleneck}. {made.diagnosis.words}"])
+        lines += text.bullets([f"bottleneck: {made.bottleneck}. {made.diagnosis.text}"])
     return lines + notes(made.notes)
 
 

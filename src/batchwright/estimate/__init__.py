@@ -1,6 +1,6 @@
 """Peak memory by batch without running: torch on fake tensors, JAX compiled ahead of time. Needs no GPU.
 
-Everything here is a prediction. This side is the standard library only; torch or JAX is loaded in a process of its own.
+Everything here is a prediction. The caller needs the standard library only; a process of its own loads torch or JAX.
 """
 
 import sys
@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 
-class _Room(ModuleType):
-    """`batchwright.estimate` is this package, and it can be called: it stands for its function of the same name."""
+class _EstimatePackage(ModuleType):
+    """`batchwright.estimate` is this package; a call of it is a call of its function of the same name."""
 
     def __call__(self, *args: Any, **given: Any) -> Estimate:
         return estimate(*args, **given)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _EstimatePackage

@@ -1,34 +1,33 @@
-"""Devices and the memory a job can have on them, as data: what the runtime reports, not what the box says.
+"""Devices and the memory a job can use on them: what the runtime reports, not the nominal size.
 
-A driver keeps a part for itself, so the capacity that torch names in its out-of-memory text is below the nominal size
-and moves a little with driver and ECC. Each row is the smallest capacity met in public logs (2024-2026), attributed by
-its size where a log does not name the device; h100-80g is a figure from an out-of-memory message.
+A driver reserves a part, so the capacity in torch's out-of-memory text is below the nominal size and depends a little on
+driver and ECC. Each row is the smallest capacity in public logs (2024-2026), attributed by its size if a log does not
+name the device; h100-80g is from an out-of-memory message.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from batchwright.core.errors import ConfigError
-from batchwright.core.numbers import count
+from batchwright.processes.target import did_you_mean
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device, its usable memory, and where that number comes from."""
+    """A device, its usable memory, and the source of that number."""
 
     name: str
     memory_bytes: int
     source: str
 
 
-_TORCH = "total capacity in torch's out-of-memory text, smallest met in public logs"
+_TORCH = "total capacity in torch's out-of-memory text, the smallest in public logs"
 _XLA = "HBM capacity in XLA's out-of-memory text, public logs"
-_NOMINAL = "nominal, from the vendor: a driver keeps a part of it"
+_NOMINAL = "nominal, from the vendor: a driver reserves a part of it"
 _ROWS: tuple[tuple[str, float, str], ...] = (
     ("a100-40g", 39.39, _TORCH),
     ("a100-80g", 79.14, _TORCH),
@@ -64,33 +63,10 @@ def device(name: str) -> Device:
     if key in DEVICES:
         return DEVICES[key]
     near = tuple(n for n in DEVICES if key and n.startswith(key)) or tuple(get_close_matches(key, DEVICES, n=3))
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise ConfigError(
-        f"device={name[:40]!r} is not in the table: {', '.join(DEVICES)}.{hint} Or give its memory: --memory 80GiB.",
+        f"device={name[:40]!r} is not in the table: {', '.join(DEVICES)}.{did_you_mean(near)} "
+        "Or give its memory: --memory 80GiB.",
         field="device",
         given=name[:40],
         nearest=near,
     )
-
-
-def memory(text: str | int, field: str = "memory") -> int:
-    """Bytes from `80GiB`, `80Gi`, `80GB` (decimal) or a plain number.
-
-    >>> memory("80GiB") == 80 * 2**30, memory("80GB") == 80 * 10**9, memory(1024)
-    (True, True, 1024)
-    """
-    words = str(text).strip()
-    short = re.sub(r"(?<=[kKmMgGtTi])[bB]$", "", words)  # a bare B would be billions, as everywhere else
-    return count(short, field)
-
-
-def human(size: float) -> str:
-    """Bytes for people, in binary units.
-
-    >>> human(85 * 2**30), human(-1536), human(12)
-    ('85.00 GiB', '-1.5 KiB', '12 B')
-    """
-    for unit, scale, digits in (("TiB", 2**40, 2), ("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
-        if abs(size) >= scale:
-            return f"{size / scale:.{digits}f} {unit}"
-    return f"{size:.0f} B"

@@ -1,22 +1,36 @@
-"""The estimate: what was asked, checked; points from the estimating process; lines, limits and frontier from those."""
+"""The estimate: the request is checked, the estimating process returns points; lines, limits and frontier follow from them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.core.errors import NothingFitsError, PlanError, Violation, raise_violations
+from batchwright.core.errors import EnvironmentFault, NothingFitsError, PlanError, Violation, raise_violations
+from batchwright.core.numbers import format_bytes
+from batchwright.processes.memory import available_memory
 
-from . import process
-from .calibrate import calibrate as _calibrate
-from .devices import Device, human
+from . import worker
+from .devices import Device
 from .devices import device as find_device
 from .fit import WORST_FIT, frontier, line, three_coefficients
-from .records import Estimate, Fit, FrontierRow, Length, Point, Request, Slope
+from .records import (
+    MOST,
+    Calibration,
+    Estimate,
+    EstimateRequest,
+    FrontierFit,
+    FrontierRow,
+    Length,
+    Point,
+    Slope,
+)
 
 PRECISIONS = ("fp32", "bf16")
 TIMEOUT = 1800.0
+# A calibration should need this much memory at most: activations are larger than the constant, and it takes seconds.
+COMFORTABLE = 2**30
 
 
 def estimate(
@@ -36,17 +50,15 @@ def estimate(
     timeout: float = TIMEOUT,
     progress: bool = False,
 ) -> Estimate:
-    """Peak memory by micro batch for `FILE.py:function`, without running it and without a device.
+    """Peak memory by micro batch size of `FILE.py:function`, without running it and without a device.
 
     >>> estimate("train.py:task", device="h100-80g", memory_bytes=2**30)
     Traceback (most recent call last):
-    batchwright.core.errors.PlanError: device=h100-80g and memory_bytes=1073741824 both say how much there is; give one.
+    batchwright.core.errors.PlanError: device=h100-80g and memory_bytes=1073741824 are mutually exclusive.
     """
     found = find_device(device) if isinstance(device, str) else device
-    _check(found, memory_bytes, margin_bytes, micro_batch_sizes, sequence_lengths, precision, ranks,
-           accumulation_steps, calibrate)  # fmt: skip
     memory = found.memory_bytes if found else memory_bytes
-    request = Request(
+    request = EstimateRequest(
         task=task,
         args=dict(args or {}),
         micro_batch_sizes=tuple(sorted(set(micro_batch_sizes))),
@@ -59,7 +71,8 @@ def estimate(
         accelerator=found is not None,
         progress=progress,
     )
-    result = process.run("estimate", request, timeout=timeout)
+    _check(request, found, memory_bytes, margin_bytes, calibrate)
+    result = worker.run("estimate", request, timeout=timeout)
     points = tuple(codec.decode(Point, p) for p in result["points"])
     lengths = _lengths(points, result)
     if request.memory_bytes is not None and not any(row.max_micro_batch_size for row in lengths):
@@ -67,10 +80,24 @@ def estimate(
     fit, rows, notes = _frontier(points, lengths, request)
     calibration = _calibrate(request, points, lengths, timeout=timeout) if calibrate else None
     return Estimate(
-        task, result["framework"], found, memory, margin_bytes, precision, checkpoint_activations, ranks,
-        accumulation_steps, points, lengths, lengths[-1].max_micro_batch_size, fit, rows, calibration,
-        _assumptions(request, result["framework"], found), (*result["notes"], *notes),
-    )  # fmt: skip
+        task=task,
+        framework=result["framework"],
+        device=found,
+        memory_bytes=memory,
+        margin_bytes=margin_bytes,
+        precision=precision,
+        checkpoint_activations=checkpoint_activations,
+        ranks=ranks,
+        accumulation_steps=accumulation_steps,
+        points=points,
+        lengths=lengths,
+        max_micro_batch_size=lengths[-1].max_micro_batch_size,
+        fit=fit,
+        frontier=rows,
+        calibration=calibration,
+        assumptions=_assumptions(request, result["framework"], found),
+        notes=(*result["notes"], *notes),
+    )
 
 
 def predict_slope(
@@ -84,16 +111,21 @@ def predict_slope(
     accumulation_steps: int = 1,
     timeout: float = TIMEOUT,
 ) -> Slope:
-    """Bytes per sample and the base, for the prober: a line on the activation-bound segment, as the CPU has it.
+    """Bytes per sample and the base, for the prober: a line on the activation-bound segment, estimated for the CPU.
 
     With `memory_bytes`, the line near that limit. Raises PlanError for a task that fake tensors cannot follow and
-    RunError for one that fails: the prober then takes its slope from two real trials.
+    RunError for a task that fails: the prober then takes its slope from two real trials.
     """
-    request = Request(
-        task, dict(args or {}), memory_bytes=memory_bytes, precision=precision, ranks=ranks,
-        checkpoint_activations=checkpoint_activations, accumulation_steps=accumulation_steps,
-    )  # fmt: skip
-    result = process.run("estimate", request, timeout=timeout)
+    request = EstimateRequest(
+        task,
+        dict(args or {}),
+        memory_bytes=memory_bytes,
+        precision=precision,
+        ranks=ranks,
+        checkpoint_activations=checkpoint_activations,
+        accumulation_steps=accumulation_steps,
+    )
+    result = worker.run("estimate", request, timeout=timeout)
     points = tuple(codec.decode(Point, p) for p in result["points"])
     slope = _lengths(points, result)[-1].slope
     if slope is None:
@@ -101,32 +133,32 @@ def predict_slope(
     return slope
 
 
-def _check(
-    device: Device | None, memory: int | None, margin: int, sizes: Sequence[int], lengths: Sequence[int],
-    precision: str, ranks: int, accumulation: int, calibrate: bool,
-) -> None:  # fmt: skip
+def _check(r: EstimateRequest, device: Device | None, memory: int | None, margin: int, calibrate: bool) -> None:
     wrong: list[Violation] = []
     if device is not None and memory is not None:
-        wrong.append(Violation(
-            f"device={device.name} and memory_bytes={memory} both say how much there is; give one.",
-            "memory", memory, (device.memory_bytes,)))  # fmt: skip
+        message = f"device={device.name} and memory_bytes={memory} are mutually exclusive."
+        wrong.append(Violation(message, "memory", memory, (device.memory_bytes,)))
     total = device.memory_bytes if device else memory
     if total is not None and not 0 <= margin < total:
-        wrong.append(Violation(
-            f"margin={human(margin)} leaves nothing of {human(total)}.", "margin", margin, (0,)))  # fmt: skip
-    if precision not in PRECISIONS:
-        wrong.append(
-            Violation(
-                f"precision={precision!r} is not one of {', '.join(PRECISIONS)}.", "precision", precision, PRECISIONS
-            )
+        message = f"margin={format_bytes(margin)} leaves nothing of {format_bytes(total)}."
+        wrong.append(Violation(message, "margin", margin, (0,)))
+    if r.precision not in PRECISIONS:
+        message = f"precision={r.precision!r} is not one of {', '.join(PRECISIONS)}."
+        wrong.append(Violation(message, "precision", r.precision, PRECISIONS))
+    counts = {
+        "micro_batch_size": r.micro_batch_sizes,
+        "sequence_length": r.sequence_lengths,
+        "ranks": (r.ranks,),
+        "accumulation_steps": (r.accumulation_steps,),
+    }
+    for name, values in counts.items():
+        wrong += [Violation(f"{name}={v}: must be at least 1.", name, v, (1,)) for v in values if v < 1]
+    if calibrate and r.ranks > 1:
+        message = (
+            f"calibrate runs one real process, which cannot measure the shards of ranks={r.ranks}. Calibrate with "
+            f"ranks=1, or probe with --ranks {r.ranks}."
         )
-    for name, values in (("micro_batch_size", sizes), ("sequence_length", lengths), ("ranks", (ranks,)),
-                         ("accumulation_steps", (accumulation,))):  # fmt: skip
-        wrong += [Violation(f"{name}={v} is too small: the least is 1.", name, v, (1,)) for v in values if v < 1]
-    if calibrate and ranks > 1:
-        wrong.append(Violation(
-            f"calibrate runs one real process, and ranks={ranks} are {ranks}: their shards cannot be measured in it. "
-            f"Calibrate with ranks=1, or probe with --ranks {ranks}.", "calibrate", True, (False,)))  # fmt: skip
+        wrong.append(Violation(message, "calibrate", True, (False,)))
     raise_violations(PlanError, wrong)
 
 
@@ -138,10 +170,10 @@ def _lengths(points: Sequence[Point], result: Mapping[str, Any]) -> tuple[Length
 
 
 def _slope(points: Sequence[Point], limit: Mapping[str, Any], framework: str) -> Slope | None:
-    """The line at the limit, or at the largest sizes where there is none.
+    """The line at the limit, or at the largest sizes if there is no limit.
 
-    Peaks are convex, so of the lines around the limit the one reaching over it is the true one; XLA's are not, and
-    there only a wide chord means anything.
+    Torch's peaks are convex, so the line through the sizes below and above the limit is right there. XLA's are not
+    convex, so only a line over a wide range is meaningful.
     """
     here = {p.micro_batch_size: p.peak_memory_bytes for p in points if p.sequence_length == limit["sequence_length"]}
     most = limit["max_micro_batch_size"] or 0
@@ -153,8 +185,8 @@ def _slope(points: Sequence[Point], limit: Mapping[str, Any], framework: str) ->
     return line(chosen) if len(chosen) > 1 else None
 
 
-def _nothing_fits(request: Request, device: Device | None, smallest: Point) -> NothingFitsError:
-    parts = ", ".join(f"{name} {human(size)}" for name, size in smallest.breakdown.items() if size)
+def _nothing_fits(request: EstimateRequest, device: Device | None, smallest: Point) -> NothingFitsError:
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in smallest.breakdown.items() if size)
     where = "" if smallest.sequence_length is None else f" at sequence_length={smallest.sequence_length}"
     ways = [
         "--checkpoint-activations" if not request.checkpoint_activations else "",
@@ -164,8 +196,8 @@ def _nothing_fits(request: Request, device: Device | None, smallest: Point) -> N
     ]
     return NothingFitsError(
         f"nothing fits: micro_batch_size={smallest.micro_batch_size}{where} needs an estimated "
-        f"{human(smallest.peak_memory_bytes)} ({parts}), and {device.name if device else 'the memory given'} has "
-        f"{human(request.memory_bytes or 0)}. What would need less: {', '.join(w for w in ways if w)}.",
+        f"{format_bytes(smallest.peak_memory_bytes)} ({parts}), and {device.name if device else 'the memory given'} has "
+        f"{format_bytes(request.memory_bytes or 0)}. These need less: {', '.join(w for w in ways if w)}.",
         field="memory",
         given=request.memory_bytes,
         nearest=(smallest.peak_memory_bytes,),
@@ -173,39 +205,40 @@ def _nothing_fits(request: Request, device: Device | None, smallest: Point) -> N
 
 
 def _frontier(
-    points: Sequence[Point], lengths: Sequence[Length], request: Request
-) -> tuple[Fit | None, tuple[FrontierRow, ...], tuple[str, ...]]:
+    points: Sequence[Point], lengths: Sequence[Length], request: EstimateRequest
+) -> tuple[FrontierFit | None, tuple[FrontierRow, ...], tuple[str, ...]]:
     if len(lengths) < 2:
         return None, (), ()
     lines = {row.sequence_length: row.slope for row in lengths if row.sequence_length and row.slope}
     fit = three_coefficients(lines, points)
     if fit is None:
-        return None, (), ("No frontier: it takes two micro batch sizes at each of two sequence lengths.",)
+        return None, (), ("No frontier: it needs two micro batch sizes at each of two sequence lengths.",)
     if fit.error > WORST_FIT:
-        return fit, (), (
-            f"No frontier: constant + B·T + B·T² misses the estimates by up to {fit.error:.1%}, so other lengths are "
-            "not predicted from it.",
-        )  # fmt: skip
+        note = (
+            f"No frontier: constant + B·T + B·T² differs from the estimates by up to {fit.error:.1%}, so it does not "
+            "predict other lengths."
+        )
+        return fit, (), (note,)
     if request.memory_bytes is None:
         return fit, (), ()
     known = {row.sequence_length: row.max_micro_batch_size or 0 for row in lengths if row.sequence_length is not None}
     return fit, frontier(fit, request.memory_bytes, known), ()
 
 
-def _assumptions(request: Request, framework: str, device: Device | None) -> tuple[str, ...]:
+def _assumptions(request: EstimateRequest, framework: str, device: Device | None) -> tuple[str, ...]:
     if framework == "jax":
         return (
-            "XLA's plan for the CPU stands in for the device's: not validated on one here. It is made anew for every "
-            "shape, so neighbouring sizes may jump by a few percent.",
-            "Per device, as the function is: sharding inside it counts only if it has the devices to compile for.",
+            "XLA's plan for the CPU is used instead of the device's: not validated on a device. XLA plans every shape "
+            "separately, so neighbouring sizes may differ by a few percent.",
+            "Per device: sharding inside the function counts only if it has the devices to compile for.",
         )
     lines = [
-        "CPU kernels stand in for the device's: not validated on one here. What the device adds is not in it: its "
-        "context, workspaces of its kernels, fragmentation of its allocator.",
+        "CPU kernels are used instead of the device's: not validated on a device. The estimate does not include the "
+        "device's context, workspaces of its kernels, fragmentation of its allocator.",
         "Every sample is as large as the largest of the dataset's first 8 (or as example_batch makes them).",
     ]
     if request.precision == "bf16" and request.ranks == 1:
-        lines.append("bf16: autocast; parameters, gradients and optimizer state stay as the task makes them.")
+        lines.append("bf16: autocast; parameters, gradients and optimizer state keep the task's dtypes.")
     if request.precision == "bf16" and request.ranks > 1:
         lines.append("bf16: FSDP2's MixedPrecisionPolicy, parameters gathered in bf16 and gradients reduced in fp32.")
     if request.ranks > 1:
@@ -214,6 +247,50 @@ def _assumptions(request: Request, framework: str, device: Device | None) -> tup
         lines.append("The optimizer updates all parameters at once (foreach), as torch does on devices.")
     if request.accumulation_steps == 1:
         lines.append(
-            "One micro batch per step; with accumulation_steps above 1 gradients live through the forward too."
+            "One micro batch per step; with accumulation_steps above 1 gradients also exist during the forward."
         )
     return tuple(lines)
+
+
+def _calibrate(
+    request: EstimateRequest, points: Sequence[Point], lengths: Sequence[Length], *, timeout: float
+) -> Calibration:
+    """Run the largest estimated size that this machine can easily run, and compare."""
+    last = lengths[-1]
+    here = [p for p in points if p.sequence_length == last.sequence_length]
+    chosen = choose(
+        [p for p in here if p.micro_batch_size <= (last.max_micro_batch_size or MOST)] or here, available_memory()
+    )
+    trial = replace(
+        request,
+        micro_batch_sizes=(chosen.micro_batch_size,),
+        sequence_lengths=() if chosen.sequence_length is None else (chosen.sequence_length,),
+    )
+    estimated = chosen.peak_memory_bytes
+    if request.accelerator:  # the trial runs on the CPU: compare it with an estimate for the CPU
+        again = worker.run("estimate", replace(trial, accelerator=False, memory_bytes=None), timeout=timeout)
+        estimated = int(again["points"][0]["peak_memory_bytes"])
+    measured = int(worker.run("trial", trial, timeout=timeout)["measured_bytes"])
+    limit = None
+    if request.memory_bytes is not None and last.slope is not None and last.slope.bytes_per_sample > 0:
+        room = request.memory_bytes - (measured - estimated) - last.slope.base_bytes
+        limit = max(0, min(int(room // last.slope.bytes_per_sample), last.max_micro_batch_size or 0))
+    return Calibration(
+        chosen.micro_batch_size, chosen.sequence_length, estimated, measured, measured - estimated, limit
+    )
+
+
+def choose(points: Sequence[Point], free: int) -> Point:
+    """The largest point within one GiB and half of the free memory, else the smallest one."""
+    small = [p for p in points if p.peak_memory_bytes <= min(COMFORTABLE, free // 2)]
+    best = max(small, key=lambda p: p.peak_memory_bytes, default=None)
+    best = best or min(points, key=lambda p: p.peak_memory_bytes)
+    if best.peak_memory_bytes > free:
+        raise EnvironmentFault(
+            f"calibrate would run micro_batch_size={best.micro_batch_size}, estimated at "
+            f"{format_bytes(best.peak_memory_bytes)}, and this machine has {format_bytes(free)} free. Give a smaller "
+            "--micro-batch-size, or arguments that make the model smaller.",
+            field="calibrate",
+            given=best.micro_batch_size,
+        )
+    return best

@@ -1,15 +1,20 @@
-"""Torch on fake tensors: shapes without memory, followed through two training steps by torch's own memory tracker.
+"""Torch on fake tensors: shapes without memory. Torch's memory tracker follows two training steps on them.
 
-The fake device is the CPU: on a build without CUDA, a fake CUDA tensor that requires grad aborts the process.
+The fake device is the CPU: on a build without CUDA, a fake CUDA tensor that requires grad aborts the process. Several
+ranks are FSDP2 on a fake process group. `explain` says what fake tensors cannot follow.
 """
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -17,21 +22,22 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from batchwright.core.errors import PlanError
+from batchwright.core.errors import BatchwrightError, PlanError, RunError
+from batchwright.processes.endings import is_users, sentence, users_frames
 from batchwright.runtime.task import Task, load_task
 
-from .batches import Batches
-from .records import Point, Request
-from .steps import checkpoint_blocks, run_steps, take_grouped_step
+from .records import EstimateRequest, Point
+from .steps import Batches, blocks, checkpoint_blocks, run_steps, take_grouped_step
 
-# The trackers' categories in our words. What the backward holds for a moment is activations' gradients: counted with
-# activations, since it too grows with the batch.
-WORDS = {
+# The trackers' categories in our terms. `Temp`, in the backward, are gradients of activations: they are counted as
+# activations, since they also grow with the batch.
+CATEGORIES = {
     "Parameter": "parameters",
     "Buffer": "buffers",
     "Gradient": "gradients",
@@ -64,7 +70,7 @@ class Whole(nn.Module):
 
 
 class ReadsAsOne(TorchDispatchMode):
-    """Reading a value gives one. For optimizers' steps (Adafactor's norms): what they hold does not depend on it."""
+    """Every value that is read is 1: for optimizers' steps (Adafactor's norms), whose memory does not depend on it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:
@@ -74,10 +80,10 @@ class ReadsAsOne(TorchDispatchMode):
 
 @contextmanager
 def building(mode: FakeTensorMode) -> Iterator[None]:
-    """Fake tensors that `module.to(...)`, `.half()` and the like convert in place.
+    """Fake mode in which `module.to(...)`, `.half()` and the like work.
 
-    torch converts a fake parameter by `swap_tensors`, which refuses one that a weak reference points to; its own fake mode
-    keeps such a reference for every parameter. Here fake tensors are swapped without that check; tied ones stay tied.
+    torch converts a fake parameter by `swap_tensors`, which refuses a tensor with a weak reference; fake mode keeps such a
+    reference for every parameter. Here fake tensors are swapped without that check; tied ones stay tied.
     """
     checked = torch.utils.swap_tensors
 
@@ -97,7 +103,7 @@ def building(mode: FakeTensorMode) -> Iterator[None]:
 
 
 class NoHandle:
-    """Stands where the tracker would put a hook's handle."""
+    """A replacement for the handle of a hook."""
 
     def remove(self) -> None: ...
 
@@ -105,10 +111,10 @@ class NoHandle:
 class FakeRuns:
     """Estimates of one task at one sequence length; each `point` is two fake steps at one micro batch size."""
 
-    def __init__(self, request: Request, sequence_length: int | None = None) -> None:
+    def __init__(self, request: EstimateRequest, sequence_length: int | None = None) -> None:
         self.request, self.sequence_length = request, sequence_length
         self.args = dict(request.args) | ({} if sequence_length is None else {"sequence_length": sequence_length})
-        # Batches or weights that the task made really (from numpy, from a file) are taken as they are.
+        # Real batches and weights (from numpy, from a file) are allowed.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.task, self.batches = self._load()
         self.model = self._build() if request.ranks == 1 else None
@@ -116,13 +122,13 @@ class FakeRuns:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What this model has that fake tensors do not show."""
+        """Memory of this model that fake tensors do not show."""
         model = self._build() if self.model is None else self.model
         kinds = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.RNNBase)})
         # Measured: a two-layer LSTM took 4.6 times its estimated bytes per sample on CPU.
         text = (
-            f"{', '.join(kinds)}: recurrent kernels keep workspaces that fake tensors do not show, several times what is "
-            "estimated. Compare with --calibrate, or probe."
+            f"{', '.join(kinds)}: recurrent kernels need workspaces that fake tensors do not show, several times the "
+            "estimate. Compare with --calibrate, or probe."
         )
         return (text,) if kinds else ()
 
@@ -133,8 +139,8 @@ class FakeRuns:
             with self.mode:
                 peak = self._plain(self.model, batch)
         else:
-            # Sharding changes a model for good, so each run has its own. The first of all is not looked at: it works out
-            # (and then remembers) how operations act on shards by running them on whole fake tensors, which would count.
+            # Sharding changes a model, so each run has its own. The result of the first run is not used: torch then runs
+            # every operation once on whole fake tensors to find out how it acts on shards, and these would count.
             if not self.warm:
                 self._sharded(self._build(), batch)
                 self.warm = True
@@ -142,14 +148,14 @@ class FakeRuns:
         return _point(peak, micro_batch_size, self.sequence_length)
 
     def _load(self) -> tuple[Task, Batches]:
-        # In fake mode a model of any size costs nothing. A task whose data are read by value there (`.numpy()`,
-        # `.item()` on its own tensors) is loaded again for real: only its model has to be fake.
+        # In fake mode a model of any size needs no memory. A task that reads values of its data (`.numpy()`, `.item()`)
+        # is loaded again without fake mode: only its model has to be fake.
         try:
             with building(self.mode):
                 task = load_task(self.request.task, self.args)
             return task, Batches(task, self.mode)
         except PlanError:
-            raise  # no such file, function or argument: the same the second time
+            raise  # a wrong file, function or argument: the second attempt would fail, too
         except Exception:
             task = load_task(self.request.task, self.args)
             return task, Batches(task, self.mode)
@@ -161,7 +167,7 @@ class FakeRuns:
         try:
             with building(self.mode):
                 model = task.build_model(seed=0)
-        except REFUSED:  # `.item()` on a table of rates, say: the model is built really, then made fake
+        except REFUSED:  # such as `.item()` on a table of rates: build the model, then replace its tensors
             model = task.build_model(seed=0)
         with self.mode:
             _make_fake(model, self.mode)
@@ -190,12 +196,13 @@ class FakeRuns:
             model.zero_grad(set_to_none=True)
 
     def _sharded(self, model: nn.Module, batch: Any) -> Mapping[str, int]:
-        from .sharded import shard, tracked
+        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
         with self.mode:
-            shard(model, self.request.ranks, self.request.precision)
+            _shard(model, self.request.ranks, self.request.precision)
             optimizer = self._optimizer(model)
-            tracker = tracked(model, optimizer, _tensors(batch))
+            tracker = FSDPMemTracker(model, optimizer)
+            tracker.track_inputs(tuple(_tensors(batch)))  # the batch counts as well
             with tracker:
                 self._steps(lambda b: self.task.loss_of(model, b), model, optimizer, batch, tracker)
             return _snapshot(tracker)
@@ -203,12 +210,15 @@ class FakeRuns:
     def _steps(self, loss: Any, model: nn.Module, optimizer: Any, batch: Any, tracker: MemTracker) -> None:
         sharded = self.request.ranks > 1
         run_steps(
-            self.task, loss, model, optimizer, batch,
-            precision="fp32" if sharded else self.request.precision,  # FSDP2 has a policy of its own for bf16
+            loss,
+            model,
+            optimizer,
+            batch,
+            precision="fp32" if sharded else self.request.precision,  # FSDP2 has its own policy for bf16
             accumulation_steps=self.request.accumulation_steps,
             before_forward=tracker.reset_mod_stats,
             stepping=ReadsAsOne,
-        )  # fmt: skip
+        )
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
@@ -233,7 +243,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _snapshot(tracker: MemTracker) -> Mapping[str, int]:
-    """The peak by category, over all devices (there is one: the CPU that stands in)."""
+    """The peak by category, over all devices (there is only the CPU)."""
     peak: dict[str, int] = {}
     for kinds in tracker.get_tracker_snapshot("peak").values():
         for kind, size in kinds.items():
@@ -246,5 +256,85 @@ def _point(peak: Mapping[str, int], micro_batch_size: int, sequence_length: int 
     breakdown: dict[str, int] = {kind: 0 for kind in KINDS}
     for name, size in peak.items():
         if name != "Total":
-            breakdown[WORDS[name]] += size
+            breakdown[CATEGORIES[name]] += size
     return Point(micro_batch_size, sequence_length, peak["Total"], breakdown)
+
+
+def _shard(model: nn.Module, ranks: int, precision: str) -> None:
+    """Shard every repeated block and then the rest, as FSDP2 recommends, over ranks that do not exist."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with unset_fake_temporarily():  # a mesh contains a real tensor
+        if not dist.is_initialized():
+            dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        mesh = init_device_mesh("cpu", (ranks,))
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def destroy_fake_group() -> None:
+    """Destroy the fake process group, if there is one."""
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        dist.destroy_process_group()
+
+
+# What a fake tensor raises where torch has no class for it: numpy(), range(tensor), an f-string.
+_TEXTS = ("tensor subclasses", "FakeTensor", "only integer tensors of a single element", "fake tensor")
+_READS = (
+    "it reads a tensor's value (int(tensor), .item(), .tolist(), .numpy(), `if tensor:`), and a fake tensor has none"
+)
+_SHAPES = "the shape of its result depends on the data (y[mask], nonzero, unique), and a fake tensor has no data"
+
+
+def explain(error: Exception, task: str) -> BatchwrightError:
+    """The error to report: an operation that fake tensors cannot follow, or the user's code. Errors of ours are raised."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, REFUSED) or any(text in str(found) for text in _TEXTS):
+            return _refusal(found, task)
+        found = found.__cause__
+    if users_frames(error) is None:
+        raise error
+    failed = RunError(
+        f"the task failed while it was estimated: {sentence(f'{type(error).__name__}: {error}')} If it trains without "
+        f"estimate, it does not work with fake tensors; measure instead: batchwright probe {task}",
+        field="task",
+        given=task,
+    )
+    failed.__cause__ = error
+    return failed
+
+
+def _refusal(error: BaseException, task: str) -> PlanError:
+    name = str(error).splitlines()[0] if isinstance(error, REFUSED) else f"{type(error).__name__}: {error}"
+    shape = isinstance(error, DynamicOutputShapeException)
+    unsupported = isinstance(error, UnsupportedOperatorException)
+    reason = "torch has no fake version of it" if unsupported else _SHAPES if shape else _READS
+    return PlanError(
+        f"estimate cannot follow {_line(error)} ({name}): {reason}. Measure instead: batchwright probe {task}",
+        field="task",
+        given=task,
+        nearest=(f"batchwright probe {task}",),
+    )
+
+
+def _line(error: BaseException) -> str:
+    """The innermost line of the user's code."""
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in every if is_users(f.filename)] or [f for f in every if not _is_machinery(f.filename)]
+    if not frames:
+        return "a step of this task"
+    last = frames[-1]
+    code = linecache.getline(last.filename, last.lineno or 0).strip()
+    return f"{Path(last.filename).name}:{last.lineno}: `{code}`"
+
+
+def _is_machinery(filename: str) -> bool:
+    ours = str(Path(__file__).resolve().parents[1])
+    return any(part in filename for part in (ours, "_subclasses", "_python_dispatch", "_ops.py", "_tools"))

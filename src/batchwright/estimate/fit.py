@@ -1,27 +1,27 @@
 """Lines through estimated peaks: the largest batch under a limit, the slope, the (batch, sequence length) frontier.
 
-Peak memory is a maximum of straight lines in the batch (backward, or the optimizer's step), hence convex: a line through
-two points never overestimates what lies beyond them, and never underestimates what lies between.
+Peak memory is a maximum of straight lines in the batch (backward, or the optimizer's step), so it is convex: a line
+through two points is never above the peaks beyond them, and never below the peaks between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .records import MOST, Fit, FrontierRow, Point, Slope
+from .records import MOST, FrontierFit, FrontierRow, Point, Slope
 
 Peak = Callable[[int], int]
-# Two runs on one segment agree to the byte with fake tensors; a tenth of a percent leaves room for rounding up.
+# With fake tensors two slopes of one segment are equal; a tenth of a percent allows for rounding up.
 SAME_SLOPE = 1e-3
-# Above this the three coefficients do not describe the model, and no length is predicted from them.
+# Above this error the three coefficients do not describe the model, and no length is predicted from them.
 WORST_FIT = 0.05
 
 
 def largest(peak: Peak, limit: int, *, most: int = MOST, convex: bool = True, runs: int = 24) -> int:
-    """The largest batch whose peak is within the limit; 0 when none is.
+    """The largest batch whose peak is within the limit; 0 if there is none.
 
     Convex: follow the line through the two largest that fit, and the chord to the smallest that does not. Otherwise
-    (a compiler plans every shape anew) go on until neighbours differ.
+    (a compiler plans every shape separately) search until neighbours differ.
 
     >>> largest(lambda b: max(100, 20 + 7 * b), limit=720)
     100
@@ -74,7 +74,7 @@ def settle(
 ) -> Slope:
     """Double the batch until activations are the peak (`bound`) and the slope no longer changes.
 
-    The slope alone does not tell: while the optimizer's step is the peak it does not change either.
+    The slope alone is not enough: while the optimizer's step is the peak, it does not change either.
 
     >>> settle(lambda b: max(100, 20 + 7 * b), lambda b: b > 11).bytes_per_sample
     7.0
@@ -99,22 +99,22 @@ def line(peaks: dict[int, int]) -> Slope:
     return Slope(slope, peaks[high] - slope * high, (low, high))
 
 
-def three_coefficients(lines: Mapping[int, Slope], points: Iterable[Point]) -> Fit | None:
-    """peak = c + a·B·T + b·B·T² from the lines at two or more lengths; None where there are fewer.
+def three_coefficients(lines: Mapping[int, Slope], points: Iterable[Point]) -> FrontierFit | None:
+    """peak = c + a·B·T + b·B·T² from the lines at two or more lengths; None if there are fewer.
 
-    Two runs make a line, two lines give a and b (a slope divided by its length is a + b·T), so four runs do. Fitted to
-    the slopes rather than to the peaks, since what does not grow with the batch may grow with the length (positions).
+    Two runs make a line, two lines give a and b (a slope divided by its length is a + b·T), so four runs are enough. The
+    fit is to the slopes and not to the peaks: what does not grow with the batch may grow with the length (positions).
 
     >>> lines = {t: Slope(3 * t + t * t, 1000, (1, 2)) for t in (4, 8)}
     >>> three_coefficients(lines, [])
-    Fit(constant=1000, linear=3.0, quadratic=1.0, error=0.0)
+    FrontierFit(constant=1000, linear=3.0, quadratic=1.0, error=0.0)
     """
     if len(lines) < 2:
         return None
     rates = [(t, slope.bytes_per_sample / t) for t, slope in lines.items()]
     mean_t, mean_rate = (sum(column) / len(rates) for column in zip(*rates, strict=True))
     quadratic = sum((t - mean_t) * (r - mean_rate) for t, r in rates) / sum((t - mean_t) ** 2 for t, _ in rates)
-    quadratic = max(quadratic, 0.0)  # less than nothing for T² is rounding, and absurd when extrapolated
+    quadratic = max(quadratic, 0.0)  # a value below zero is rounding, and wrong when extrapolated
     linear = mean_rate - quadratic * mean_t
     constant = max(slope.base_bytes for slope in lines.values())
     errors = [0.0]
@@ -123,14 +123,14 @@ def three_coefficients(lines: Mapping[int, Slope], points: Iterable[Point]) -> F
         if t in lines and size >= lines[t].micro_batch_sizes[0]:
             predicted = constant + size * (linear * t + quadratic * t * t)
             errors.append(abs(predicted - p.peak_memory_bytes) / p.peak_memory_bytes)
-    return Fit(constant, linear, quadratic, max(errors))
+    return FrontierFit(constant, linear, quadratic, max(errors))
 
 
-def frontier(fit: Fit, limit: int, known: dict[int, int], *, more: int = 6) -> tuple[FrontierRow, ...]:
-    """The largest batch by sequence length: estimated where it was run, from the fit at twice the length and on.
+def frontier(fit: FrontierFit, limit: int, known: dict[int, int], *, more: int = 6) -> tuple[FrontierRow, ...]:
+    """The largest batch by sequence length: estimated at the given lengths, from the fit at 2, 4, … times the longest.
 
     >>> [(r.sequence_length, r.max_micro_batch_size, r.source)
-    ...  for r in frontier(Fit(0, 10, 0, 0), 4000, {100: 4}, more=3)]
+    ...  for r in frontier(FrontierFit(0, 10, 0, 0), 4000, {100: 4}, more=3)]
     [(100, 4, 'estimated'), (200, 2, 'fit'), (400, 1, 'fit'), (800, 0, 'fit')]
     """
     rows = [FrontierRow(t, known[t], "estimated") for t in sorted(known)]

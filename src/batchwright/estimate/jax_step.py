@@ -1,11 +1,22 @@
-"""What a JAX file hands over: the step as a function, and its arguments for a batch size. No JAX is needed to say so."""
+"""JAX without running: a file returns its step and the arguments for a batch size, the compiler reports their memory.
+
+The sum of arguments, outputs and temporaries, minus what is aliased. Only `CompiledRuns` needs JAX.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from batchwright.core.errors import ConfigError, RunError
+from batchwright.processes.memory import status_bytes
+from batchwright.processes.target import no_function, task_file
+
+from .records import EstimateRequest, Point
 
 
 @dataclass(frozen=True)
@@ -13,7 +24,7 @@ class JaxStep:
     """One training step of JAX: `step(*arguments(micro_batch_size))`, compiled but not run.
 
     `arguments` gives arrays or `jax.ShapeDtypeStruct`s, parameters and optimizer state included; `donate` are the
-    positions whose memory the outputs may reuse (`donate_argnums`). A step that is jitted already is taken as it is.
+    positions whose memory the outputs may reuse (`donate_argnums`). A step that is already jitted is used unchanged.
 
     >>> JaxStep(step=lambda x: x, arguments=lambda micro_batch_size: ((micro_batch_size, 4),)).donate
     ()
@@ -25,7 +36,7 @@ class JaxStep:
 
 
 def is_jax(source: str) -> bool:
-    """Whether a file hands over a JaxStep: it imports the name.
+    """Whether a file returns a JaxStep: it imports the name.
 
     >>> is_jax("from batchwright.estimate import JaxStep"), is_jax("import torch")
     (True, False)
@@ -33,8 +44,94 @@ def is_jax(source: str) -> bool:
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return False  # importing it will say what is wrong
+        return False  # the import reports what is wrong
     return any(
         isinstance(node, ast.ImportFrom) and any(alias.name == "JaxStep" for alias in node.names)
         for node in ast.walk(tree)
     )
+
+
+def load_step(target: str, args: dict[str, Any]) -> JaxStep:
+    """Call the function that `FILE.py:function` names and return its JaxStep."""
+    path, name = task_file(target)
+    file = target.removesuffix(f":{name}")
+    spec = importlib.util.spec_from_file_location(f"batchwright_jax_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == spec.name]
+        raise no_function(target, file, name, own)
+    _check_arguments(f"{file}:{name}", function, args)
+    step = function(**args)
+    if not isinstance(step, JaxStep):
+        raise RunError(
+            f"{file}:{name} returned {type(step).__name__}, not a batchwright.estimate.JaxStep.",
+            field="task",
+            given=type(step).__name__,
+        )
+    return step
+
+
+def _check_arguments(target: str, function: Any, args: dict[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    unknown = [n for n in args if n not in parameters]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise ConfigError(
+            f"{target} takes no argument {unknown[0]!r}; it takes: {', '.join(parameters) or 'none'}.",
+            field="arg",
+            given=unknown[0],
+            nearest=tuple(parameters),
+        )
+
+
+class CompiledRuns:
+    """Estimates of one JAX step at one sequence length; each `point` is a compilation."""
+
+    def __init__(self, request: EstimateRequest, sequence_length: int | None = None) -> None:
+        import jax
+
+        self.jax: Any = jax
+        self.sequence_length = sequence_length
+        args = dict(request.args) | ({} if sequence_length is None else {"sequence_length": sequence_length})
+        self.step = load_step(request.task, args)
+
+    def point(self, micro_batch_size: int) -> Point:
+        """The compiler's numbers at one size; on CPU its own `peak_memory` contains arguments only, so it is not used."""
+        analysis = self._compile(self._shapes(micro_batch_size)).memory_analysis()
+        if analysis is None:
+            raise RunError("this JAX backend has no memory analysis: probe instead.", field="task")
+        parts = {
+            "arguments": int(analysis.argument_size_in_bytes),
+            "outputs": int(analysis.output_size_in_bytes),
+            "temporary": int(analysis.temp_size_in_bytes),
+            "aliased": -int(analysis.alias_size_in_bytes),
+        }
+        return Point(micro_batch_size, self.sequence_length, sum(parts.values()), parts)
+
+    def measure(self, micro_batch_size: int) -> int:
+        """Run two steps on zeros: peak resident bytes above those of the process before."""
+        shapes = self._shapes(micro_batch_size)
+        compiled = self._compile(shapes)
+        before = status_bytes("VmRSS")
+        for _ in range(2):
+            arguments = self.jax.tree.map(lambda s: self.jax.numpy.zeros(s.shape, s.dtype), shapes)
+            self.jax.block_until_ready(compiled(*arguments))
+            del arguments
+        return status_bytes("VmHWM") - before
+
+    def _shapes(self, micro_batch_size: int) -> Any:
+        numpy, struct = self.jax.numpy, self.jax.ShapeDtypeStruct
+
+        def shape(leaf: Any) -> Any:
+            if hasattr(leaf, "dtype"):
+                return struct(leaf.shape, leaf.dtype)
+            return struct(numpy.shape(leaf), numpy.result_type(leaf))
+
+        return self.jax.tree.map(shape, self.step.arguments(micro_batch_size))
+
+    def _compile(self, shapes: Any) -> Any:
+        step: Any = self.step.step
+        jitted = step if hasattr(step, "lower") else self.jax.jit(step, donate_argnums=self.step.donate)
+        return jitted.lower(*shapes).compile()

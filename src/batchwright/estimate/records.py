@@ -1,4 +1,4 @@
-"""What is asked of the estimating process, and what comes out. All of it is JSON on the way."""
+"""What the estimating process is asked, and what it returns. Both are sent as JSON."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from batchwright.core.codec import SCHEMA, encode
 
 from .devices import Device
 
-# One fake step of a large model takes seconds: a search that needs more than this has lost its way.
+# The largest micro batch size of a search.
 MOST = 2**20
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the worker runs: which task, at which sizes, in which way."""
+class EstimateRequest:
+    """What the worker runs: the task, its sizes and options."""
 
     task: str
-    args: Mapping[str, Any] = field(default_factory=dict)
-    micro_batch_sizes: tuple[int, ...] = ()  # empty: chosen by the search
-    sequence_lengths: tuple[int, ...] = ()  # empty: whatever the task has
-    memory_bytes: int | None = None  # what it has to fit in; None: no search for the largest
+    args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    micro_batch_sizes: tuple[int, ...] = ()  # empty: the search chooses them
+    sequence_lengths: tuple[int, ...] = ()  # empty: the task's own
+    memory_bytes: int | None = None  # the limit; None: no search for the largest size
     precision: str = "fp32"
     checkpoint_activations: bool = False
     ranks: int = 1
     accumulation_steps: int = 1
-    accelerator: bool = False  # take the optimizer's grouped ("foreach") step, as torch does on devices but not on CPU
+    accelerator: bool = False  # use the optimizer's grouped ("foreach") step, as torch does on devices but not on CPU
     progress: bool = False
 
 
 @dataclass(frozen=True)
 class Point:
-    """The estimated peak of one micro batch size, and what it consists of at that moment."""
+    """The estimated peak of one micro batch size, and its parts at that moment."""
 
     micro_batch_size: int
     sequence_length: int | None
@@ -45,7 +45,7 @@ class Point:
 class Slope:
     """Memory as a line in the micro batch, on the activation-bound segment: `base_bytes + bytes_per_sample × B`.
 
-    A lower bound: peak memory is a maximum of lines, and allocator and device context come on top.
+    A lower bound: peak memory is a maximum of lines, and allocator and device context need more.
 
     >>> Slope(bytes_per_sample=2.0, base_bytes=10.0, micro_batch_sizes=(8, 16)).predict(32)
     74
@@ -53,7 +53,7 @@ class Slope:
 
     bytes_per_sample: float
     base_bytes: float
-    micro_batch_sizes: tuple[int, ...]  # the two sizes the line goes through
+    micro_batch_sizes: tuple[int, ...]  # the line goes through these two
 
     def predict(self, micro_batch_size: int) -> int:
         """The peak at another size."""
@@ -79,8 +79,8 @@ class FrontierRow:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """peak = constant + linear × B·T + quadratic × B·T²; `error` is the worst relative one over the runs it is from."""
+class FrontierFit:
+    """peak = constant + linear × B·T + quadratic × B·T²; `error` is the largest relative error at the estimated points."""
 
     constant: float
     linear: float
@@ -90,19 +90,19 @@ class Fit:
 
 @dataclass(frozen=True)
 class Calibration:
-    """One real trial on this machine's CPU beside its estimate. The difference is what tensors do not show."""
+    """One real trial on this CPU and its estimate. The difference is memory that is not in tensors."""
 
     micro_batch_size: int
     sequence_length: int | None
     estimated_bytes: int
-    measured_bytes: int  # peak resident memory above that of a process that has only imported torch
+    measured_bytes: int  # peak resident memory above that of the process after its imports
     difference_bytes: int
-    max_micro_batch_size: int | None  # the largest that fits with the difference added; a prediction as well
+    max_micro_batch_size: int | None  # the largest that fits with the difference added; also a prediction
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Everything `batchwright estimate` prints. `max_micro_batch_size` is predicted, and for the longest sequence."""
+    """Everything `batchwright estimate` prints. `max_micro_batch_size` is a prediction for the longest sequence."""
 
     task: str
     framework: str
@@ -116,7 +116,7 @@ class Estimate:
     points: tuple[Point, ...]
     lengths: tuple[Length, ...]
     max_micro_batch_size: int | None
-    fit: Fit | None = None
+    fit: FrontierFit | None = None
     frontier: tuple[FrontierRow, ...] = ()
     calibration: Calibration | None = None
     assumptions: tuple[str, ...] = ()

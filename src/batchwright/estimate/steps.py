@@ -1,24 +1,32 @@
-"""The steps that are estimated and, in a trial, really run: one code for both, so that they hold the same tensors."""
+"""The steps that are estimated and, in a trial, really run, and their batches: one code for both, so that they hold the
+same tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from batchwright.core.errors import PlanError
-from batchwright.runtime.task import Task
+from batchwright.core.errors import PlanError, RunError
+from batchwright.processes.memory import status_bytes
+from batchwright.runtime.task import Task, load_task
 
-# Fake and real alike: the second step has the optimizer's state, and no later one needs more.
+from .records import EstimateRequest
+
+# The optimizer's state exists in the second step, and no later step needs more.
 STEPS = 2
+# Enough samples to include a long one in most data, few enough to read at once.
+FIRST = 8
 
 
 def run_steps(
-    task: Task,
     loss: Callable[[Any], tuple[Any, Any, Any]],
     model: nn.Module,
     optimizer: Optimizer,
@@ -29,10 +37,11 @@ def run_steps(
     before_forward: Callable[[], None] = lambda: None,
     stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Two optimizer steps as the runtime takes them: sums of losses, divided once, gradients dropped afterwards."""
+    """Two optimizer steps as in the runtime: sums of losses, divided once, gradients dropped afterwards."""
     for _ in range(STEPS):
         total: Any = 0
-        for _ in range(min(accumulation_steps, 2)):  # from the second micro step on, gradients live through the forward
+        # From the second micro step on, gradients exist during the forward: two are enough.
+        for _ in range(min(accumulation_steps, 2)):
             before_forward()
             with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
                 loss_sum, weight, auxiliary = loss(batch)
@@ -49,14 +58,14 @@ def run_steps(
 
 
 def take_grouped_step(optimizer: Optimizer) -> None:
-    """Let the optimizer update all parameters at once, which torch prefers on devices; it costs a copy of them."""
+    """Let the optimizer update all parameters at once, as torch does on devices; it needs a copy of them."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: members of one list that share a class and hold parameters; none inside another.
+    """The repeated blocks of a model: members of one list with the same class and with parameters; no block is inside another.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3)))
     >>> len(blocks(model))
@@ -70,7 +79,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     kinds = [type(c) for c in children]
     for child in children:
         repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds.count(type(child)) > 1
-        # A Linear or a LayerNorm is a layer, not a block: nothing inside it to drop and compute again.
+        # A Linear or a LayerNorm is a layer, not a block: it has no inner activations to compute again.
         if repeated and next(child.children(), None) is not None and next(child.parameters(), None) is not None:
             yield child
         else:
@@ -78,17 +87,106 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Wrap every block so that its activations are computed again in the backward."""
+    """Wrap every block, so that the backward computes its activations again."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
     chosen = {id(block) for block in blocks(model)}
     if not chosen:
         raise PlanError(
             f"checkpoint_activations finds no repeated blocks in {type(model).__name__}: it looks for members of a "
-            "ModuleList or Sequential that share a class and have layers inside. Checkpoint inside the model instead "
-            "(torch.utils.checkpoint): the estimate follows that as it is.",
+            "ModuleList or Sequential that share a class and contain layers. Use torch.utils.checkpoint inside the model "
+            "instead: the estimate follows it.",
             field="checkpoint_activations",
             given=True,
             nearest=(False,),
         )
     apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
+
+
+def collated(task: Task, size: int) -> Any:
+    """A batch as in training: the task's example, or the largest of the dataset's first samples, repeated."""
+    if task.example_batch is not None:
+        return task.example_batch(size)
+    if len(task.dataset) < 1:
+        raise RunError("Task.dataset is empty: a sample is needed for the shape of a batch.", field="dataset")
+    sample = max((task.dataset[i] for i in range(min(FIRST, len(task.dataset)))), key=_elements)
+    # A collator may change its samples (`sample.pop("labels")`): each is a copy.
+    own = copy if isinstance(sample, (dict, list)) else lambda same: same
+    return (task.collate or torch.utils.data.default_collate)([own(sample) for _ in range(size)])
+
+
+def _elements(sample: Any) -> int:
+    leaves = tree_leaves(sample)
+    return sum(leaf.numel() if isinstance(leaf, torch.Tensor) else int(getattr(leaf, "size", 1)) for leaf in leaves)
+
+
+class Batches:
+    """Fake batches of any size for a task, made from two small ones: dimensions that differ count samples."""
+
+    def __init__(self, task: Task, mode: FakeTensorMode) -> None:
+        self.task, self.mode = task, mode
+        two, self.spec = tree_flatten(collated(task, 2))
+        three, spec = tree_flatten(collated(task, 3))
+        shapes = [_shape(a, b) for a, b in zip(two, three, strict=False)]
+        self.leaves = two
+        # None: a part of the batch is not a tensor, or grows in another way. Then every batch is collated.
+        self.shapes = shapes if spec == self.spec and len(two) == len(three) and all(shapes) else None
+
+    def of(self, size: int) -> Any:
+        """A fake batch of `size` samples."""
+        if self.shapes is None:
+            return tree_map_only(torch.Tensor, self._fake, collated(self.task, size))
+        leaves: list[Any] = []
+        with self.mode:
+            for leaf, shape in zip(self.leaves, self.shapes, strict=True):
+                if isinstance(leaf, torch.Tensor):
+                    dims = [constant + per_sample * size for constant, per_sample in shape or ()]
+                    leaves.append(torch.empty(dims, dtype=leaf.dtype))
+                else:
+                    leaves.append(leaf)
+        return tree_unflatten(leaves, self.spec)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor)
+
+
+def _shape(two: Any, three: Any) -> list[tuple[int, int]] | None:
+    """Each dimension as (constant, per sample), from batches of two and of three; None if it is not of that form."""
+    if not isinstance(two, torch.Tensor):
+        same = type(two) is type(three) and isinstance(two, (int, float, str, bool, type(None))) and two == three
+        return [(0, 0)] if same else None
+    if not isinstance(three, torch.Tensor) or two.dim() != three.dim() or two.dtype != three.dtype:
+        return None
+    dims: list[tuple[int, int]] = []
+    for a, b in zip(two.shape, three.shape, strict=True):
+        if a == b:
+            dims.append((int(a), 0))
+        elif a * 3 == b * 2:
+            dims.append((0, int(a) // 2))
+        else:
+            return None
+    return dims or [(0, 0)]
+
+
+def measure(request: EstimateRequest) -> int:
+    """Run two steps at the request's only size: peak resident bytes above those of the process after its imports."""
+    torch.set_num_threads(1)  # every thread has its own scratch memory
+    args = dict(request.args)
+    if request.sequence_lengths:
+        args["sequence_length"] = request.sequence_lengths[0]
+    before = status_bytes("VmRSS")
+    task = load_task(request.task, args)
+    model = task.build_model(seed=0)
+    if request.checkpoint_activations:
+        checkpoint_blocks(model)
+    optimizer = task.optimizer(model.parameters())
+    batch = collated(task, request.micro_batch_sizes[0])
+    run_steps(
+        lambda b: task.loss_of(model, b),
+        model,
+        optimizer,
+        batch,
+        precision=request.precision,
+        accumulation_steps=request.accumulation_steps,
+    )
+    return status_bytes("VmHWM") - before

@@ -1,49 +1,86 @@
-"""The estimating process: `python -m batchwright.estimate.worker REQUEST.json RESULT.json`. Torch or JAX lives here."""
+"""The estimating process, from both sides: `run` starts it and returns its result; in it, `main` loads torch or JAX."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import logging
-import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
 from batchwright.core.errors import BatchwrightError, MissingExtraError, PlanError, RunError
+from batchwright.core.numbers import format_bytes
+from batchwright.processes.endings import error_from_record, error_record, from_exit, sentence
+from batchwright.processes.start import FIXED_ALLOCATOR, GuardedProcess, environment
 from batchwright.rundir import atomic
 
-from .devices import human
 from .fit import SAME_SLOPE, largest, settle
 from .jax_step import is_jax
-from .records import Point, Request
+from .records import EstimateRequest, Point
 
-# When two slopes are one. XLA plans every shape anew, so its peaks wobble (up to 4% between doublings were measured).
+# Slopes measured without a fixed allocator are 17% off (docs/estimate.md). JAX stays on the CPU: no device may be used.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+# When two slopes are equal. XLA plans every shape separately, so its peaks vary (up to 4% between doublings were measured).
 _TOLERANCE = {"torch": SAME_SLOPE, "jax": 0.05}
 
 
-def answer(job: str, request: Request) -> dict[str, Any]:
-    """The result of one job (`estimate` or `trial`) as JSON; whatever goes wrong is a result as well."""
+def run(job: str, request: EstimateRequest, *, timeout: float) -> dict[str, Any]:
+    """Do one job (`estimate` or `trial`) in a process of its own, which never outlives this call."""
+    with tempfile.TemporaryDirectory(prefix="batchwright-estimate-") as folder:
+        asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
+        asked.write_text(json.dumps({"job": job, "request": codec.encode(request)}), encoding="utf-8")
+        code = "import sys; from batchwright.estimate.worker import main; main(*sys.argv[1:])"
+        command = [sys.executable, "-W", "ignore", "-c", code, str(asked), str(answered)]
+        env = environment(FIXED_ALLOCATOR, _ENVIRONMENT)
+        # The user's code may print: that goes to standard error, since standard output is for the result.
+        with GuardedProcess(command, env, scratch=folder) as child:
+            done = child.watch(timeout, echo=True)
+        if done.returncode is None:
+            raise RunError(
+                f"{job} did not finish within {timeout:g} s. Give it more time (--timeout), or fewer sizes "
+                "(--micro-batch-size).",
+                field="timeout",
+                given=timeout,
+            )
+        if not answered.exists():
+            reason = sentence(from_exit(done.returncode, done.output).reason)
+            raise RunError(f"the estimating process ended without a result: {reason} Probe instead.", field="task")
+        result = json.loads(answered.read_text(encoding="utf-8"))
+    return _checked(result)
+
+
+def _checked(result: dict[str, Any]) -> dict[str, Any]:
+    error: Mapping[str, Any] | None = result.get("error")
+    if error is None:
+        return result
+    if error["type"] == "bug":
+        raise RuntimeError(f"in the estimating process: {error['message']}")
+    raise error_from_record(error)
+
+
+def answer(job: str, request: EstimateRequest) -> dict[str, Any]:
+    """The result of one job as JSON; an error is a result as well."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's remarks on its own private tools
+        warnings.simplefilter("ignore")  # torch warns about its own private tools
         try:
             work = _trial if job == "trial" else _estimate
             return work(request, "jax" if is_jax(_source(request.task)) else "torch")
         except BaseException as error:
-            return {"error": _record(error, request.task)}
+            return {"error": _error(error, request.task)}
         finally:
-            if "batchwright.estimate.sharded" in sys.modules:
-                from .sharded import leave
+            if "batchwright.estimate.fake" in sys.modules:
+                from .fake import destroy_fake_group
 
-                leave()
+                destroy_fake_group()
 
 
-def _estimate(request: Request, framework: str) -> dict[str, Any]:
+def _estimate(request: EstimateRequest, framework: str) -> dict[str, Any]:
     runs = _runner(request, framework)
     points: list[Point] = []
     limits: list[dict[str, Any]] = []
@@ -64,7 +101,7 @@ def _estimate(request: Request, framework: str) -> dict[str, Any]:
         if request.memory_bytes is not None:
             found = largest(peak, request.memory_bytes, convex=framework == "torch")
             if found > 1 and len(known) > 1:
-                peak(max(1, found // 2))  # the line below the limit, for the slope and the fit
+                peak(max(1, found // 2))  # a second point below the limit, for the slope and the fit
         elif not request.micro_batch_sizes:
             settle(peak, lambda size, known=known: _activations(known[size]), tolerance=_TOLERANCE[framework])
         points += [known[size] for size in sorted(known)]
@@ -74,39 +111,41 @@ def _estimate(request: Request, framework: str) -> dict[str, Any]:
 
 
 def _activations(point: Point) -> bool:
-    """Whether what grows with the batch is at least half of the peak."""
+    """Whether at least half of the peak grows with the batch."""
     parts = point.breakdown
     return 2 * (parts.get("activations", 0) + parts.get("temporary", 0)) >= point.peak_memory_bytes
 
 
-def _trial(request: Request, framework: str) -> dict[str, Any]:
+def _trial(request: EstimateRequest, framework: str) -> dict[str, Any]:
     runs = _runner(request, framework)
     if framework == "jax":
         length = request.sequence_lengths[0] if request.sequence_lengths else None
         return {"measured_bytes": runs(request, length).measure(request.micro_batch_sizes[0])}
-    from .trial import measure
+    from .steps import measure
 
     return {"measured_bytes": measure(request)}
 
 
-def _runner(request: Request, framework: str) -> Any:
-    """The class that estimates, from the framework's own file; without the framework, the extra that brings it."""
+def _runner(request: EstimateRequest, framework: str) -> Any:
+    """The class that estimates with this framework; if it is not installed, an error names the extra."""
     try:
         if framework == "jax":
             _refuse_torch_options(request)
-            from .jax_aot import Compiled
+            import jax  # noqa: F401
 
-            return Compiled
+            from .jax_step import CompiledRuns
+
+            return CompiledRuns
         from .fake import FakeRuns
 
-        # Torch logs every shape that does not match, with a traceback of its own; ours tells it once.
+        # Torch logs every shape that does not match, with a traceback; our error shows it once.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         return FakeRuns
     except ModuleNotFoundError as missing:
         if missing.name not in ("torch", "numpy", "jax", "jaxlib"):
             raise
         raise MissingExtraError(
-            f"estimate needs {missing.name} for {request.task}, and it is not installed here. "
+            f"estimate needs {missing.name} for {request.task}, and it is not installed. "
             f"Install it: pip install 'batchwright[{framework}]'.",
             field="task",
             given=request.task,
@@ -114,7 +153,7 @@ def _runner(request: Request, framework: str) -> Any:
         ) from None
 
 
-def _refuse_torch_options(request: Request) -> None:
+def _refuse_torch_options(request: EstimateRequest) -> None:
     asked = [
         name
         for name, on in (
@@ -127,8 +166,8 @@ def _refuse_torch_options(request: Request) -> None:
     ]
     if asked:
         raise PlanError(
-            f"{', '.join(asked)} cannot be set from outside for a JAX step: the function itself decides. Give it "
-            "arguments and pass them with --arg.",
+            f"{', '.join(asked)} cannot be set for a JAX step: its function decides. Add arguments to the function and "
+            "pass them with --arg.",
             field=asked[0],
         )
 
@@ -139,43 +178,33 @@ def _source(task: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
-        return ""  # load_task says what is wrong with it
+        return ""  # load_task reports what is wrong
 
 
-def _progress(request: Request, point: Point, seconds: float) -> None:
+def _progress(request: EstimateRequest, point: Point, seconds: float) -> None:
     if request.progress:
         length = "" if point.sequence_length is None else f" sequence_length {point.sequence_length}"
-        line = f"estimated micro_batch_size {point.micro_batch_size}{length}: {human(point.peak_memory_bytes)}"
+        line = f"estimated micro_batch_size {point.micro_batch_size}{length}: {format_bytes(point.peak_memory_bytes)}"
         print(f"{line} ({seconds:.1f} s)", file=sys.stderr, flush=True)
 
 
-def _record(error: BaseException, task: str) -> dict[str, Any]:
+def _error(error: BaseException, task: str) -> dict[str, Any]:
     try:
-        if "torch" in sys.modules and not isinstance(error, BatchwrightError):
-            from .refuse import explain
+        if "torch" in sys.modules and isinstance(error, Exception) and not isinstance(error, BatchwrightError):
+            from .fake import explain
 
             error = explain(error, task)
         elif not isinstance(error, BatchwrightError):
-            cause, error = (
-                error,
-                RunError(f"the task failed: {type(error).__name__}: {error}", field="task", given=task),
-            )
+            cause = error
+            error = RunError(f"the task failed: {type(error).__name__}: {error}", field="task", given=task)
             error.__cause__ = cause
-    except BaseException as ours:
-        return {"kind": "bug", "message": f"{type(ours).__name__}: {ours}", "traceback": traceback.format_exc()}
-    cause = error.__cause__
-    text = "".join(traceback.format_exception(cause)) if cause is not None else None
-    return {"kind": type(error).__name__, **error.record(), "traceback": text}
+    except BaseException as bug:
+        return {"type": "bug", "message": f"{type(bug).__name__}: {bug}", "traceback": traceback.format_exc()}
+    return error_record(error)
 
 
 def main(request_file: str, result_file: str) -> None:
-    """Answer the request in a file with a result in another, which appears whole or not at all."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the caller, however it dies
+    """In the estimating process: read the request from one file, write the result to the other."""
     document = json.loads(Path(request_file).read_text(encoding="utf-8"))
-    result = answer(document["job"], codec.decode(Request, document["request"]))
+    result = answer(document["job"], codec.decode(EstimateRequest, document["request"]))
     atomic.write(Path(result_file), json.dumps(result), sync=False)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

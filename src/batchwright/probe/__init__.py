@@ -1,4 +1,4 @@
-"""What fits, what is fast, and why: trials in processes of their own. Torch is loaded in the trials only."""
+"""What fits, what is fast, and why: trials in processes of their own. Only the trials load torch."""
 
 import sys
 from types import ModuleType
@@ -11,11 +11,11 @@ from .records import Trial as Trial
 __all__ = ["Probe", "Trial", "probe"]
 
 
-class _Room(ModuleType):
-    """`batchwright.probe` is this package, and it can be called: it stands for its function of the same name."""
+class _ProbePackage(ModuleType):
+    """`batchwright.probe` is this package; a call of it is a call of its function of the same name."""
 
     def __call__(self, *args: Any, **given: Any) -> Probe:
         return probe(*args, **given)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _ProbePackage

@@ -1,13 +1,14 @@
-"""Trials of any command with {micro_batch_size} in it: other frameworks' scripts, probed as they are.
+"""Trials of any command with {micro_batch_size} in it: scripts of other frameworks, unchanged.
 
-A step is a line that matches: `batchwright: step 12` for scripts that print a marker, `--step-regex`, or what common
-frameworks print anyway. Once enough steps were seen the command is ended, so it may be a whole training run; without
-such a line it has to end by itself, with exit status 0, to count as a size that fits. With
-`{steps}` in the command no line is needed: it is timed at two numbers of steps, and start-up cancels out.
+A step is a line that matches `--step-regex`, a marker that the script prints (`batchwright: step 12`), or what common
+frameworks print. After enough steps the command is ended, so it may be a whole training run. A command that prints no
+steps has to end by itself, with exit status 0, to count as a size that fits. With `{steps}` in the command no line is
+needed: it is timed at two numbers of steps, and the difference does not contain the start-up.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import shutil
@@ -19,16 +20,15 @@ from typing import Any
 
 from batchwright.core.errors import EnvironmentFault
 from batchwright.processes.endings import ExitCause, from_exit
+from batchwright.processes.start import Exit, GuardedProcess
 
-from . import process
-from .machine import file_digest, sources_digest
-from .records import Trial
-from .request import PLACEHOLDER, STEPS, Request
-from .timing import Timing
+from .machine import file_digest, sources_digest, trial_environment
+from .records import PLACEHOLDER, STEPS, ProbeRequest, Trial
+from .speed import Timing
 
-# What common loops print per step. The first group is the number of the step; a further group (the total) tells the bar of
-# the training from that of an evaluation. Bars with a description ("Loading checkpoint shards: 25%|") and a bare "step 3"
-# are not steps: programs print them before training, and a size would fit that has not trained yet.
+# What common loops print per step. The first group is the number of the step; a second group (the total) distinguishes
+# the progress bar of the training from that of an evaluation. Bars with a description ("Loading checkpoint shards: 25%|")
+# and a bare "step 3" are not steps: programs print them before training, so a size would count that has not trained yet.
 MARKERS = (
     r"batchwright: step (\d+)",
     r"completed step: (\d+)",  # MaxText
@@ -40,43 +40,46 @@ MARKERS = (
     r"^\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[",  # tqdm, as in Hugging Face's Trainer
 )
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_LIMIT_STEPS = 3  # a line may be printed before its step ends; by the third, two steps with optimizer state are done
+# A line may be printed before its step ends; at the third line, two steps with optimizer state are done.
+_LIMIT_STEPS = 3
 _FEW, _MANY = 5, 25  # {steps}
 
 
 @dataclass
 class CommandRunner:
-    """Makes trials of a command; `--memory` bounds the address space of each of its processes, imports included."""
+    """Makes trials of a command; `--memory` limits the address space of each of its processes, imports included."""
 
-    request: Request
+    request: ProbeRequest
     scratch: Path
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        words = self.request.command
-        files = {w: Path(w) for w in words if Path(w).is_file()}
+        command = self.request.command
+        files = {argument: Path(argument) for argument in command if Path(argument).is_file()}
         folders = {p.resolve().parent for p in files.values() if p.suffix == ".py"}
-        for module in (after for flag, after in pairwise(words) if flag == "-m"):  # of this folder, as Python finds it
+        for module in (
+            after for flag, after in pairwise(command) if flag == "-m"
+        ):  # in this folder, as Python finds it
             top = Path(module.partition(".")[0])
             folders |= {top.resolve()} if top.is_dir() else {Path.cwd()} if top.with_suffix(".py").is_file() else set()
-        program = shutil.which(words[0]) if words else None
+        program = shutil.which(command[0]) if command else None
         self.identity = {
-            "command": " ".join(words),
+            "command": " ".join(command),
             "device": platform.node(),
-            "program": str(Path(program).resolve()) if program else None,  # of a Python it names the version, mostly
+            "program": str(Path(program).resolve()) if program else None,  # the path of a Python mostly has its version
             "versions": {"python": platform.python_version()},
-            "code": {w: file_digest(p) for w, p in sorted(files.items())}
+            "code": {argument: file_digest(path) for argument, path in sorted(files.items())}
             | {f"{folder}/**.py": sources_digest(folder) for folder in sorted(folders)},
         }
 
     def conditions(self, purpose: str) -> dict[str, Any]:
-        """What a trial's verdict depends on beside the command itself."""
+        """What the verdict depends on, apart from the command."""
         r = self.request
         timed = {"seconds": r.seconds} if purpose == "throughput" else {}
         return {"memory": r.memory, "margin": r.margin, "step_regex": r.step_regex} | timed
 
     def describe(self) -> Mapping[str, Any]:
-        """The identity: known without running anything."""
+        """The identity; nothing has to run for it."""
         return self.identity
 
     def limit(self, size: int) -> Trial:
@@ -85,18 +88,13 @@ class CommandRunner:
         done = self._run(size, _LIMIT_STEPS, steps, limited=True)
         return self._trial(size, "limit", done)
 
-    def evaluation(self, size: int) -> Trial:
-        """A command evaluates by itself or not at all."""
-        raise NotImplementedError("a command has no evaluation trial")
-
     def throughput(self, size: int, contrasts: bool = False) -> Trial:
-        """How fast a size is; contrasts would need a look inside."""
-        if any(STEPS in word for word in self.request.command) and not self.request.step_regex:
+        """How fast a size is; `contrasts` are for tasks only."""
+        if any(STEPS in argument for argument in self.request.command) and not self.request.step_regex:
             few = self._run(size, _FEW, None, limited=False)
             many = self._run(size, _MANY, None, limited=False)
             if few.returncode == many.returncode == 0 and many.seconds > few.seconds:
-                # Two totals have no spread of their own, so nothing can be said of the noise: low and high are the
-                # time with the whole of start-up's variation (assumed 10%) on either side.
+                # Two totals show no noise. The interval assumes that start-up varies by 10%.
                 step = (many.seconds - few.seconds) / (_MANY - _FEW)
                 slack = 0.1 * few.seconds / (_MANY - _FEW)
                 timing = Timing(step, max(step / 10, step - slack), step + slack, 0.0, _MANY - _FEW, _FEW)
@@ -108,59 +106,79 @@ class CommandRunner:
         trial = self._trial(size, "throughput", done, timing)
         return trial if timing else replace(trial, last_lines=_printable(done.output.strip().splitlines()[-3:]))
 
-    def _run(self, size: int, steps: int, seen: _Steps | None, limited: bool) -> process.Exit:
+    def _run(self, size: int, steps: int, seen: _Steps | None, limited: bool) -> Exit:
         r = self.request
-        words = [w.replace(PLACEHOLDER, str(size)).replace(STEPS, str(steps)) for w in r.command]
-        done = process.run(
-            words,
-            process.environment(limited=limited and r.memory is not None, task=False),
-            timeout=r.timeout,
-            scratch=self.scratch,
-            address_space=r.memory - r.margin if r.memory and limited else 0,
-            on_line=seen.see if seen else None,
-            report=True,
-        )
-        if done.returncode in (126, 127) and done.output.startswith(f"{words[0]}: "):
+        command = [argument.replace(PLACEHOLDER, str(size)).replace(STEPS, str(steps)) for argument in r.command]
+        env = trial_environment(limited=limited and r.memory is not None, task=False)
+        space = r.memory - r.margin if r.memory and limited else 0
+        self._report.unlink(missing_ok=True)
+        with GuardedProcess(
+            command, env, scratch=str(self.scratch), address_space=space, report=str(self._report)
+        ) as child:
+            done = child.watch(r.timeout, on_line=seen.see if seen else None)
+        if done.returncode in (126, 127) and done.output.startswith(f"{command[0]}: "):
             raise EnvironmentFault(
-                f"the command cannot be started: {done.output.strip()}.", field="command", given=words[0]
+                f"the command cannot be started: {done.output.strip()}.", field="command", given=command[0]
             )
         return done
 
-    def _trial(self, size: int, purpose: str, done: process.Exit, timing: Timing | None = None) -> Trial:
+    @property
+    def _report(self) -> Path:
+        return self.scratch / "exit.json"
+
+    def _peaks(self) -> dict[str, int]:
+        """What the guard measured of the last command."""
+        try:
+            return json.loads(self._report.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+    def _trial(self, size: int, purpose: str, done: Exit, timing: Timing | None = None) -> Trial:
         r = self.request
         limit = r.memory - r.margin if r.memory else None
-        report = done.report or {}
-        peak = report.get("peak_address_space_bytes" if limit else "peak_resident_bytes") or None
+        peak = self._peaks().get("peak_address_space_bytes" if limit else "peak_resident_bytes") or None
         if done.enough or done.returncode == 0:
             return Trial(
-                size, "fits", purpose, peak, limit, seconds=done.seconds, timing=timing,
+                size,
+                "fits",
+                purpose,
+                peak,
+                limit,
+                seconds=done.seconds,
+                timing=timing,
                 step_seconds=timing.seconds if timing else None,
                 samples_per_second=size / timing.seconds if timing else None,
-            )  # fmt: skip
+            )
         if done.returncode is None:
-            death = ExitCause("hang", f"no end within {r.timeout:g} s, and too few steps were seen (see --step-regex)")
+            cause = ExitCause("hang", f"no end within {r.timeout:g} s, and too few steps were seen (see --step-regex)")
         else:
-            death = from_exit(done.returncode, done.output)
-        traceback = death.traceback or (done.output[-2000:].strip() or None)
+            cause = from_exit(done.returncode, done.output)
         return Trial(
-            size, death.status, purpose, None, limit, seconds=done.seconds, death=death.kind, reason=death.reason,
-            traceback=traceback,
-        )  # fmt: skip
+            size,
+            cause.status,
+            purpose,
+            None,
+            limit,
+            seconds=done.seconds,
+            cause=cause.kind,
+            reason=cause.reason,
+            traceback=cause.traceback or done.output[-2000:].strip() or None,
+        )
 
 
 def _printable(lines: Iterable[str]) -> tuple[str, ...]:
-    """Lines to show: without colours, and without what would move a terminal's cursor."""
+    """Lines to show: without colours, and without characters that move a terminal's cursor."""
     return tuple("".join(c for c in _COLOUR.sub("", line) if c.isprintable()).strip()[:160] for line in lines)
 
 
-_LEAST_TIMES = 3  # for a median with an interval
-_DIGITS = 15  # a number with more digits is not that of a step
-_LONGEST_LINE = 2000  # characters that are searched for a pattern
+_LEAST_TIMES = 3  # a median with an interval needs three
+_DIGITS = 15  # a number with more digits is not the number of a step
+_LONGEST_LINE = 2000  # patterns are searched in this many characters
 
 
 @dataclass
 class _Series:
-    """What one pattern has found: the numbers that grew, and the time of a step between two of them."""
+    """What one pattern has found: growing numbers, and the time of a step between two of them."""
 
     first: float
     last: float
@@ -168,9 +186,9 @@ class _Series:
     times: list[float] = field(default_factory=list)
 
     def add(self, number: int, when: float) -> None:
-        """Take the number of a step, and when its line came."""
+        """Add the number of a step, and the time of its line."""
         steps = number - self.numbers[-1] if self.numbers else 1
-        if self.numbers and steps > 0 and when > self.last:  # lines that come at the same moment tell no time
+        if self.numbers and steps > 0 and when > self.last:  # lines that arrive together show no time
             self.times.append((when - self.last) / steps)
         if steps > 0:
             self.numbers.append(number)
@@ -180,20 +198,20 @@ class _Series:
 
 
 class _Steps:
-    """Steps seen in the output. Every pattern has a series; the one that repeats with a growing number wins.
+    """Steps seen in the output. Every pattern has a series; the longest one with a growing number counts.
 
-    As soon as our own marker is seen, nothing else counts.
+    After our own marker was seen, nothing else counts.
     """
 
     def __init__(self, regex: str | None, least: int, seconds: float) -> None:
         self._patterns = [re.compile(p, re.IGNORECASE) for p in ((regex,) if regex else MARKERS)]
-        self._totals = regex is None  # further groups of a user's pattern may be anything, such as a loss
+        self._totals = regex is None  # a further group of the user's pattern may be a loss
         self._least, self._seconds = least, seconds
         self._series: dict[tuple[Any, ...], _Series] = {}
         self._enough: _Series | None = None
 
     def see(self, line: str, when: float) -> bool:
-        """Take a line; True when there are enough steps over enough time."""
+        """Read a line; True when there were enough steps over enough time."""
         line = _COLOUR.sub("", line[:_LONGEST_LINE])
         for pattern in self._patterns:
             found = pattern.search(line)
@@ -204,7 +222,7 @@ class _Steps:
                 continue
             if pattern is self._patterns[0] and len(self._patterns) > 1:
                 self._patterns = [pattern]
-                self._series.clear()  # what was counted before the script's own marker may have been anything
+                self._series.clear()  # what was counted before the first marker may not be steps
             key = (pattern, *others) if self._totals else (pattern,)
             series = self._series.setdefault(key, _Series(when, when))
             series.add(int(first) if first.isdecimal() else len(series.numbers), when)
@@ -219,7 +237,7 @@ class _Steps:
         return self._best.numbers if self._best else []
 
     def timing(self) -> Timing | None:
-        """The time of a step, where enough lines came one by one."""
+        """The time of a step, if enough lines arrived one by one."""
         times = self._best.times if self._best else []
         return Timing.of(times) if len(times) >= _LEAST_TIMES else None
 

@@ -2,10 +2,10 @@
 
     {"kind": "begin", "identity": {...}}      what was probed: code, model, optimizer, precision, device, versions
     {"kind": "trial", "conditions": {...}, "trial": {...}}
-    {"kind": "fresh"}                         --fresh: nothing before this line counts any more
+    {"kind": "fresh"}                         --fresh: lines before this one no longer count
 
-Trials count when their identity and conditions (memory, ranks, …) are those of now; whatever stops the prober, a later
-one goes on from there. A line that was cut off by a crash is skipped.
+A later probe continues with the stored trials that have the same identity and the same conditions (memory, ranks, …).
+A line that was cut off by a crash is skipped.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _NAMES = {"args": "arguments", "command": "command"}
 
 
 def path_for(directory: Path, target: str) -> Path:
-    """Where the journal of a target lies: a readable name, made unique by a hash."""
+    """The journal's path: a readable name, made unique by a hash."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", target).strip("-")[-40:].strip("-")
     return directory / f"probe-{name}-{hashlib.sha256(target.encode()).hexdigest()[:8]}.jsonl"
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two identities, in words.
+    """The differences between two identities, as text.
 
     >>> changes({"optimizer": "AdamW", "device": "cpu"}, {"optimizer": "SGD", "device": "cpu"})
     ['optimizer changed: AdamW -> SGD']
@@ -43,7 +43,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         old, new = before.get(key), now.get(key)
         whole = key.removesuffix("_options")
         if old == new or (whole != key and before.get(whole) != now.get(whole)):
-            continue  # another optimizer has other options: saying that it is another one is enough
+            continue  # another optimizer has other options: its name is enough
         name = _NAMES.get(key, key.replace("_", " "))
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             for part in sorted({*old, *new}):
@@ -59,7 +59,7 @@ def _short(value: Any) -> str:
 
 
 class Journal:
-    """One target's journal (or none); a fault of the disk is kept in `error`, and never stops a probe."""
+    """One target's journal (or none); an error of the disk is kept in `error` and never stops a probe."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -88,14 +88,14 @@ class Journal:
         return found
 
     def restart(self) -> None:
-        """Supersede what is stored: only what follows counts, here and for later probes."""
+        """Let the stored trials no longer count, in this probe and in later ones."""
         if self.blocks():
             self._append([{"kind": "fresh"}])
 
     def resume(
         self, identity: Mapping[str, Any], conditions: Callable[[str], Mapping[str, Any]]
     ) -> tuple[list[Trial], list[str]]:
-        """The stored trials that hold for this identity and a purpose's conditions, and what changed if none were."""
+        """The stored trials with this identity and these conditions, and what changed since the last probe."""
         identity = json.loads(json.dumps(identity))
         blocks = self.blocks()
         trials = [
@@ -103,7 +103,7 @@ class Journal:
             for stored, records in blocks
             if stored == identity
             for record in records
-            # A crash or a hang is never taken from a journal: what caused it may be gone.
+            # A crash or a hang is measured again: its cause may be gone.
             if record["conditions"] == conditions(record["trial"]["purpose"])
             and record["trial"]["status"] in ("fits", "oom")
         ]
@@ -113,7 +113,7 @@ class Journal:
         return trials, changed
 
     def add(self, identity: Mapping[str, Any], conditions: Mapping[str, Any], trial: Trial) -> None:
-        """Append a trial, and before it the identity where that is a new one."""
+        """Append a trial, and before it the identity if that is new."""
         lines: list[dict[str, Any]] = []
         identity = json.loads(json.dumps(identity))
         if identity != self._identity:

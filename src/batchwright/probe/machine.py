@@ -1,30 +1,32 @@
-"""What the kernel and the interpreter say of this process: memory, processors, the code it runs."""
+"""What trials depend on outside of the request: their environment, other programs' use of the processors, the code."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import resource
 import sys
 import time
 from pathlib import Path
 
+from batchwright.processes.start import FIXED_ALLOCATOR, environment
+
 _LARGEST_FILE = 16 * 2**20
 _MOST_FILES, _MOST_FOLDERS = 1000, 1000
-# Installed code, and folders into which training itself copies code.
+# Installed code, and folders into which training copies code.
 _NOT_SOURCES = {"__pycache__", "site-packages", "node_modules", "venv", "wandb", "mlruns", "lightning_logs", "outputs"}
 
 
-def status_bytes(name: str) -> int:
-    """A size that the kernel keeps of this process: VmSize now, or VmPeak, which RLIMIT_AS is compared with."""
-    for line in Path("/proc/self/status").read_text().splitlines() if sys.platform == "linux" else ():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+def trial_environment(*, limited: bool, ranks: int = 1, task: bool = True) -> dict[str, str]:
+    """The environment of a trial: with a budget the allocator is fixed; speed is measured with the user's own settings."""
+    changes = {"PYTHONUNBUFFERED": "1"}  # a line about a step must arrive when it is printed
+    if task:
+        changes["PYTHONSAFEPATH"] = "1"  # a `random.py` in the current folder replaces nothing
+    threads = max(1, (os.cpu_count() or 1) // ranks)  # torchrun would set 1
+    return environment(FIXED_ALLOCATOR if limited else {}, changes, default={"OMP_NUM_THREADS": str(threads)})
 
 
 def others_seconds() -> float | None:
-    """Processor seconds that all programs but this one have used."""
+    """Processor seconds that all other programs have used."""
     try:
         fields = [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):
@@ -43,7 +45,7 @@ def digest(data: str | bytes) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """A fingerprint of a file: of its content, or of its size and time where it is too large to be code."""
+    """A fingerprint of a file: of its content, or of its size and time if it is too large to be code."""
     try:
         status = path.stat()
         small = status.st_size <= _LARGEST_FILE
@@ -53,7 +55,7 @@ def file_digest(path: Path) -> str:
 
 
 def sources_digest(folder: Path) -> str:
-    """One fingerprint of the *.py files below a folder: what a script may import. Bounded in folders and in files."""
+    """One fingerprint of the *.py files below a folder, which a script may import. Reads at most 1000 of them."""
     found: list[str] = []
     for visited, (at, folders, names) in enumerate(os.walk(folder)):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in _NOT_SOURCES)
@@ -66,9 +68,9 @@ def sources_digest(folder: Path) -> str:
 
 
 def code_below(folder: Path) -> dict[str, str]:
-    """Fingerprints of the imported files of a folder: the task's file and the neighbours it uses, not what is installed."""
+    """Fingerprints of the imported files below a folder: the task's file and the files it imports, without installed ones."""
     ours, inside = Path(__file__).resolve().parents[1], os.path.join(folder, "")
-    # Thousands of modules are loaded, and this runs within the budget: no object for each.
+    # Thousands of modules are loaded, and this runs within the memory budget: do not make a Path for each.
     names = {f for m in list(sys.modules.values()) if (f := getattr(m, "__file__", None)) and f.startswith(inside)}
     own = (f for f in map(Path, names) if f.suffix == ".py" and not f.is_relative_to(ours))
     return {str(f.relative_to(folder)): digest(f.read_bytes()) for f in sorted(own) if "site-packages" not in f.parts}

@@ -1,7 +1,8 @@
-"""The probe: limit, evaluation, throughput and bottleneck of a task or a command, from trials that can be resumed."""
+"""The probe: limit, evaluation, throughput and bottleneck of a task or a command; an interrupted probe can be resumed."""
 
 from __future__ import annotations
 
+import builtins
 import json
 import tempfile
 import time
@@ -12,30 +13,28 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from batchwright.core.errors import BatchwrightError, RunError
+from batchwright.core.numbers import format_bytes
+from batchwright.processes.endings import sentence
 
-from . import curve as curves
 from .command import CommandRunner
-from .diagnosis import diagnose
+from .display import NoProgress, TrialProgress
 from .journal import Journal, path_for
-from .progress import Progress, Silent
-from .records import Probe, Trial
-from .request import Request, megabytes, read_request
+from .records import Probe, ProbeRequest, Trial, read_request
 from .runner import TaskRunner
 from .search import START, Limit, find_limit
-from .timing import CONTENDED, Timing
+from .speed import CONTENDED, Curve, Timing, analyse, diagnose, sizes
 
 _USUAL = 4  # limit trials: two points, the prediction, one above it
 
 
 class Runner(Protocol):
-    """Makes trials: of a task, of a command, or of whatever a test scripts."""
+    """Makes trials of a task or of a command."""
 
     @property
     def identity(self) -> Mapping[str, Any]: ...
     def conditions(self, purpose: str) -> dict[str, Any]: ...
     def describe(self) -> Mapping[str, Any]: ...
     def limit(self, size: int) -> Trial: ...
-    def evaluation(self, size: int) -> Trial: ...
     def throughput(self, size: int, contrasts: bool = False) -> Trial: ...
 
 
@@ -62,30 +61,48 @@ def probe(
     fresh: bool = False,
     peak_tflops: float | str | None = None,
     predict_slope: Callable[[], float | None] | None = None,
-    progress: Progress | None = None,
+    progress: TrialProgress | None = None,
 ) -> Probe:
-    """Measure what fits and what is fast: `target` is `FILE.py:function`, or the words of a command.
+    """Measure what fits and what is fast: `target` is `FILE.py:function`, or a command as a list of arguments.
 
     A limit trial accumulates, so that its answer holds for any number of steps; `accumulation_steps=1` is for jobs that
-    never do.
-    `predict_slope` gives bytes per sample without running (the estimate), and saves a trial. `dir=None` keeps no journal.
+    never accumulate. `predict_slope` returns the estimated bytes per sample, and saves a trial. `dir=None` keeps no
+    journal.
 
     >>> probe("missing.py:task")
     Traceback (most recent call last):
     batchwright.core.errors.ConfigError: task file missing.py does not exist (looked for it at ...).
     """
     request = read_request(
-        target, args=dict(args or {}), memory=memory, margin=margin, largest=max, multiple_of=multiple_of, exact=exact,
-        longest=longest, evaluation=evaluation, accumulation_steps=accumulation_steps, ranks=ranks,
-        timeout=timeout, device=device, workers=workers,
-        seconds=seconds, throughput=throughput, step_regex=step_regex, directory=dir, fresh=fresh,
+        target,
+        args=dict(args or {}),
+        memory=memory,
+        margin=margin,
+        largest=max,
+        multiple_of=multiple_of,
+        exact=exact,
+        longest=longest,
+        evaluation=evaluation,
+        accumulation_steps=accumulation_steps,
+        ranks=ranks,
+        timeout=timeout,
+        device=device,
+        workers=workers,
+        seconds=seconds,
+        throughput=throughput,
+        step_regex=step_regex,
+        directory=dir,
+        fresh=fresh,
         peak_tflops=peak_tflops,
-    )  # fmt: skip
+    )
     return run_probe(request, predict_slope=predict_slope, progress=progress)
 
 
 def run_probe(
-    request: Request, *, predict_slope: Callable[[], float | None] | None = None, progress: Progress | None = None
+    request: ProbeRequest,
+    *,
+    predict_slope: Callable[[], float | None] | None = None,
+    progress: TrialProgress | None = None,
 ) -> Probe:
     """The same for a request that is already read."""
     with ExitStack() as stack:
@@ -96,13 +113,13 @@ def run_probe(
             if request.command
             else stack.enter_context(closing(TaskRunner(request, folder)))
         )
-        return _Session(request, runner, progress or Silent()).run(predict_slope)
+        return _Session(request, runner, progress or NoProgress()).run(predict_slope)
 
 
 class _Session:
-    """One probe: its trials so far, the journal they go to, and whoever watches."""
+    """One probe: its trials so far, their journal, and the progress display."""
 
-    def __init__(self, request: Request, runner: Runner, progress: Progress) -> None:
+    def __init__(self, request: ProbeRequest, runner: Runner, progress: TrialProgress) -> None:
         self.request, self.runner, self.progress = request, runner, progress
         self.trials: list[Trial] = []
         self.notes: list[str] = []
@@ -112,11 +129,20 @@ class _Session:
         self._stored: dict[tuple[str, int], list[Trial]] = {}
 
     def run(self, predict_slope: Callable[[], float | None] | None) -> Probe:
+        try:
+            return self._run(predict_slope)
+        except KeyboardInterrupt:
+            kept = len([t for t in self.trials if t.status in ("fits", "oom")]) + sum(map(len, self._stored.values()))
+            if kept and self.journal.path and not self.journal.error:
+                self._note(f"{kept} trials are kept in {self.journal.path}: the same command continues from there.")
+            raise
+
+    def _run(self, predict_slope: Callable[[], float | None] | None) -> Probe:
         self._resume()
         slope = self._slope(predict_slope)
         limit = self._limit("limit", self.runner.limit, self.request.largest, slope)
         evaluation = None
-        if self.request.evaluation:
+        if self.request.evaluation and isinstance(self.runner, TaskRunner):
             evaluation = self._limit("evaluation", self.runner.evaluation, self.request.largest, None)
             if evaluation.first_failing is None:
                 self.notes.append(f"evaluation batch {evaluation.largest} is the cap (--max), not the limit.")
@@ -141,7 +167,7 @@ class _Session:
         try:
             return predict()
         except BatchwrightError as error:
-            self._note(f"no estimate: {error} Two trials take its place.")
+            self._note(f"no estimate: {error} Two trials replace it.")
             return None
 
     def _limit(self, purpose: str, run: Callable[[int], Trial], cap: int | None, slope: float | None) -> Limit:
@@ -155,7 +181,7 @@ class _Session:
     def _trial(
         self, run: Callable[[int], Trial], size: int, purpose: str, left: int = 0, predicted: int | None = None
     ) -> Trial:
-        """One trial: from the journal, or made now and written down; a crash ends everything."""
+        """One trial: from the journal, or run now and written to it. A crash ends the probe."""
         stored = self._stored.get((purpose, size))
         if stored:
             trial = stored.pop(0)
@@ -174,18 +200,18 @@ class _Session:
         r = self.request
         timed: dict[int, Trial] = {}
         if r.throughput:
-            wanted = curves.sizes(limit.largest, r.multiple_of)
+            wanted = sizes(limit.largest, r.multiple_of)
             for at, size in enumerate(wanted):
                 trial = self._trial(self.runner.throughput, size, "throughput", left=len(wanted) - at - bool(r.command))
                 if trial.fits and trial.timing:
                     timed[size] = trial
                 elif trial.fits and trial.last_lines is not None:
-                    break  # its output shows no steps, so that of other sizes will show none either
+                    break  # its output shows no steps, so the output of other sizes will not either
         timings: dict[int, Timing] = {size: t.timing for size, t in timed.items() if t.timing}
-        curve = curves.analyse(timings) if timings else None
+        curve = analyse(timings) if timings else None
         recommended = limit.largest
         if curve is not None:
-            recommended = builtin_max(timings) if curve.noisy else curve.largest_worthwhile
+            recommended = builtins.max(timings) if curve.noisy else curve.largest_worthwhile
         diagnosis = None
         if curve is not None:
             contrasts: Mapping[str, Timing] = {}
@@ -229,24 +255,30 @@ class _Session:
         self.notes.append(text)
         self.progress.note(text)
 
-    def _remark(self, limit: Limit, timed: Mapping[int, Trial], curve: curves.Curve | None) -> None:
-        """What a reader of the numbers should know."""
+    def _remark(self, limit: Limit, timed: Mapping[int, Trial], curve: Curve | None) -> None:
+        """Add notes about the numbers."""
         r = self.request
         failing = next((t for t in self.trials if t.micro_batch_size == limit.first_failing and not t.fits), None)
         if limit.first_failing is None:
             self.notes.append(f"{limit.largest} is the cap (--max), not the limit: larger sizes were not tried.")
         elif failing is not None and failing.status == "timeout":
-            self.notes.append(f"micro_batch_size {limit.first_failing} timed out, so memory may not be what ends here.")
+            self.notes.append(
+                f"micro_batch_size {limit.first_failing} timed out, so the limit may not be one of memory."
+            )
         if r.memory is None and not r.command and "cpu" in str(self.runner.identity.get("device", "")):
             limit_bytes = next((t.limit_bytes for t in self.trials if t.limit_bytes), None)
-            self.notes.append(f"memory {megabytes(limit_bytes)} is half of this host's; --memory sets another budget.")
+            self.notes.append(
+                f"memory {format_bytes(limit_bytes)} is half of this host's; --memory sets another budget."
+            )
         if curve is not None and curve.noisy:
-            self.notes.append("the times are too noisy to rank speeds: the largest measured size is recommended.")
+            self.notes.append("the times are too noisy to compare speeds: the largest measured size is recommended.")
         slow = [t for t in self.trials if t.purpose == "throughput" and not t.fits]
         for size, trial in {t.micro_batch_size: t for t in slow}.items():
             what = "ran out of memory" if trial.status == "oom" else "timed out"
-            self.notes.append(f"micro_batch_size {size} fits, but {what} while its speed was measured ({trial.reason}); "
-                              "a smaller one, or a --margin, is safer.")  # fmt: skip
+            self.notes.append(
+                f"micro_batch_size {size} fits, but {what} while its speed was measured ({trial.reason}); a smaller "
+                "one, or a --margin, is safer."
+            )
         if r.throughput and not timed and not slow:
             last = [line for trial in self.trials for line in trial.last_lines or ()]
             shown = f", which ended with: {' / '.join(last)}" if last else ""
@@ -259,26 +291,23 @@ class _Session:
         if busy:
             self.notes.append(f"other programs used the processors while {len(busy)} of {len(timed)} sizes were timed.")
         if any(t.allocator_retries for t in self.trials if t.fits):
-            self.notes.append("fits but thrashes: the allocator had to free its cache and retry near the limit.")
-
-
-builtin_max = max
+            self.notes.append("near the limit the allocator had to free its cache and try again, which is slow.")
 
 
 def _failed(trial: Trial) -> RunError:
     error = RunError(
-        f"micro_batch_size={trial.micro_batch_size}: {trial.reason}. This is not a matter of size ({trial.death}), so the "
-        "search stopped.",
+        f"micro_batch_size={trial.micro_batch_size}: {sentence(trial.reason or '')} This does not depend on the size "
+        f"({trial.cause}), so the search stopped.",
         field="micro_batch_size",
         given=trial.micro_batch_size,
     )
     if trial.traceback:
-        error.add_note(trial.traceback)
+        error.add_note(trial.traceback.rstrip())
     return error
 
 
 def known_peak(device: str, precision: str) -> float | None:
-    """The device's peak TFLOP/s at a precision, from the data sheet; None where the device is not in the table.
+    """The device's peak TFLOP/s at a precision, from the data sheet; None if the device is not in the table.
 
     >>> known_peak("NVIDIA H100 80GB HBM3", "bfloat16 (highest matmul)"), known_peak("cpu", "float32")
     (989, None)

@@ -1,16 +1,15 @@
-"""Predict, then verify: the largest size that runs, in a handful of trials.
+"""Find the largest size that runs in few trials: predict it, then verify.
 
-Memory against batch size is a maximum of straight lines with intercepts that are not negative (what lives during the
-backward pass, or during the optimizer's step). So it is convex, and three things hold for measured points:
+Memory against batch size is a maximum of straight lines with non-negative intercepts (memory during the backward pass,
+or during the optimizer's step). So it is convex, and for measured points:
 
-- through the origin and the largest fitting point (B, P) goes a line that memory never exceeds above B:
-  B × limit / P runs for certain;
-- the secant through two fitting points under-estimates memory above them: the limit it predicts is never too small,
-  and exact when both points lie on the last segment;
-- points on the flat segment (the optimizer is the peak) show no slope: go on to larger ones.
+- If B is the largest size that fits and P its peak, sizes up to B × limit / P certainly run.
+- The line through two fitting points is below the memory above them: the limit that it predicts is never too small, and
+  exact if both points are on the last segment.
+- Points on the flat segment (the optimizer's step is the peak) show no slope: larger sizes are needed.
 
-Then the prediction is run, and one size above it. After a miss the bracket is closed by bisection. Without peaks or a
-limit, as for a command on a device that reports neither, sizes double until one fails and bisection does the rest.
+Then the predicted size is run, and the next one above it. If the prediction was wrong, bisection follows. Without peaks
+or a limit, as for a command on a device that reports neither, sizes double until one fails; then bisection follows.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from batchwright.core.errors import NothingFitsError
 
 from .records import Trial
 
-START = 8  # fits most models, and is past the optimizer's flat segment of many; smaller ones are tried when it fails
-TOLERANCE = 100  # the first failing size lies within 1/100 above the answer
-_PATIENCE = 4
-LARGEST = 1 << 24  # samples; without a cap, a job that needs no memory would never end
+START = 8  # runs with most models, and is beyond the optimizer's flat segment of many; if it fails, smaller ones follow
+TOLERANCE = 100  # the first failing size is within 1/100 above the answer
+_PREDICTIONS = 4  # after this many trials, every second one ignores the prediction
+LARGEST = 1 << 24  # samples; without a cap, the search for a job that needs no memory would not end
 
 Run = Callable[[int, int | None], Trial]
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest size that ran, and the smallest above it that did not (None: the cap was reached first)."""
+    """The largest size that ran, and the smallest size above it that failed (None: the cap was reached first)."""
 
     largest: int
     first_failing: int | None
@@ -49,7 +48,7 @@ def find_limit(
     start: int = START,
     slope: float | None = None,
 ) -> Limit:
-    """Search with `run(size, predicted_peak_bytes)`, which makes one trial; `slope` is bytes per sample, if known.
+    """Search with `run(size, predicted_peak_bytes)`, which runs one trial; `slope` is bytes per sample, if known.
 
     >>> memory = lambda size: 100 + 7 * size
     >>> tried = []
@@ -74,7 +73,7 @@ def find_limit(
 
 
 class _Search:
-    """What is known, in units of `multiple_of` samples: `low` ran, `high` did not (or is above the cap)."""
+    """What is known, in units of `multiple_of` samples: `low` ran, `high` failed (or is above the cap)."""
 
     def __init__(self, beyond: int, exact: bool, unit: int, slope: Fraction | None) -> None:
         self.low, self.high = 0, beyond
@@ -84,7 +83,7 @@ class _Search:
         self.failed_above = False
         self._exact, self._unit, self._given = exact, unit, slope
         self._first_failure: int | None = None
-        self._misses = self._hits = 0  # predicted to fit and did not, in all; predicted not to fit and did, in a row
+        self._misses = self._hits = 0  # predicted to fit but failed (total); predicted to fail but fitted (in a row)
 
     def learn(self, size: int, trial: Trial) -> None:
         self.trials.append(trial)
@@ -105,14 +104,16 @@ class _Search:
         if high - low <= self._window(low) if self.failed_above else high - low <= 1:
             return None
         guess = self._guess()
-        spent = len(self.trials) - (self._first_failure or _PATIENCE)  # on the way up there is less to lose
-        if spent >= _PATIENCE and spent % 2:
-            # Predictions do not converge here (noise, many kinks): every other step halves or doubles what is left.
+        spent = len(self.trials) - (
+            self._first_failure or _PREDICTIONS
+        )  # before the first failure, more predictions are allowed
+        if spent >= _PREDICTIONS and spent % 2:
+            # Predictions do not converge (noise, many segments): every second step bisects or doubles.
             guess = self._middle() if self.failed_above else max(guess, 2 * low)
         return min(max(guess, low + 1), high - 1)
 
     def _window(self, size: int) -> int:
-        """How near above `size` a failure has to be."""
+        """How far above `size` the first failure may be."""
         return 1 if self._exact else max(1, size * self._unit // TOLERANCE // self._unit)
 
     def _guess(self) -> int:
@@ -124,41 +125,40 @@ class _Search:
         predicted = self._predicted_limit()
         safe = low * limit // self.points[low] if self.points[low] else low * 2
         if predicted is None and not self.failed_above:
-            # A flat segment is left by larger steps, one point alone by a size that surely runs.
+            # On a flat segment take larger steps; after one point, a size that certainly runs.
             return max(safe, 4 * low) if len(self.points) > 1 else max(safe, low + max(1, low // 4))
         if predicted is None or predicted >= high:
             if not self.failed_above:
                 return high - 1  # the cap is predicted to run
-            if (
-                predicted and self._misses == 1 and high < 4 * low
-            ):  # from so near most likely the allocator's granularity
+            # So near to the prediction, the allocator's granularity is the most likely reason.
+            if predicted and self._misses == 1 and high < 4 * low:
                 return high - max(self._window(low), high // 50)
-            # A size that is certain to run also gives a point on the last segment; where it is hardly larger, bisect.
+            # A size that certainly runs also gives a point on the last segment; if it is hardly larger, bisect.
             return safe if (safe - low) * 4 >= high - low else self._middle()
         if predicted > low:
             return predicted
-        return low + (self._window(low) << min(self._hits, 30))  # verify above; further each time it still runs
+        return low + (self._window(low) << min(self._hits, 30))  # verify above; further each time a size still runs
 
     def _middle(self) -> int:
-        """Half of what is left: of the size where the bracket is narrow, of its magnitude where it is wide."""
+        """The middle of low and high: arithmetic if they are near, geometric if they are not."""
         low, high = self.low, self.high
         return isqrt(low * high) if high > 2 * low else (low + high) // 2
 
     def _slope(self) -> tuple[int, Fraction] | None:
-        """The largest fitting size with a peak, and the slope there: measured over a wide base, or given."""
+        """The largest fitting size with a peak, and the slope there: measured over a wide range, or given."""
         if not self.points:
             return None
         ordered = sorted(self.points)
         last = ordered[-1]
-        # The nearest point gives the steepest secant (convex), unless noise made that one flat: then a farther one does.
+        # The nearest point gives the steepest line (convex), unless noise made it flat: then a farther one does.
         base = [size for size in ordered[:-1] if size <= 0.95 * last] or ordered[:-1]
         slopes = [Fraction(self.points[last] - self.points[size], last - size) for size in base]
         measured = max(slopes, default=Fraction(0))
-        # A slope that would take 10,000 times this size to fill what is left is noise on a flat segment.
+        # If filling the rest would take 10,000 times this size, the slope is noise on a flat segment.
         room = max(0, (self.limit or 0) - self.points[last])
         if measured * 10_000 * last < room:
             measured = Fraction(0)
-        best = max(measured, self._given or Fraction(0))  # convex: the true slope ahead is at least each of them
+        best = max(measured, self._given or Fraction(0))  # convex: the slope above is at least each of them
         return (last, best) if best > 0 else None
 
     def _predicted_limit(self) -> int | None:
@@ -169,7 +169,7 @@ class _Search:
         return last + int((self.limit - self.points[last]) // slope)
 
     def predicted_peak(self, size: int) -> int | None:
-        """What the line through the measured points says of a size, in bytes."""
+        """The peak of a size by the line through the measured points, in bytes."""
         found = self._slope()
         return (
             None if found is None or self.limit is None else int(self.points[found[0]] + found[1] * (size - found[0]))

@@ -1,9 +1,9 @@
-"""One trial of a task, in a process of its own: forked by `zygote.py`, or `python -m batchwright.probe.worker SPEC.json`.
+"""One trial of a task, in a process of its own: forked by `server.py`, or `python -m batchwright.probe.worker SPEC.json`.
 
-The answer goes to a result file, replaced atomically at every stage, so that a prober knows how far each rank came even
-when the process is killed. The step is written out here, and not `runtime.step`'s, which carries schedules, ledgers and
-noise: a trial should depend on as little as possible, and the memory of the two is the same (loss / weight, backward,
-optimizer; two of them, so that the optimizer's state counts, the last in two micro steps, so that gradients do).
+The result file is replaced atomically at every stage, so the prober knows the last stage of each rank even when the
+process is killed. The step is written here, and is not that of `runtime.step`, which also handles schedules, ledgers and
+noise: a trial should depend on little, and both need the same memory (loss / weight, backward, optimizer). There are two
+steps, so that the optimizer's state exists; the second has two micro steps, so that gradients exist.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from typing import Any
 
 import numpy
 import torch
-import torch._dynamo  # any optimizer loads it: the libraries' own size is nobody's batch
+import torch._dynamo  # any optimizer loads it, and its size does not belong to the batch
 from torch import nn
 
 from batchwright.core import codec
 from batchwright.core.errors import PlanError
-from batchwright.processes.endings import cause_of
+from batchwright.processes.endings import cause_of, error_record
 from batchwright.processes.guard import die_with
+from batchwright.processes.memory import status_bytes
 from batchwright.rundir import atomic
 from batchwright.runtime.device import choose, to_device
 from batchwright.runtime.ranks import discover
 from batchwright.runtime.task import Task, load_task
 
-from .machine import code_below, digest, others_seconds, status_bytes
-from .timing import Timing
+from .machine import code_below, digest, others_seconds
+from .speed import Timing
 
 _SEED = 0
 
@@ -54,11 +55,11 @@ class Worker:
         self._free: Callable[[], None] = lambda: None
 
     def _set_limit(self) -> Callable[[], None]:
-        """Enforce the budget; returns what lifts it again, so that a failure can still be written down."""
+        """Set the memory limit; returns a function that removes it, so that a failure can still be written."""
         if not self.spec["limited"]:
             return lambda: None
         memory: int | None = self.spec["memory"]
-        if self.device.type == "cuda":  # not testable where this was written: no GPU
+        if self.device.type == "cuda":  # not tested: there was no GPU
             free, total = torch.cuda.mem_get_info(self.device)
             memory = min(memory or total, free)
             share = max(0, memory - self.spec["margin"]) / total
@@ -69,13 +70,13 @@ class Worker:
         self.result["limit_bytes"] = budget
         if self.device.type != "cpu" or budget is None:
             return lambda: None
-        # RLIMIT_AS makes allocations fail as on a device; RLIMIT_RSS is ignored by Linux. Only the soft limit is set.
+        # With RLIMIT_AS allocations fail as on a device; Linux ignores RLIMIT_RSS. Only the soft limit is set.
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (self.base + budget, hard))
         return lambda: resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
     def stage(self, doing: str) -> None:
-        """Say how far this rank came."""
+        """Write what this rank does now."""
         self.write(stage=self.result["stage"] + 1, doing=doing)
 
     def write(self, **more: Any) -> None:
@@ -83,7 +84,7 @@ class Worker:
         atomic.write(self.path, json.dumps(codec.encode(self.result)), sync=False)
 
     def run(self) -> int:
-        """The whole trial; the exit status tells torchrun whether to end the other ranks."""
+        """The whole trial; torchrun ends the other ranks if the exit status is not 0."""
         try:
             self.device = choose(self.spec["device"] or "auto", self.ranks)
             self._free = self._set_limit()
@@ -97,10 +98,10 @@ class Worker:
         except (Exception, SystemExit) as error:
             self._free()
             if isinstance(error, PlanError):
-                self.write(status="invalid", error=error.record())
+                self.write(status="invalid", error=error_record(error))
             else:
-                death = cause_of(error)
-                self.write(status="death", kind=death.kind, reason=death.reason, traceback=death.traceback)
+                cause = cause_of(error)
+                self.write(status="failed", kind=cause.kind, reason=cause.reason, traceback=cause.traceback)
             return 1
 
     def _build(self) -> None:
@@ -120,11 +121,13 @@ class Worker:
             self.longest = max(range(len(self.task.dataset)), key=lambda i: elements(self.task.dataset[i]))
         example = self.batch(0, 1)
         self.result["tokens_per_sample"] = tokens(example)
-        self.write(identity=identity(self.spec, self.task, bare, self.optimizer, example, self.device),
-                   longest_index=self.longest)  # fmt: skip
+        self.write(
+            identity=identity(self.spec, self.task, bare, self.optimizer, example, self.device),
+            longest_index=self.longest,
+        )
 
     def batch(self, step: int, size: int) -> Any:
-        """A batch on the device: the task's example, the longest sample repeated, or samples in their order."""
+        """A batch on the device: the task's example, the longest sample repeated, or samples in order."""
         task = self.task
         if task.example_batch is not None:
             return to_device(task.example_batch(size), self.device)
@@ -139,26 +142,26 @@ class Worker:
         return total / weight if mean is None else total / weight + mean
 
     def step(self, batch: Any, update: bool = True) -> None:
-        """One optimizer step of one micro batch, or (`update` false) one accumulated micro step."""
-        with self._quiet(not update):
+        """One optimizer step with one micro batch; with `update=False`, only its forward and backward."""
+        with self._no_sync(not update):
             self.loss(batch).backward()
         if update:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _quiet(self, quiet: bool) -> Any:
+    def _no_sync(self, wanted: bool) -> Any:
         ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
-        return self.model.no_sync() if quiet and ddp else contextlib.nullcontext()  # pyright: ignore
+        return self.model.no_sync() if wanted and ddp else contextlib.nullcontext()  # pyright: ignore
 
     def _limit(self) -> None:
         batch, read = None, 0
         for step in range(self.spec["steps"]):
-            # From the second micro step on, the gradients are there beside the activations: once is enough to see it.
+            # From the second micro step on, gradients exist beside the activations: one step shows that.
             micro_steps = self.spec["micro_steps"] if step + 1 == self.spec["steps"] else 1
             for micro in range(micro_steps):
                 self.stage(f"reading the batch of step {step}")
-                batch, read = self.batch(read, self.size), read + 1  # the old one still lives, as in any loop
-                with self._quiet(micro + 1 < micro_steps):
+                batch, read = self.batch(read, self.size), read + 1  # the old batch is still in memory, as in any loop
+                with self._no_sync(micro + 1 < micro_steps):
                     self.stage(f"forward of step {step}")
                     loss = self.loss(batch)
                     self.stage(f"backward of step {step}")
@@ -170,7 +173,7 @@ class Worker:
         self._synchronise()
 
     def _evaluation(self) -> None:
-        try:  # amid training the optimizer's state is there
+        try:  # during training the optimizer's state exists
             self.step(self.batch(0, 1))
         except ValueError:  # batch norm cannot train on one sample
             self.step(self.batch(0, 2))
@@ -197,7 +200,7 @@ class Worker:
                 "accumulate": self._time(lambda: self.step(batch, update=False)),
             }
             self.optimizer.zero_grad(set_to_none=True)
-            # Before and after the others: a machine that became busy meanwhile shows as a wide interval.
+            # Measured before and after the others: if the machine became busy, the interval is wide.
             contrasts["cached"] = self.result["timing"].merged(self._time(cached))
             self.result["contrasts"] = contrasts
 
@@ -205,9 +208,12 @@ class Worker:
         count, size = len(self.task.dataset), self.size
         order = ([(k * size + i) % count for i in range(size)] for k in range(10**9))
         loader: Any = torch.utils.data.DataLoader(
-            self.task.dataset, batch_sampler=order, collate_fn=self.task.collate, num_workers=self.spec["workers"],
+            self.task.dataset,
+            batch_sampler=order,
+            collate_fn=self.task.collate,
+            num_workers=self.spec["workers"],
             pin_memory=self.device.type == "cuda",
-        )  # fmt: skip
+        )
         return (to_device(batch, self.device) for batch in loader)
 
     def _time(self, step: Callable[[], None], skip: int = 0) -> Timing:
@@ -232,7 +238,7 @@ class Worker:
         )
 
     def _agree(self, steps: int) -> int:
-        """Rank 0's number for all: ranks that step unequally often would wait for each other forever."""
+        """Rank 0's number, for all ranks: with different numbers they would wait for each other forever."""
         if self.ranks.size == 1:
             return steps
         shared = torch.tensor([steps], device=self.device)
@@ -249,7 +255,7 @@ class Worker:
             with FlopCounterMode(display=False) as counter:
                 self.step(batch)
             return float(counter.get_total_flops()) or None
-        except (NotImplementedError, AttributeError, KeyError):  # what it cannot follow, it need not count
+        except (NotImplementedError, AttributeError, KeyError):  # an operation that it does not know
             return None
 
     def _synchronise(self) -> None:
@@ -280,12 +286,12 @@ def tensors(data: Any) -> list[torch.Tensor]:
 
 
 def elements(sample: Any) -> int:
-    """How long a sample is: the elements of its tensors, or the length of a plain sequence."""
+    """The length of a sample: the elements of its tensors, or the length of a plain sequence."""
     return sum(t.numel() for t in tensors(sample)) or (len(sample) if hasattr(sample, "__len__") else 1)
 
 
 def tokens(batch: Any) -> int | None:
-    """Tokens per sample: the second dimension of the first batch of integers, which is what token ids are."""
+    """Tokens per sample: the second dimension of the first two-dimensional tensor of integers (token ids)."""
     for t in tensors(batch):
         if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool:
             return int(t.shape[1])
@@ -293,7 +299,7 @@ def tokens(batch: Any) -> int | None:
 
 
 def one_length(task: Task) -> bool:
-    """Whether samples are of one length, as far as a few of them tell; an example batch stands for all."""
+    """Whether all samples have one length, judged by four of them; an example batch counts as that."""
     if task.example_batch is not None:
         return True
     last = len(task.dataset) - 1
@@ -303,7 +309,7 @@ def one_length(task: Task) -> bool:
 def identity(
     spec: dict[str, Any], task: Task, model: nn.Module, optimizer: Any, example: Any, device: torch.device
 ) -> dict[str, Any]:
-    """What the measurements are about; when any of it changes they no longer hold."""
+    """What was measured; if any of it changes, old measurements do not count."""
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     shapes += [(n, tuple(b.shape), str(b.dtype), False) for n, b in model.named_buffers()]
     count = sum(p.numel() for p in model.parameters())
@@ -326,15 +332,15 @@ def identity(
 
 
 def forkable() -> bool:
-    """Whether this process can use a device although it was forked: not where an import has touched it before."""
+    """Whether a forked process can use a device: not if an import used it before the fork."""
     return not torch.cuda._is_in_bad_fork()  # pyright: ignore
 
 
 def main(path: str) -> None:
-    """Read the specification, make the trial, leave the result."""
+    """Read the specification, run the trial, write the result."""
     spec = json.loads(Path(path).read_text(encoding="utf-8"))
     if spec["ranks"] > 1:
-        die_with(os.getppid())  # torchrun does not take its ranks along when it is killed
+        die_with(os.getppid())  # a killed torchrun does not end its ranks
     gc.collect()
     worker = Worker(spec)
     code = worker.run()
@@ -342,7 +348,7 @@ def main(path: str) -> None:
         torch.distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # no destructor of the user's may turn a finished trial into a crash
+    os._exit(code)  # a destructor in the user's code must not turn a finished trial into a crash
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Other people's processes: none outlives ours, how each ended, whose traceback it is. Standard library only."""
+"""Processes that run the user's code: started and ended safely, why each ended, `FILE.py:function`. Standard library only."""

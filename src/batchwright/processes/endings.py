@@ -1,4 +1,6 @@
-"""One taxonomy of how a trial, or a rank of a run, dies: by the exception's class, then by text, then by signal.
+"""Why a process of the user ended, and how its traceback reaches the command line.
+
+One list of causes for trials and for ranks of a run, found by the exception's class, then by text, then by signal:
 
 | kind            | status  | what it means                                                         |
 |---|---|---|
@@ -6,33 +8,44 @@
 | `host-oom`      | oom     | the host's memory is: an allocation failed, or the kernel killed it    |
 | `loader-worker` | oom     | a DataLoader worker was killed, mostly for host or shared memory       |
 | `hang`          | timeout | no end within the timeout                                              |
-| `compile`       | crash   | a compiler failed, and not for memory                                  |
-| `crash`         | crash   | anything else: not a matter of size, so the search stops               |
+| `compile`       | crash   | a compiler failed, and not for lack of memory                          |
+| `crash`         | crash   | anything else: it does not depend on the size, so the search stops     |
 
-The texts are those that are printed: torch 2.13 on CPU was run to get them, the accelerators' are as printed in
-the trackers of PyTorch, JAX and the libraries.
+The texts for the CPU were printed by torch 2.13; those of accelerators are from the issue trackers of PyTorch, JAX and
+the libraries.
+
+A child process writes its error as `error_record`. `error_from_record` makes the same error in the parent, with the
+user's traceback as a note (`__notes__`), which the command line prints.
 """
 
 from __future__ import annotations
 
 import re
 import signal
+import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from batchwright.core.errors import BatchwrightError, RunError
+from batchwright.core import errors
+from batchwright.core.errors import BatchwrightError, RunError, Violation
 
 STATUS = {
-    "device-oom": "oom", "host-oom": "oom", "loader-worker": "oom", "hang": "timeout", "compile": "crash",
+    "device-oom": "oom",
+    "host-oom": "oom",
+    "loader-worker": "oom",
+    "hang": "timeout",
+    "compile": "crash",
     "crash": "crash",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class ExitCause:
-    """How a trial ended when it did not fit: the kind, the evidence, and the user's own traceback where there is one.
+    """Why a process failed: the kind, the evidence, and the user's traceback if there is one.
 
     >>> ExitCause("device-oom", "torch.OutOfMemoryError").status
     'oom'
@@ -49,12 +62,14 @@ class ExitCause:
 
 
 _OURS = str(Path(__file__).resolve().parents[1])
-# Class -> kind. The most derived name of an exception's ancestry that is listed decides.
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # wherever they are: a .pth file may point to another environment
+# Class -> kind. Of an exception's class and its base classes, the most derived one in this table decides.
 _CLASSES = {
     "OutOfMemoryError": "device-oom",  # torch.OutOfMemoryError, which CUDA, HIP and XPU raise
     "MemoryError": "host-oom",  # also numpy's _ArrayMemoryError, by inheritance
 }
-# Classes whose text says nothing about memory, whatever words it holds: a mistake in the code.
+# Classes that mean a mistake in the code: their text is not searched for memory.
 _MISTAKES = re.compile(
     r"^(ValueError|TypeError|KeyError|IndexError|AttributeError|NameError|UnboundLocalError|ImportError|"
     r"ModuleNotFoundError|AssertionError|NotImplementedError|SyntaxError|FileNotFoundError|ZeroDivisionError)$"
@@ -89,7 +104,7 @@ _TEXTS: tuple[tuple[str, str], ...] = (
     (r"\bout of memory\b", "device-oom"),
 )  # fmt: skip
 _COMPILED = tuple((re.compile(pattern, re.DOTALL), kind) for pattern, kind in _TEXTS)
-# A signal -> kind, when there was no word before it.
+# Signal -> kind, when the output gives no cause.
 _SIGNALS = {
     "SIGKILL": ("host-oom", "killed by SIGKILL, as the kernel's out-of-memory killer does"),
     "SIGBUS": ("host-oom", "killed by SIGBUS, as when shared memory (/dev/shm) is exhausted"),
@@ -97,24 +112,24 @@ _SIGNALS = {
 
 
 def from_exception(classes: Sequence[str], text: str) -> ExitCause | None:
-    """The death behind an exception: its class and ancestors (most derived first), and its text; None: not known.
+    """The cause that an exception shows, from its class and base classes (most derived first) and its text; None: not known.
 
     >>> from_exception(["RuntimeError", "Exception"], "CUDA error: out of memory").kind
     'device-oom'
     >>> from_exception(["ValueError", "Exception"], "out of memory").kind
     'crash'
     """
-    told = from_text(text)
+    found = from_text(text)
     for name in classes:
         if name in _CLASSES:
-            return ExitCause(told.kind if told else _CLASSES[name], _first(text, name))
+            return ExitCause(found.kind if found else _CLASSES[name], _first(text, name))
     if classes and _MISTAKES.match(classes[0]):
         return ExitCause("crash", _first(text, classes[0]))
-    return told
+    return found
 
 
 def from_text(text: str) -> ExitCause | None:
-    """The death that an error text tells of, or None.
+    """The cause that an error text shows, or None.
 
     >>> from_text("RESOURCE_EXHAUSTED: Out of memory allocating 597099076 bytes.").kind
     'device-oom'
@@ -127,35 +142,87 @@ def from_text(text: str) -> ExitCause | None:
 
 
 def cause_of(error: BaseException) -> ExitCause:
-    """The death behind an exception: its own or its cause's, with the traceback from the user's first frame on."""
+    """The cause that an exception, or one of its causes, shows; with the user's traceback."""
     chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
+    next_error: BaseException | None = error
+    while next_error is not None and next_error not in chain:
+        chain.append(next_error)
+        next_error = next_error.__cause__ or next_error.__context__
     shown = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
-    frames = shown.__traceback__
-    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
-        frames = frames.tb_next
-    words = None
-    if not isinstance(shown, BatchwrightError):  # our own errors say everything in their message
-        words = "".join(traceback.format_exception(type(shown), shown, frames))
+    # The message of our own errors says everything.
+    trace = None if isinstance(shown, BatchwrightError) else format_users_traceback(shown)
     found = [from_exception([c.__name__ for c in type(e).__mro__], str(e)) for e in chain]
-    out_of_memory = next((d for d in found if d and d.status == "oom"), None)
-    told = out_of_memory or next((d for d in found if d and d.kind == "compile"), None)
-    return ExitCause(told.kind if told else "crash", told.reason if told else f"{type(shown).__name__}: {shown}", words)
+    out_of_memory = next((c for c in found if c and c.status == "oom"), None)
+    known = out_of_memory or next((c for c in found if c and c.kind == "compile"), None)
+    return ExitCause(
+        known.kind if known else "crash", known.reason if known else f"{type(shown).__name__}: {shown}", trace
+    )
+
+
+def is_users(filename: str) -> bool:
+    """Whether a frame's file is the user's: not ours, not a library's."""
+    installed = any(part in filename for part in _INSTALLED)
+    return not installed and not filename.startswith((_OURS, "<", *_LIBRARIES))
+
+
+def users_frames(error: BaseException) -> TracebackType | None:
+    """The traceback from the user's first frame on; None if no frame is the user's."""
+    return _first_frame(error, is_users)
+
+
+def format_users_traceback(error: BaseException) -> str:
+    """The traceback as the user should see it: it starts in their code, or at least outside of ours."""
+    frames = users_frames(error) or _first_frame(error, lambda file: not file.startswith(_OURS))
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+
+
+def _first_frame(error: BaseException, wanted: Callable[[str], bool]) -> TracebackType | None:
+    def frames() -> Iterator[TracebackType]:
+        frame = error.__traceback__
+        while frame is not None:
+            yield frame
+            frame = frame.tb_next
+
+    return next((f for f in frames() if wanted(f.tb_frame.f_code.co_filename)), None)
+
+
+def sentence(text: str) -> str:
+    """A user's text with one full stop at its end.
+
+    >>> sentence("use train.py instead."), sentence("no labels")
+    ('use train.py instead.', 'no labels.')
+    """
+    text = text.rstrip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def error_record(error: BatchwrightError) -> dict[str, Any]:
+    """An error as a child process writes it: what `--json` prints, and the user's traceback."""
+    cause = error.__cause__
+    return {**error.record(), "traceback": None if cause is None else format_users_traceback(cause)}
+
+
+def error_from_record(record: Mapping[str, Any]) -> BatchwrightError:
+    """The error that a child process wrote."""
+    kind: type[BatchwrightError] = getattr(errors, record["type"], RunError)
+    violations = [
+        Violation(v["message"], v["field"], v["given"], tuple(v["nearest"]))
+        for v in record.get("violations") or [record]
+    ]
+    error = kind(violations=violations)
+    if record.get("traceback"):
+        error.add_note(record["traceback"].rstrip())
+    return error
 
 
 _RANK = r"(?:\[\w+\]: ?)*"  # torch and torchrun put `[rank1]: ` before every line
 _RAISED = re.compile(
     rf"^{_RANK}((?:[\w.]+\.)?(_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning))(?::(?: .*)?)?)$", re.MULTILINE
 )
-_LAUNCHERS = {
-    "ChildFailedError",
-    "CalledProcessError",
-}  # what torchrun, accelerate and others raise when a rank has failed
+# What torchrun, accelerate and others raise when a rank has failed.
+_LAUNCHERS = {"ChildFailedError", "CalledProcessError"}
 _TRACEBACK = "Traceback (most recent call last):"
-# What a destructor raised while a process came down: neither the reason nor memory, whatever it says.
+# What a destructor raised while a process was ending: it is not the reason, whatever its text is.
 _IGNORED = re.compile(
     rf"^{_RANK}Exception ignored (?:in|while)[^\n]*\n(?:{_RANK}{re.escape(_TRACEBACK)}[^\n]*\n"
     rf"(?:(?:\[\w+\]: )*[ \t][^\n]*\n)*)?[^\n]*\n?",
@@ -164,9 +231,9 @@ _IGNORED = re.compile(
 
 
 def from_exit(returncode: int, output: str) -> ExitCause:
-    """The death of a process that left a return code and its last output: a traceback's class, text, then signal.
+    """Why a process ended, from its return code and its last output: a traceback's class, text, then signal.
 
-    Of several exceptions one that is out of memory wins: launchers and other ranks fail after it, and because of it.
+    Of several exceptions, one that is out of memory counts: launchers and other ranks fail after it, and because of it.
 
     >>> from_exit(-9, "").kind, from_exit(137, "").kind, from_exit(-11, "").kind
     ('host-oom', 'host-oom', 'crash')
@@ -186,7 +253,7 @@ def from_exit(returncode: int, output: str) -> ExitCause:
 
 
 def _raised(output: str) -> tuple[ExitCause | None, str]:
-    """The death that the exceptions in an output tell of, and the traceback of the one that does."""
+    """The cause that the exceptions in an output show, and the traceback of that exception."""
     raised = list(_RAISED.finditer(output, output.find(_TRACEBACK)))
     # What follows an exception's line belongs to it: messages have several lines.
     ends = [*(match.start() for match in raised[1:]), len(output)]
@@ -195,9 +262,9 @@ def _raised(output: str) -> tuple[ExitCause | None, str]:
     known = [(m, text, from_exception([m[2], "Exception"], text)) for m, text in texts]
     if not known:
         return from_text(output), output[output.rfind(_TRACEBACK) :].strip()
-    match, text, death = next((one for one in known if one[2] and one[2].status == "oom"), known[-1])
+    match, text, cause = next((one for one in known if one[2] and one[2].status == "oom"), known[-1])
     trace = output[output.rfind(_TRACEBACK, 0, match.start()) : match.start()] + text
-    return death or ExitCause("crash", _first(match[1], "an exception")), trace.strip()
+    return cause or ExitCause("crash", _first(match[1], "an exception")), trace.strip()
 
 
 def _first(text: str, name: str) -> str:

@@ -1,14 +1,16 @@
-"""Stands between us and a process of somebody else's: nothing below it outlives it, whoever dies, and however.
+"""A process between ours and a command of the user: nothing that the command starts outlives the guard.
 
 Run as a script, by path (it imports the standard library only, so it starts in milliseconds):
 
     python guard.py '{"pipe": 5}' COMMAND...
 
-`pipe` is the read end of a pipe whose write end only our process holds: when that goes away, even by SIGKILL, the pipe
-ends, and everything below is killed; a byte in it asks for the same. A subreaper inherits orphans, so daemons and double
-forks are found as well. When the command ends, what it left running is killed; then the guard ends the way the command
-did. Optional: `address_space`, bytes the command may map; `report`, a file for the peaks of what ran below; `scratch`, a
-folder to remove if our process went away without a word.
+`pipe` is the read end of a pipe; only our process holds the write end. When our process ends, even by SIGKILL, the pipe
+ends, and the guard kills everything below it; a byte in the pipe asks for the same. The guard is a subreaper: orphans
+become its children, so it also finds daemons and double forks. When the command ends, the guard kills what is still
+running below it, and then ends with the same exit code or signal.
+
+Optional: `address_space`, the most bytes that the command may map; `report`, a file for the peak memory of all processes
+below; `scratch`, a folder to remove if our process ended without sending a byte.
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ _SAMPLE_SECONDS = 0.05
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux's prctl; elsewhere nothing, and process groups have to do."""
+    """Linux's prctl. On other systems it does nothing: only process groups are killed there."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies; if that happened before we asked, die now."""
+    """Ask the kernel to kill this process when its parent ends; if the parent has already ended, end now."""
     prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(125)
 
 
 def start_time(pid: int) -> int | None:
-    """When a process was started, in the kernel's ticks: with the number, it names a process for good."""
+    """When a process was started, in the kernel's ticks: pid and start time together identify a process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rsplit(b")", 1)[1].split()[19])
@@ -49,21 +51,21 @@ def start_time(pid: int) -> int | None:
 
 
 def no_core() -> None:
-    """A core file is a file outside the run directory."""
+    """Write no core file: it would be outside the run directory."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def die_as(code: int) -> None:
-    """End this process the way a child ended, so that whoever waits reads the same."""
+    """End this process with the exit code or signal of a child."""
     if code < 0:
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(code)  # nothing to tear down, and a fork of a process with torch in it would take a second over it
+    os._exit(code)
 
 
 def adopt_orphans(wanted: bool) -> None:
-    """Whether what is orphaned below this process comes to it, rather than to init."""
+    """Whether orphans below this process become its children, and not those of init."""
     prctl(_SET_CHILD_SUBREAPER, int(wanted))
 
 
@@ -77,17 +79,18 @@ def _processes() -> dict[int, tuple[int, int, bytes]]:
                     fields = file.read().rsplit(b")", 1)[1].split()
                 found[int(name)] = (int(fields[1]), int(fields[3]), fields[0])
             except (OSError, IndexError):
-                continue  # it ended meanwhile
+                continue  # it has just ended
     return found
 
 
 def _descendants(*roots: int) -> list[int]:
-    """All processes below `roots` that have not ended, by the kernel's list of parents."""
+    """All processes below `roots` that have not ended."""
     processes = _processes()
     children: dict[int, list[int]] = {}
     for pid, (parent, _, _) in processes.items():
         children.setdefault(parent, []).append(pid)
-    found, level = [], [*roots]
+    found: list[int] = []
+    level = [*roots]
     while level:
         level = [child for parent in level for child in children.get(parent, ())]
         found += level
@@ -103,13 +106,13 @@ def _kill(pids: Collection[int]) -> None:
 
 
 def foreign_children() -> set[int]:
-    """Children of another session: what we started as such, and what came to us when its parent died."""
+    """Children in another session: those that we started so, and orphans that became ours."""
     me, session = os.getpid(), os.getsid(0)
     return {pid for pid, (parent, its, _) in _processes().items() if parent == me and its != session}
 
 
 def kill_orphans(known: Collection[int], seconds: float = 10.0) -> None:
-    """Kill what came to us when a guard died, and all below it; `known` children are none of that."""
+    """Kill the orphans that became our children, and all below them, but not the `known` children."""
     deadline = time.monotonic() + seconds
     while (orphans := foreign_children() - set(known)) and time.monotonic() < deadline:
         _kill([*orphans, *_descendants(*orphans)])
@@ -122,7 +125,7 @@ def kill_orphans(known: Collection[int], seconds: float = 10.0) -> None:
 
 
 def kill_below(root: int, seconds: float = 1.0) -> None:
-    """Kill all below a process that is not ours to wait for, generation after generation."""
+    """Kill everything below a process that is not our child."""
     deadline = time.monotonic() + seconds
     while (left := _descendants(root)) and time.monotonic() < deadline:
         _kill(left)
@@ -130,7 +133,7 @@ def kill_below(root: int, seconds: float = 1.0) -> None:
 
 
 def _kill_all(group: int) -> None:
-    """Kill until no child is left; orphans of orphans come to us one generation at a time."""
+    """Kill until no child is left. The children of a killed process become ours, so this repeats."""
     while True:
         _kill(_descendants(os.getpid()))
         try:
@@ -144,7 +147,7 @@ def _kill_all(group: int) -> None:
 
 
 def _peak_bytes(root: int) -> int:
-    """The largest VmPeak among the processes below `root`: what a limit of address space is compared with."""
+    """The largest VmPeak of the processes below `root`, which a limit of address space applies to."""
     peak = 0
     for pid in _descendants(root):
         try:
@@ -163,52 +166,47 @@ def _report(path: str, peak: int) -> None:
         with open(f"{path}.{os.getpid()}", "x", encoding="utf-8") as file:
             json.dump({"peak_address_space_bytes": peak, "peak_resident_bytes": resident}, file)
         os.replace(file.name, path)
-    except OSError:  # a full disk costs the report, not the command's end
+    except OSError:  # on a full disk there is no report; the exit code still arrives
         pass
 
 
 def _ended(child: int) -> int | None:
-    """A child's exit code as `subprocess` counts (below zero: a signal), or None while it runs."""
+    """A child's exit code as in `subprocess` (below zero: a signal), or None while it runs."""
     pid, status = os.waitpid(child, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if pid else None
 
 
-def become_guard() -> None:
-    """To be called before the child is started."""
-    adopt_orphans(True)
-    no_core()
-
-
-def see_out(child: int, pipe: int, report: str = "", scratch: str = "") -> int:
-    """Wait for a child of ours, the leader of its own session; its exit code, or 137 when the pipe ended first."""
+def _guard(child: int, pipe: int, report: str = "", scratch: str = "") -> int:
+    """Wait for a child, the leader of its own session: its exit code, or 137 if the pipe ended first."""
     waited: list[int] = [pipe]
-    patience: float | None = _SAMPLE_SECONDS
+    interval: float | None = _SAMPLE_SECONDS
     try:
         waited.append(os.pidfd_open(child))
-        patience = _SAMPLE_SECONDS if report else None
-    except (AttributeError, OSError):  # an old kernel: look now and then
+        interval = _SAMPLE_SECONDS if report else None
+    except (AttributeError, OSError):  # an old kernel: poll
         pass
     peak, asked, code = 0, False, None
     while not asked and (code := _ended(child)) is None:
-        asked = pipe in select.select(waited, [], [], patience)[0]
+        asked = pipe in select.select(waited, [], [], interval)[0]
         peak = max(peak, _peak_bytes(os.getpid())) if report else 0
     _kill_all(child)
     if report:
         _report(report, peak)
-    if asked and scratch and not os.read(pipe, 1):  # who ends a child on purpose says so, and tidies up itself
+    if asked and scratch and not os.read(pipe, 1):  # a process that sends a byte removes the folder itself
         import shutil
 
         shutil.rmtree(scratch, ignore_errors=True)
     return 137 if code is None else code
 
 
-def main(words: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Run the command; see the module's text."""
     import json
     import subprocess
 
-    options, command = json.loads(words[0]), words[1:]
-    become_guard()
+    options, command = json.loads(arguments[0]), arguments[1:]
+    adopt_orphans(True)
+    no_core()
     me, space = os.getpid(), options.pop("address_space", 0)
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     if space and most not in (resource.RLIM_INFINITY, -1) and space > most:
@@ -225,7 +223,7 @@ def main(words: list[str]) -> None:
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
-    die_as(see_out(child.pid, **options))
+    die_as(_guard(child.pid, **options))
 
 
 if __name__ == "__main__":

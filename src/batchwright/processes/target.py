@@ -1,4 +1,4 @@
-"""`FILE.py:function`, as probe, estimate, check and run all take it."""
+"""`FILE.py:function`, the argument of probe, estimate, check and run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from batchwright.core.errors import ConfigError
 
-# A file that does one of these may have names that are not written in it.
+# A file with one of these may define names that are not in its text.
 _MAKES_NAMES = re.compile(r"import\s+\*|__getattr__|__dict__|\b(globals|locals|vars|setattr|exec|sys\.modules)\b")
 
 
 def task_file(target: str) -> tuple[Path, str]:
-    """The file and the function (`task` when none is named); the file has to be there, and the name to be in its text.
+    """The file and the function (default: `task`); the file must exist, and its text must contain the name.
 
-    Read, not imported: nobody waits for torch, or for a place in a queue, to hear that a name is misspelt.
+    The file is read, not imported: a wrong name is reported before torch is loaded, and before a job waits in a queue.
 
     >>> task_file("missing.py:task")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -32,7 +32,7 @@ def task_file(target: str) -> tuple[Path, str]:
         with tokenize.open(path) as source:
             text = source.read()
     except (SyntaxError, UnicodeDecodeError):
-        return path, name  # importing it says what is wrong, and where
+        return path, name  # the import reports what is wrong, and where
     except OSError as error:
         raise ConfigError(f"task file {file} cannot be read: {error}.", field="task", given=target) from None
     if not re.search(rf"\b{re.escape(name)}\b", text) and not _MAKES_NAMES.search(text):
@@ -41,8 +41,8 @@ def task_file(target: str) -> tuple[Path, str]:
 
 
 def no_function(target: str, file: str, name: str, functions: Iterable[str]) -> ConfigError:
-    """The error for a name that a file does not have."""
-    from difflib import get_close_matches  # only wrong input pays for it
+    """The error for a function that a file does not have."""
+    from difflib import get_close_matches  # imported for wrong input only
 
     own = sorted(functions)
     near = get_close_matches(name, own, n=2)

@@ -1,4 +1,4 @@
-"""Trials that are forked: as fresh as if they were started, ended like them, and gone with the prober."""
+"""Forked trials: as fresh as new processes, ended like them, and gone with the prober."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytest.importorskip("torch")
 import torch
 
 from batchwright.core.errors import ConfigError
-from batchwright.probe.request import read_request
+from batchwright.probe.records import read_request
 from batchwright.probe.runner import TaskRunner
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere every trial is started, not forked"),
+    pytest.mark.skipif(sys.platform != "linux", reason="on other systems no trial is forked"),
 ]
 TASK = """
 import os, time, torch
@@ -70,7 +70,7 @@ def parent(pid: int) -> int:
 def wait_for(condition, seconds=600.0):
     until = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < until, "waited in vain"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.02)
     return found
 
@@ -96,15 +96,15 @@ def test_a_hang_ends_in_time_and_the_next_trial_runs(runner, tmp_path):
     object.__setattr__(runner.request, "timeout", 20.0)
     trial = runner.limit(5)
     object.__setattr__(runner.request, "timeout", patient)
-    assert (trial.status, trial.death) == ("timeout", "hang")
+    assert (trial.status, trial.cause) == ("timeout", "hang")
     assert all(gone(pid) for pid in lines(tmp_path)[-1][:2])
     assert runner.limit(2).fits
 
 
-def test_a_zygote_that_is_killed_takes_its_trial_along_and_is_replaced(runner, tmp_path):
+def test_a_killed_server_ends_its_trial_and_is_replaced(runner, tmp_path):
     def kill():
-        _, guard, _ = wait_for(lambda: lines(tmp_path))[0]
-        os.kill(parent(guard), signal.SIGKILL)
+        _, server, _ = wait_for(lambda: lines(tmp_path))[0]
+        os.kill(server, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -118,22 +118,58 @@ def test_a_zygote_that_is_killed_takes_its_trial_along_and_is_replaced(runner, t
 def test_a_killed_prober_leaves_nothing(runner, tmp_path, request):
     code = f"""
     from pathlib import Path
-    from batchwright.probe.request import read_request
+    from batchwright.probe.records import read_request
     from batchwright.probe.runner import TaskRunner
     TaskRunner(read_request({runner.request.target!r}, memory="1GiB"), Path({str(tmp_path / "scratch")!r})).limit(5)
     """
     prober = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
     request.addfinalizer(prober.kill)
-    trial, guard, _ = wait_for(lambda: lines(tmp_path))[0]
-    zygote = parent(guard)
-    assert parent(parent(zygote)) == prober.pid
+    trial, server, _ = wait_for(lambda: lines(tmp_path))[0]
+    guard = parent(server)
+    assert parent(guard) == prober.pid
     prober.kill()
     prober.wait()
-    wait_for(lambda: all(gone(pid) for pid in (trial, guard, zygote)) and not (tmp_path / "scratch").exists())
+    wait_for(lambda: all(gone(pid) for pid in (trial, server, guard)) and not (tmp_path / "scratch").exists())
 
 
-def test_where_an_import_has_touched_the_device_trials_are_started_anew(runner, tmp_path, monkeypatch):
-    """torch says so after a fork; only the word itself is made up here, since there is no device."""
+def test_a_killed_guard_leaves_nothing(runner, tmp_path):
+    def kill():
+        _, server, _ = wait_for(lambda: lines(tmp_path))[0]
+        os.kill(parent(server), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert not runner.limit(5).fits
+    killer.join()
+    assert all(wait_for(lambda pid=pid: gone(pid)) for pid in lines(tmp_path)[0][:2])
+
+
+def test_processes_that_a_trial_leaves_behind_are_ended_before_the_next_trial(runner, tmp_path):
+    daemon = f"import time; open({str(tmp_path / 'daemon')!r}, 'w').write('started'); time.sleep(600)"
+    start = f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-S', '-c', {daemon!r}], start_new_session=True)"
+    start += f"\nopen({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
+    start += f"while not os.path.exists({str(tmp_path / 'daemon')!r}): time.sleep(0.01)\n"
+    (tmp_path / "task.py").write_text(TASK + start)
+    assert runner.limit(2).fits
+    assert gone(int((tmp_path / "child").read_text()))
+    server = lines(tmp_path)[0][1]
+    assert not gone(server)
+    assert runner.limit(1).fits
+    assert lines(tmp_path)[-1][1] == server
+
+
+def test_imports_that_fail_show_their_error(runner, tmp_path, monkeypatch):
+    (tmp_path / "site" / "numpy").mkdir(parents=True)
+    (tmp_path / "site" / "numpy" / "__init__.py").write_text("raise RuntimeError('a broken installation')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    trial = runner.limit(1)
+    assert (trial.status, trial.cause) == ("crash", "crash")
+    assert "RuntimeError: a broken installation" in trial.reason
+    assert "a broken installation" in trial.traceback
+
+
+def test_where_an_import_has_used_the_device_a_trial_is_a_new_interpreter(runner, tmp_path, monkeypatch):
+    """There is no device here, so torch's answer after a fork is replaced."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
@@ -158,15 +194,15 @@ def test_imports_that_hang_end_with_the_prober(runner, tmp_path):
     (tmp_path / "site" / "numpy" / "__init__.py").write_text(hangs)
     code = f"""
     from pathlib import Path
-    from batchwright.probe.request import read_request
+    from batchwright.probe.records import read_request
     from batchwright.probe.runner import TaskRunner
     TaskRunner(read_request({runner.request.target!r}, memory="1GiB"), Path({str(tmp_path / "scratch")!r})).limit(1)
     """
     env = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=env) as prober:
-        zygote = int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+        server = int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
         prober.kill()
-    wait_for(lambda: gone(zygote) and not (tmp_path / "scratch").exists())
+    wait_for(lambda: gone(server) and not (tmp_path / "scratch").exists())
 
 
 @pytest.mark.parametrize("device", ["nonsense", *["cuda"] * (not torch.cuda.is_available()), "meta"])

@@ -1,4 +1,4 @@
-"""What a user sees while trials run: a live table on a terminal, plain lines elsewhere; always on standard error."""
+"""What a user sees: progress while trials run (on standard error), and a table of trials."""
 
 from __future__ import annotations
 
@@ -6,22 +6,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from . import process
+from batchwright.core.numbers import format_bytes
+
 from .records import Trial
-from .request import megabytes
 
 
-class Progress(Protocol):
-    """Told of every trial; `left` is how many more are expected after this one."""
-
-    def started(self, size: int, purpose: str, left: int) -> None: ...
-    def finished(self, trial: Trial) -> None: ...
-    def note(self, text: str) -> None: ...
-    def close(self) -> None: ...
-
-
-class Silent:
-    """Says nothing: what the library uses unless told otherwise."""
+class TrialProgress(Protocol):
+    """Is called before and after every trial; `left` is how many trials are expected after this one."""
 
     def started(self, size: int, purpose: str, left: int) -> None: ...
     def finished(self, trial: Trial) -> None: ...
@@ -29,7 +20,16 @@ class Silent:
     def close(self) -> None: ...
 
 
-class Lines:
+class NoProgress:
+    """Prints nothing: the library's default."""
+
+    def started(self, size: int, purpose: str, left: int) -> None: ...
+    def finished(self, trial: Trial) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class TrialLines:
     """One line per trial."""
 
     def __init__(self) -> None:
@@ -40,34 +40,35 @@ class Lines:
         self._left = left
 
     def finished(self, trial: Trial) -> None:
-        if trial.seconds and not trial.resumed:
-            self._seconds.append(trial.seconds)
+        self._count(trial)
         _print(f"{trial.purpose:<10}  micro_batch_size {trial.micro_batch_size:<6} {verdict(trial)}{self._eta()}")
-
-    def _eta(self) -> str:
-        return eta(self._seconds, self._left)
 
     def note(self, text: str) -> None:
         _print(text)
 
     def close(self) -> None: ...
 
+    def _count(self, trial: Trial) -> None:
+        if trial.seconds and not trial.resumed:
+            self._seconds.append(trial.seconds)
 
-class Live(Lines):
-    """A table that grows, with what runs now and how long it will take."""
+    def _eta(self) -> str:
+        return eta(self._seconds, self._left)
+
+
+class TrialTable(TrialLines):
+    """For a terminal: a table that grows, the trial that runs now, and the expected time."""
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.live import Live as RichLive
+        from rich.live import Live
 
         super().__init__()
         self._trials: list[Trial] = []
-        self._notes: list[str] = []
         self._now = "starting"
-        self._live = RichLive(
-            console=Console(stderr=True, no_color=process.colourless()), get_renderable=self._render,
-            refresh_per_second=4, transient=True,
-        )  # fmt: skip
+        self._live = Live(
+            console=Console(stderr=True), get_renderable=self._render, refresh_per_second=4, transient=True
+        )
         self._live.start()
 
     def started(self, size: int, purpose: str, left: int) -> None:
@@ -76,8 +77,7 @@ class Live(Lines):
         self._live.refresh()
 
     def finished(self, trial: Trial) -> None:
-        if trial.seconds and not trial.resumed:
-            self._seconds.append(trial.seconds)
+        self._count(trial)
         self._trials.append(trial)
         self._live.refresh()
 
@@ -109,30 +109,30 @@ def row(trial: Trial) -> tuple[str, ...]:
     return (
         trial.purpose,
         str(trial.micro_batch_size),
-        (trial.status if trial.fits else f"{trial.status} ({trial.death})") + (", resumed" if trial.resumed else ""),
-        megabytes(trial.peak_memory_bytes),
-        megabytes(trial.predicted_peak_memory_bytes),
+        (trial.status if trial.fits else f"{trial.status} ({trial.cause})") + (", resumed" if trial.resumed else ""),
+        format_bytes(trial.peak_memory_bytes),
+        format_bytes(trial.predicted_peak_memory_bytes),
         "-" if trial.samples_per_second is None else f"{trial.samples_per_second:.4g}",
         "-" if trial.seconds is None else f"{trial.seconds:.1f}",
     )
 
 
 def verdict(trial: Trial) -> str:
-    """A trial in a line: what happened, and why."""
+    """A trial in one line: what happened, and why."""
     if not trial.fits:
-        return f"{trial.status} ({trial.death}): {(trial.reason or '')[:160]}"
-    words = ["fits"]
+        return f"{trial.status} ({trial.cause}): {(trial.reason or '')[:160]}"
+    parts = ["fits"]
     if trial.peak_memory_bytes and trial.purpose != "throughput":
-        words.append(f"peak {megabytes(trial.peak_memory_bytes)}")
+        parts.append(f"peak {format_bytes(trial.peak_memory_bytes)}")
         if trial.predicted_peak_memory_bytes:
-            words.append(f"predicted {megabytes(trial.predicted_peak_memory_bytes)}")
+            parts.append(f"predicted {format_bytes(trial.predicted_peak_memory_bytes)}")
     if trial.samples_per_second and trial.timing:
-        words.append(f"{trial.samples_per_second:.4g} samples/s ± {trial.timing.noise:.0%}")
-    return ", ".join(words) + (" (resumed)" if trial.resumed else "")
+        parts.append(f"{trial.samples_per_second:.4g} samples/s ± {trial.timing.noise:.0%}")
+    return ", ".join(parts) + (" (resumed)" if trial.resumed else "")
 
 
 def eta(seconds: Sequence[float], left: int) -> str:
-    """How long the trials to come will take, if they take as long as those before.
+    """How long the next trials will take, if they take as long as those before.
 
     >>> eta([2.0, 4.0], 2)
     '  [about 2 more, 6 s]'
