@@ -166,8 +166,8 @@ def test_an_invalid_request_is_refused_before_anything_starts(argv, kind, field,
 
 def test_a_note_says_that_a_command_does_not_get_its_batch():
     told = run(*RAMP, *WORLD, "--dry-run", "--", "train", "{end_sample}")
-    assert "The command has no place for its batch" in told and "{global_batch_size}" in told
-    assert "no place for its batch" not in run(*RAMP, *WORLD, "--dry-run", *SCRIPT)
+    assert "The command has no placeholder for its batch" in told and "{global_batch_size}" in told
+    assert "no placeholder for its batch" not in run(*RAMP, *WORLD, "--dry-run", *SCRIPT)
     assert "no place" not in run("--global-batch-size", "8", "--samples", "64", "--dry-run", "--", "train")
 
 

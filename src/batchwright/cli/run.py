@@ -48,7 +48,7 @@ _world_options = stack(
 _launch_options = stack(
     number(
         "--engine",
-        "What starts the processes: local | slurm | kubernetes (only with --dry-run).  [default: local]",
+        "What starts the processes: local | slurm.  [default: local]",
         "NAME",
     ),
     number("--site", "Slurm: a file with the settings of the cluster (the keys of launch.slurm).", "FILE.yaml"),
@@ -140,7 +140,6 @@ def command(
     the run directory. Ctrl-C once: save a checkpoint and stop; twice: stop now.
     """
     from batchwright.launch.directory import RunDirectory
-    from batchwright.launch.engine import engine
     from batchwright.launch.plan import begin
 
     chosen = [name for name, value in {"--resume": resume, "--status": status_of, "--stop": stop_of}.items() if value]
@@ -169,9 +168,6 @@ def command(
         if dry_run:
             _dry_run(directory, plan, made, as_json)
             return
-        if plan.options.engine == "kubernetes":
-            # Raises the error that says why not.
-            engine(plan.options.engine)
         try:
             begin(directory, plan)
             ctx.exit(_detach(directory, plan, as_json) if flags["detach"] else _supervise(directory, plan, as_json))
@@ -338,10 +334,10 @@ def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
 def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
     """Run all launches; returns the exit code."""
     from batchwright.launch.engine import engine
-    from batchwright.launch.show import listener
+    from batchwright.launch.show import display
     from batchwright.launch.supervisor import Supervisor
 
-    shown = listener()
+    shown = display()
     for note in plan.notes:
         shown.note(f"note: {spell(note)}")
     shown.note(f"run directory: {directory.path}")
@@ -359,11 +355,10 @@ def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
 
 
 def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, plan: RunPlan | None = None) -> None:
-    from batchwright.launch import summary
-    from batchwright.launch.status import status
+    from batchwright.launch import status as shown
 
     plan = plan or directory.plan()
-    now, jobs = status(directory, plan), None
+    now, jobs = shown.status(directory, plan), None
     if plan.options.engine == "slurm":
         from batchwright.launch.slurm.control import seen
 
@@ -372,15 +367,15 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
     if as_json:
         print_json(now.to_json(ledger) | ({"chain": jobs.to_json(plan)} if jobs else {}))
         return
-    lines = [summary.headline(plan, now)]
+    lines = [shown.headline(plan, now)]
     if now.reason:
         lines += [f"reason: {now.reason}"]
-    if rows := summary.launch_rows(now):
-        lines += ["", *text.table(rows, head=summary.LAUNCH_HEAD, right=range(7))]
+    if rows := shown.launch_rows(now):
+        lines += ["", *text.table(rows, head=shown.LAUNCH_HEAD, right=range(7))]
     if jobs:
         lines += ["", *text.table(jobs.cells(), head=jobs.head, right=(0, 1, *range(3, 9))), f"  {jobs.sum(plan)}"]
-    if rows := summary.boundary_rows(now.boundaries):
-        lines += ["", "time lost at boundaries:", *text.table(rows, head=summary.BOUNDARY_HEAD, right=range(6))]
+    if rows := shown.boundary_rows(now.boundaries):
+        lines += ["", "time lost at boundaries:", *text.table(rows, head=shown.BOUNDARY_HEAD, right=range(6))]
     if ledger.get("ok") is not None:
         verdict = f"ledger: {'ok' if ledger['ok'] else 'NOT ok'}, {ledger['gaps']} gaps, {ledger['repeats']} repeats"
         lines += ["", f"{verdict}, {ledger['discarded_samples']} samples discarded and trained again"]
@@ -391,7 +386,7 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
         series = {"global batch": [s.global_batch_size for s in plan.stages], "nodes": [s.nodes for s in plan.stages]}
         lines += ["", staircase(edges, series, xlabel="samples", height=9, color=text.color())]
     verbs = [verb for group in GROUPS.values() for verb in group]
-    if steps := summary.next_steps(plan, now, ledger, verbs):
+    if steps := shown.next_steps(plan, now, ledger, verbs):
         lines += ["", "next:", *text.bullets(steps)]
     click.echo("\n".join(lines))
 
@@ -435,9 +430,12 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
 
 def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) -> None:
     """Print every launch as it would start from its first sample."""
-    from batchwright.launch.slurm.dry_run import dry_records
+    if plan.options.engine == "slurm":
+        from batchwright.launch.slurm.control import dry_run
+    else:
+        from batchwright.launch.work import dry_run
 
-    records = dry_records(directory, plan)
+    records = dry_run(directory, plan)
     if as_json:
         print_json({"schema": codec.SCHEMA, "dir": str(directory.path), "launches": records, "stages": made.stages()})
         return
@@ -448,7 +446,7 @@ def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) 
         lines += ["", f"launch {record['index'] + 1}: {where}, {span}"]
         lines += [f"  {key}={shlex.quote(value)}" for key, value in record["environment"].items()]
         lines += ["  $ " + " ".join(shlex.quote(_near(argument)) for argument in record["command"])]
-        lines += [f"  {key}: {_near(record[key])}" for key in ("script", "test", "manifest") if key in record]
+        lines += [f"  {key}: {_near(record[key])}" for key in ("script", "test") if key in record]
     click.echo("\n".join(lines))
 
 

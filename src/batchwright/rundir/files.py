@@ -58,6 +58,12 @@ def json_object(value: Any) -> dict[str, Any]:
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
+def find_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in `path`; None where `find_json` gives None or anything else."""
+    document = find_json(path)
+    return cast("dict[str, Any]", document) if isinstance(document, dict) else None
+
+
 class JsonLines:
     """Reads a file of JSON lines, such as events, while it grows."""
 

@@ -220,7 +220,9 @@ def test_the_launchers_error_names_constant_work_where_that_has_an_answer():
         place(ramp(*range(256, 2049, 256)), EIGHT, **options)
     message = str(caught.value)
     assert "global_batch_size=256 needs accumulation_steps 1 (256 / 256), and accumulation_steps=4 is given" in message
-    assert message.endswith("Node policy constant-work runs all stages: 2 -> 4 -> 6 -> 8 -> 10 -> 12 -> 14 -> 16 nodes.")
+    assert message.endswith(
+        "Node policy constant-work runs all stages: 2 -> 4 -> 6 -> 8 -> 10 -> 12 -> 14 -> 16 nodes."
+    )
     assert counts(place(ramp(*range(256, 2049, 256)), EIGHT, policy="constant-work", **options)) == [*range(2, 17, 2)]
     with pytest.raises(ScheduleError) as caught:
         place(ramp(256, 2000), EIGHT, nodes=16, micro_batch_size=4)

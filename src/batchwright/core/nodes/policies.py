@@ -101,6 +101,7 @@ class NodePlan:
     full_cluster_node_hours: float | None
     saved_node_hours: float | None
     notes: tuple[str, ...]
+    rules: StageRules
     gap: float = 0.0
     """Within a limit: how many node-hours (min-time: hours) another choice could save, at most."""
 
@@ -255,7 +256,7 @@ def place(
         if segment.shortfall and rest % (stage.micro_batch_size * stage.data_parallel_size):
             notes.append(f"the last step of stage {stage.index + 1} has only {rest} samples, and runs ragged.")
     saved = full[1] - node_hours if full[1] is not None and node_hours is not None else None
-    return NodePlan(policy, stages, launches, restart, hours, node_hours, *full, saved, tuple(notes), gap)
+    return NodePlan(policy, stages, launches, restart, hours, node_hours, *full, saved, tuple(notes), rules, gap)
 
 
 def _request_violations(
