@@ -1,4 +1,4 @@
-"""What a schedule costs: lookups against replaying the steps, and the node policies at full size. CPU time, interleaved."""
+"""The cost of a schedule: lookups compared with replaying the steps, and node policies at full size. CPU time, interleaved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cpu(call: Callable[[], object], times: int = 1) -> float:
 
 
 def replay(start: int, increment: int, samples: int, target: int, until_step: int) -> int:
-    """Where a run is, found by taking every step: how MaxText resumes, and what a calculator without segments leaves."""
+    """The position of a run, found by taking every step: how MaxText resumes."""
     n = (target - start) // increment
     consumed = 0
     for _ in range(until_step):
@@ -69,7 +69,7 @@ def main() -> None:
     common = {"nodes": 4096, "micro_batch_size": 1, "throughput": times}
     fast, cheap = (place(stages, world, policy=policy, **common) for policy in ("min-time", "min-node-hours"))
     hours, node_hours = cheap.hours - fast.hours, fast.node_hours - cheap.node_hours
-    cases: dict[str, tuple[dict[str, object], float | None]] = {  # and the promise, in seconds
+    cases: dict[str, tuple[dict[str, object], float | None]] = {  # and the bound, in seconds
         **{policy: ({"policy": policy}, 0.1) for policy in ("launcher", "constant-work", "min-node-hours", "min-time")},
     }
     for share in (0.02, 0.2, 0.7):
@@ -82,14 +82,14 @@ def main() -> None:
     for policy in ("min-node-hours", "min-time"):
         cases[f"{policy}, ragged"] = ({"policy": policy, "allow_ragged": True}, None)
     print(f"\n| {len(stages)} stages × 4,096 nodes | ms (median) |\n|---|---|")
-    for name, (options, promise) in cases.items():
-        rounds = ROUNDS if promise else 3
+    for name, (options, bound) in cases.items():
+        rounds = ROUNDS if bound else 3
         taken = statistics.median(
             cpu(lambda options=options: place(stages, world, **common | options)) for _ in range(rounds)
         )
         print(f"| {name} | {1000 * taken:.0f} |")
-        if promise and taken > promise:
-            broken.append(f"{name}: {1000 * taken:.0f} ms, promised {1000 * promise:.0f}")
+        if bound and taken > bound:
+            broken.append(f"{name}: {1000 * taken:.0f} ms, bound {1000 * bound:.0f}")
     if broken:
         sys.exit("; ".join(broken))
 

@@ -1,9 +1,9 @@
-"""The verbs as Python functions: what the command line does, with values instead of flags."""
+"""The verbs as Python functions: the command line with values instead of flags."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from . import dialects
 from .core.batch.nearby import Nearby
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class Plan(BatchPlan):
-    """A plan that can also fill itself into another framework's recipe."""
+    """A plan with `apply`, which writes it into a NeMo recipe."""
 
     def apply(self, recipe: object) -> dict[str, Any]:
-        """Fill the plan into an object with NeMo's attributes; returns what was set, by dotted name."""
+        """Set the plan's numbers on an object with NeMo's attributes; returns what was set, by dotted name."""
         from .dialects import nemo
 
         return nemo.write_recipe(self, recipe)
 
 
 def _resolve(source: object, given: Mapping[str, Any], own: Collection[str]) -> dialects.Resolved:
-    """Keys of a mapping in any spelling or of a NeMo recipe, and keywords, which win."""
+    """Fields from a mapping with keys in any spelling or a NeMo recipe, and from keywords, which take precedence."""
     entries: list[tuple[str, dialects.Given]] = []
     lenient = False
     if source is not None:
         if isinstance(source, Mapping):
-            keys = dialects.flatten(source)
+            keys = dialects.flatten(cast("Mapping[Any, Any]", source))
         else:
             from .dialects import nemo
 
@@ -53,7 +53,7 @@ def _request(resolved: dialects.Resolved) -> BatchRequest:
 
 
 def plan(source: object = None, /, **given: Any) -> Plan:
-    """Plan a batch: give what is known, get the rest. Names are those of `batchwright plan`'s flags.
+    """Plan a batch: give the known numbers, get all. The names are those of `batchwright plan`'s flags.
 
     >>> p = plan(global_batch_size=1024, nodes=16, devices_per_node=8, tensor_parallel=2, max_micro_batch_size=6)
     >>> p.micro_batch_size, p.accumulation_steps, p.data_parallel_size
@@ -64,7 +64,7 @@ def plan(source: object = None, /, **given: Any) -> Plan:
 
 
 def nearby(source: object = None, /, *, tolerance: str | float, **given: Any) -> tuple[Nearby, ...]:
-    """Batches and rank counts near a request that work, closest first.
+    """Valid batches and rank counts close to a request, closest first.
 
     >>> nearby(global_batch_size=1000, micro_batch_size=3, data_parallel_size=64, tolerance="5%")[0].global_batch_size
     960
@@ -73,7 +73,7 @@ def nearby(source: object = None, /, *, tolerance: str | float, **given: Any) ->
 
 
 def ramp(source: object = None, /, **given: Any) -> Ramp:
-    """A batch that grows: every stage with its nodes, cost and learning rate. Names are those of `batchwright ramp`'s flags.
+    """A batch that grows: every stage with its nodes, cost and learning rate. Names as in `batchwright ramp`'s flags.
 
     >>> r = ramp(linear=(256, 128, "50M"), global_batch_size=1024)
     >>> r.at_sample(30_000_000).global_batch_size

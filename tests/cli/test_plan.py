@@ -402,7 +402,7 @@ def test_a_pasted_maxtext_line_with_its_own_base_yml(cli, tmp_path, monkeypatch)
     assert cli(*line, "ici_fsdp_parallelism=16", "--json").json["global_batch_size"] == 2 * 2 * 16
     assert cli(*line, "--devices", "8", "--json").json["global_batch_size"] == 2 * 2 * 8
     ran = cli(*line, "ici_fsdp_parallelism=-1")  # a key that is typed counts
-    assert ran.code == 2 and "ici_fsdp_parallelism=-1 takes what the other axes leave of the devices" in ran.err
+    assert ran.code == 2 and "ici_fsdp_parallelism=-1 takes the devices that the other axes leave" in ran.err
 
 
 def test_what_a_pasted_line_names_is_read_only_where_it_configures_a_batch(cli, tmp_path, monkeypatch):

@@ -263,11 +263,11 @@ def test_learning_rates():
         (("--linear", "256,100,1M", "--global-batch-size", "1024"), "Nearest: 96"),
         (("--linear", "1024,128,1M", "--global-batch-size", "256"), "would fall"),
         (("--linear", "256,0,1M", "--global-batch-size", "256"), "increment=0"),
-        (("--linear", "256,128,1M"), "to --global-batch-size"),
-        (("--linear", "256,128,1M", "--thresholds", "0:8", "--global-batch-size", "1024"), "two rules"),
+        (("--linear", "256,128,1M"), "needs --global-batch-size"),
+        (("--linear", "256,128,1M", "--thresholds", "0:8", "--global-batch-size", "1024"), "mutually exclusive"),
         (("--thresholds", "0-8"), "THRESHOLD:SIZE"),
         (("--thresholds", "10:8"), "first threshold"),
-        (("--thresholds-tokens", "0:8 1M:16"), "a --sequence-length"),
+        (("--thresholds-tokens", "0:8 1M:16"), "need --sequence-length"),
         (("--recipe", "palm"), "palm-540b"),
         (("--per-device", "1,1,4,15"), "number of devices"),
         (("--per-device", "0.5,1,4,15", "--devices", "3"), "not a whole number"),
@@ -275,7 +275,7 @@ def test_learning_rates():
         ((*LINEAR, "--nodes", "4"), "needs --devices-per-node"),
         ((*LINEAR, "--node-policy", "launcher"), "needs --nodes and --devices-per-node"),
         ((*LINEAR, "--node-policy", "fastest"), "launcher"),
-        ((*LINEAR, "--samples", "1M", "--tokens", "1M"), "either --samples or --tokens"),
+        ((*LINEAR, "--samples", "1M", "--tokens", "1M"), "exactly one of --samples and --tokens"),
         ((*LINEAR, "--compare", "linear,levanter"), "linear,maxtext|two of"),
         ((*LINEAR, "--at", "-1"), "must be at least 0"),
         ((*LINEAR, "--lr-scaling", "sqrt"), "needs --lr,"),
@@ -357,8 +357,10 @@ def test_nothing_a_user_types_gives_a_traceback(pairs):
 
 def test_a_note_says_that_the_budget_ends_before_the_target(cli):
     argv = ("ramp", "--linear", "256,128,50M", "--global-batch-size", "1024", "--json", "--samples")
-    assert any("256 then, and 1024 is not reached" in note for note in cli(*argv, "1M").json["notes"])
-    assert not any("not reached" in note for note in cli(*argv, "60M").json["notes"])
+    assert any(
+        "the last batch is 256, and the run does not reach 1024" in note for note in cli(*argv, "1M").json["notes"]
+    )
+    assert not any("not reach" in note for note in cli(*argv, "60M").json["notes"])
 
 
 def test_experts_choose_nodes_where_they_can_and_are_noted_where_not(cli):

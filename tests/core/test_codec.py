@@ -38,7 +38,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Tree:
-    """A record of everything the codec knows."""
+    """A record with every kind of field that the codec supports."""
 
     leaves: tuple[Leaf, ...]
     by_name: Mapping[str, int]

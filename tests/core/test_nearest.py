@@ -1,4 +1,4 @@
-"""Divisors and multiples against brute force."""
+"""Divisors and multiples compared with brute force."""
 
 from __future__ import annotations
 

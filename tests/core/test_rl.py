@@ -1,4 +1,4 @@
-"""prompts -> responses -> updates -> micro batches, against a simulation that deals out every response."""
+"""prompts -> responses -> updates -> micro batches, compared with a simulation of every response."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ n = st.integers(1, 12)
 def jobs(draw: st.DrawFn) -> dict[str, Any]:
     job = {"prompts": draw(st.integers(1, 48)), "generations": draw(st.integers(1, 8))}
     for name, values in {
-        "updates": n, "iterations": st.integers(1, 4), "rounds_ahead": st.integers(0, 3), "data_parallel_size": n,
-        "train_micro_prompts": n, "train_micro_responses": n, "rollout_micro_prompts": n, "micro_batch_size": n,
-    }.items():  # fmt: skip
+        "updates": n,
+        "iterations": st.integers(1, 4),
+        "rounds_ahead": st.integers(0, 3),
+        "data_parallel_size": n,
+        "train_micro_prompts": n,
+        "train_micro_responses": n,
+        "rollout_micro_prompts": n,
+        "micro_batch_size": n,
+    }.items():
         if draw(st.booleans()):
             job[name] = draw(values)
     return job
@@ -67,11 +73,11 @@ def test_every_accepted_round_deals_out_every_response_once(job):
 
 
 def simulated_lag(updates: int, iterations: int, ahead: int, rounds: int = 12) -> int:
-    """The most updates between the policy that sampled and the policy that learns, by walking through rounds."""
+    """The most updates between the policy that sampled and the policy that learns, by simulating rounds."""
     version, queue, worst = 0, [], 0
     for _ in range(rounds):
         while len(queue) < ahead + 1:
-            queue.append(version)  # sampled with the policy there is
+            queue.append(version)  # sampled with the current policy
         sampled = queue.pop(0)
         for _ in range(updates * iterations):
             worst = max(worst, version - sampled)
@@ -98,11 +104,11 @@ def test_every_nearest_equals_brute_force(job):
             return
         name, nearest = error.field, list(error.nearest)
     if name == "train_micro_responses" and "train_micro_prompts" in job:
-        return  # two spellings of one number that contradict each other
+        return  # one number is given twice, with different values
     wanted = job.get(name, 1)
     works = [value for value in range(1, job["prompts"] * job["generations"] + 1) if accepts({**job, name: value})]
     if not works:
-        return  # another number is wrong as well, which comes to light once this one is right
+        return  # another number is wrong as well: its error comes after this one
     assert nearest == [*[v for v in works if v < wanted][-1:], *[v for v in works if v > wanted][:1]]
 
 

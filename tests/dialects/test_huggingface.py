@@ -1,4 +1,4 @@
-"""Hugging Face's names, and those of the launchers that go with them."""
+"""Hugging Face's keys, and those of the launchers used with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MaxText: per device counts all devices and may be below one; the mesh is ici × dcn."""
+"""MaxText: sizes per device count all devices and may be below one; the mesh is ici × dcn."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_fraction_is_resolved_with_words():
     assert p.reasons["micro_batch_size"] == "per_device_batch_size × 8 devices per replica"
     text = "\n".join(p.notes)
     assert "counts every device: 1/4 × 8 devices per replica = micro_batch_size 2" in text
-    assert "throws 75% of them away; here exactly the global batch is read" in text
+    assert "drops 75% of them; batchwright reads exactly the global batch" in text
 
 
 def test_a_fraction_that_is_no_micro_batch_names_those_that_are():
@@ -71,10 +71,15 @@ def test_half_a_row_per_device_without_replicas_is_the_whole_batch_and_does_not_
 def test_the_mesh_multiplies_ici_and_dcn():
     p = batchwright.plan(
         {
-            "per_device_batch_size": 1, "ici_fsdp_parallelism": 16, "dcn_data_parallelism": 4, "ici_tensor_parallelism": 2,
-            "dcn_pipeline_parallelism": 2, "ici_expert_parallelism": 2, "max_target_length": 2048,
+            "per_device_batch_size": 1,
+            "ici_fsdp_parallelism": 16,
+            "dcn_data_parallelism": 4,
+            "ici_tensor_parallelism": 2,
+            "dcn_pipeline_parallelism": 2,
+            "ici_expert_parallelism": 2,
+            "max_target_length": 2048,
         }
-    )  # fmt: skip
+    )
     assert (p.tensor_parallel, p.pipeline_parallel, p.expert_parallel) == (2, 2, 2)
     assert p.data_parallel_size == 16 * 4 * 2
     assert p.devices == 512
@@ -126,8 +131,8 @@ def plan(**keys):
 
 
 def test_an_axis_that_fills_the_devices_counts_as_one_without_them_and_says_so():
-    made = plan(per_device_batch_size=4, ici_fsdp_parallelism=-1)  # as MaxText's own file has it
-    assert made.data_parallel_size == 1 and any("ici_fsdp_parallelism" in n and "count as 1" in n for n in made.notes)
+    made = plan(per_device_batch_size=4, ici_fsdp_parallelism=-1)  # as in MaxText's own file
+    assert made.data_parallel_size == 1 and any("ici_fsdp_parallelism" in n and "1 is assumed" in n for n in made.notes)
     assert plan(per_device_batch_size=4, ici_fsdp_parallelism=-1, devices=8).data_parallel_size == 8
 
 
@@ -135,9 +140,13 @@ def test_an_axis_that_fills_the_devices_counts_as_one_without_them_and_says_so()
 def test_repeats_of_a_pipeline_follow_from_its_layers(layers, each, repeats):
     more = {} if each is None else {"num_layers_per_pipeline_stage": each}
     made = plan(
-        per_device_batch_size=8, devices=16, ici_pipeline_parallelism=4, base_num_decoder_layers=layers,
-        num_pipeline_repeats=-1, **more,
-    )  # fmt: skip
+        per_device_batch_size=8,
+        devices=16,
+        ici_pipeline_parallelism=4,
+        base_num_decoder_layers=layers,
+        num_pipeline_repeats=-1,
+        **more,
+    )
     assert made.pipeline.virtual_stages == repeats
     pieces = made.pipeline.pipeline_microbatches
     assert made.pipeline.bubble_fraction == pytest.approx(3 / (repeats * pieces + 3))

@@ -60,7 +60,7 @@ def test_a_plan_is_applied_to_a_recipe_and_read_back_the_same():
         "trainer.strategy.pipeline_model_parallel_size": 1,
         "trainer.strategy.context_parallel_size": 1,
         "trainer.accumulate_grad_batches": 1,
-    }  # expert_model_parallel_size is no part of this recipe
+    }  # this recipe has no expert_model_parallel_size
     assert target.optim.config.lr == 3e-4
     again = batchwright.plan(target)
     for name in (
@@ -116,18 +116,23 @@ def test_accumulate_grad_batches_is_one_because_nemo_derives_it():
     keys = [("data.micro_batch_size", Given(4)), ("data.global_batch_size", Given(16))]
     alone = resolve([*keys, ("trainer.accumulate_grad_batches", Given("1"))])
     assert alone.fields["accumulation_steps"].value == "1"
-    assert "read as accumulation_steps=1 in the documented equation" in alone.notes[0]
+    assert "so it is read as accumulation_steps=1" in alone.notes[0]
     placed = resolve([*keys, ("trainer.accumulate_grad_batches", Given(1)), ("devices", Given(2))])
-    assert "accumulation_steps" not in placed.fields  # 16 / (4 × 2) = 2 follows
-    assert "must stay 1" in placed.notes[0]
+    assert "accumulation_steps" not in placed.fields  # 16 / (4 × 2) = 2 is derived
+    assert "must be 1" in placed.notes[0]
 
 
 @pytest.mark.parametrize("prefix", ["", "training."])
 def test_the_launchers_keys(prefix):
     keys = {
-        "trainer.num_nodes": 8, "trainer.devices": 8, "model.micro_batch_size": 2, "model.global_batch_size": 256,
-        "model.tensor_model_parallel_size": 4, "model.pipeline_model_parallel_size": 2, "model.encoder_seq_length": 4096,
-    }  # fmt: skip
+        "trainer.num_nodes": 8,
+        "trainer.devices": 8,
+        "model.micro_batch_size": 2,
+        "model.global_batch_size": 256,
+        "model.tensor_model_parallel_size": 4,
+        "model.pipeline_model_parallel_size": 2,
+        "model.encoder_seq_length": 4096,
+    }
     p = batchwright.plan({prefix + key: value for key, value in keys.items()})
     assert (p.nodes, p.devices, p.data_parallel_size, p.accumulation_steps) == (8, 64, 8, 16)
     assert p.pipeline is not None

@@ -1,4 +1,4 @@
-"""Keys in any spelling, from several places: who wins, what contradicts, what is a slip."""
+"""Keys in any spelling, from several places: which wins, which contradict, which are misspelt."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def test_the_stronger_level_wins_and_keeps_its_origin():
 
 def test_the_same_level_may_repeat_but_not_differ():
     assert resolve([("nodes", Given(2)), ("trainer.num_nodes", Given("2"))]).fields["nodes"].value == 2
-    with pytest.raises(
-        ConfigError, match=r"nodes is given twice and differently: 2 \(as a value\) and 3 \(as a value\)"
-    ):
+    with pytest.raises(ConfigError, match=r"nodes has two different values: 2 \(as a value\) and 3 \(as a value\)"):
         resolve([("nodes", Given(2)), ("trainer.num_nodes", Given(3))])
 
 
@@ -39,7 +37,7 @@ def test_unknown_keys_are_all_named_with_what_was_meant():
     assert "data.global_batch_size" in caught.value.violations[2].nearest
 
 
-def test_among_foreign_keys_only_a_slip_is_refused():
+def test_among_foreign_keys_only_a_misspelt_one_is_refused():
     read = resolve([("optimizer.lr", Given(1)), ("nodes", Given(2))], lenient=True)
     assert read.ignored == ("optimizer.lr",)
     with pytest.raises(ConfigError, match=r"Did you mean data\.micro_batch_size"):
@@ -66,13 +64,13 @@ def test_every_key_of_every_dialect_leads_to_a_field_of_ours():
 
 
 @pytest.mark.parametrize("key", ["model.name", "model.text.encoder_seq_length", "model.vision.micro_batch_size"])
-def test_a_key_that_is_close_to_another_frameworks_is_no_slip(key):
+def test_a_key_that_is_close_to_another_frameworks_is_not_misspelt(key):
     nemo = [("model.micro_batch_size", Given(2)), ("model.global_batch_size", Given(2048)), (key, Given("gpt"))]
     assert resolve(nemo, lenient=True).ignored == (key,)
     assert resolve([*nemo, ("trainer.devices", Given(8))], lenient=True).fields["devices_per_node"].value == 8
 
 
-def test_a_slip_of_the_framework_that_is_used_is_still_one():
+def test_a_misspelt_key_of_the_used_framework_is_refused():
     nemo = [("model.global_batch_size", Given(2048)), ("model.micro_batch_sise", Given(2))]
     with pytest.raises(ConfigError, match=r"Did you mean model\.micro_batch_size"):
         resolve(nemo, lenient=True)

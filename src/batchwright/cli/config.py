@@ -112,7 +112,7 @@ def gather(
                     wrong.append(unknown_key(name, _scalar(item), _NATIVE, f" of {argument}"))
                 else:
                     entries.append((_native(name), dialects.Given(_scalar(item), f"{argument}: {name}", 0)))
-    raise_violations(ConfigError, wrong + dialects.slips(left_out, own, [key for key, _ in entries]))
+    raise_violations(ConfigError, wrong + dialects.misspelt_flags(left_out, own, [key for key, _ in entries]))
     read: set[str] = set()
     unread: list[str] = []
     for argument in left_out:

@@ -1,14 +1,14 @@
-"""Other people's spellings, read into ours: one small file per framework.
+"""Keys of other frameworks, converted to batchwright's fields: one small file per framework.
 
-A key is renamed where its meaning is ours (`keys`), or worked out from several (`special`, `resolve`). Values keep
-where they were given, and a later level (file < override < flag) wins over an earlier one.
+A key with the meaning of a field is renamed (`keys`); others are derived from several keys (`special`, `resolve`). Each
+value keeps its origin, and a higher level (file < override < flag) takes precedence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError, Violation, raise_violations
@@ -17,7 +17,7 @@ from batchwright.core.fields import unknown_key
 
 @dataclass(frozen=True)
 class Given:
-    """A value, where it was given (for people to read), and how strongly: the higher level wins."""
+    """A value, its origin as text, and its level: the higher level takes precedence."""
 
     value: Any
     origin: str = ""
@@ -29,10 +29,10 @@ Fields = dict[str, Given]
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one framework spells a batch.
+    """The keys of one framework.
 
-    `resolve(special, fields)` gets the special keys that were used and all fields known so far; it returns the fields
-    that follow, and notes.
+    `resolve(special, fields)` gets the given special keys and all fields known so far; it returns derived fields and
+    notes.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Dialect:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Our fields, notes on how they were read, and the keys that have nothing to do with a batch."""
+    """Fields, notes on how they were read, and the ignored keys, which do not concern a batch."""
 
     fields: Fields
     notes: tuple[str, ...]
@@ -52,19 +52,19 @@ class Resolved:
 
 
 def dialects() -> tuple[Dialect, ...]:
-    """All dialects that are read."""
+    """All dialects."""
     from . import huggingface, launchers, maxtext, megatron, nemo
 
     return (nemo.DIALECT, maxtext.DIALECT, huggingface.DIALECT, megatron.DIALECT, launchers.DIALECT)
 
 
 def is_foreign(key: str) -> bool:
-    """Whether some framework spells a batch with this key."""
+    """Whether a framework has this key."""
     return any(key in d.keys or key in d.special for d in dialects())
 
 
 def resolve(entries: Iterable[tuple[str, Given]], *, own: Collection[str] = READERS, lenient: bool = False) -> Resolved:
-    """Our fields from keys in any spelling: `own` are ours; `lenient` leaves out keys nobody knows.
+    """Fields from keys in any spelling: `own` are batchwright's names; `lenient` ignores unknown keys.
 
     >>> resolve([("data.micro_batch_size", Given(4))]).fields["micro_batch_size"].value
     4
@@ -89,7 +89,7 @@ def resolve(entries: Iterable[tuple[str, Given]], *, own: Collection[str] = READ
             used.append(dialect.title)
             _put(fields, dialect.keys[key], given, wrong)
         else:
-            if lenient and not _is_a_slip(key, candidates):
+            if lenient and not _is_misspelt(key, candidates):
                 ignored.append(key)
             else:
                 wrong.append(unknown_key(key, given.value, candidates))
@@ -97,8 +97,8 @@ def resolve(entries: Iterable[tuple[str, Given]], *, own: Collection[str] = READ
     notes: list[str] = []
     for dialect in known:
         if dialect.resolve and (dialect.name in specials or dialect.title in used):
-            derived, said = dialect.resolve(specials.get(dialect.name, {}), fields)
-            notes.extend(said)
+            derived, more = dialect.resolve(specials.get(dialect.name, {}), fields)
+            notes.extend(more)
             for name, given in derived.items():
                 _put(fields, name, given, wrong)
     raise_violations(ConfigError, wrong)
@@ -106,7 +106,7 @@ def resolve(entries: Iterable[tuple[str, Given]], *, own: Collection[str] = READ
 
 
 def is_about_a_batch(key: str) -> bool:
-    """Whether a key or a flag that nobody knows may still be about the batch of training.
+    """Whether an unknown key or flag may concern the training batch.
 
     >>> [is_about_a_batch(key) for key in ("train_batch_size", "--grad-accum", "per_device_eval_batch_size", "lr")]
     [True, True, False, False]
@@ -117,32 +117,32 @@ def is_about_a_batch(key: str) -> bool:
     return "batch" in name or "accum" in name or name.endswith(("parallelism", "parallel_size", "parallel_degree"))
 
 
-def slips(flags: Iterable[str], own: Collection[str], used: Collection[str] = ()) -> list[Violation]:
-    """Flags of a pasted line that were left out, and are a letter from one about the batch; `used` are the line's keys."""
+def misspelt_flags(flags: Iterable[str], own: Collection[str], used: Collection[str] = ()) -> list[Violation]:
+    """Violations for ignored flags of a pasted line that look like a misspelt key about the batch; `used` are its keys."""
     found: list[Violation] = []
     known = _candidates(own, used)
     for flag in flags:
         key = flag.partition("=")[0].lstrip("-").replace("-", "_")
-        other = any(key.endswith(f"_{k}") or k.endswith(f".{key}") for k in known)  # a name of its own
-        if flag.startswith("--") and not other and is_about_a_batch(key) and _is_a_slip(key, known):
+        other = any(key.endswith(f"_{k}") or k.endswith(f".{key}") for k in known)  # a longer name that exists
+        if flag.startswith("--") and not other and is_about_a_batch(key) and _is_misspelt(key, known):
             found.append(unknown_key(key, "", known))
     return found
 
 
 def _candidates(own: Collection[str], used: Collection[str]) -> list[str]:
-    """What a misspelt key may have been meant to be: ours, or one of the frameworks whose keys are used beside it.
+    """The keys that a misspelt key may stand for: batchwright's, and those of the frameworks whose keys are also used.
 
-    Another framework's key is no misspelling, however close: `model.name` in a file for NeMo is not MaxText's `model_name`.
+    A key close to one of another framework is not misspelt: `model.name` in a file for NeMo is not MaxText's `model_name`.
     """
     from . import launchers
 
-    frameworks = [d for d in dialects() if d is not launchers.DIALECT]  # a launcher starts any framework's program
+    frameworks = [d for d in dialects() if d is not launchers.DIALECT]  # a launcher starts programs of any framework
     used_ones = [d for d in frameworks if any(key in d.keys or key in d.special for key in used)]
     return [*own, *launchers.DIALECT.keys, *(k for d in used_ones or frameworks for k in (*d.keys, *d.special))]
 
 
-def _is_a_slip(key: str, candidates: list[str]) -> bool:
-    """A key a letter or two from one that we know, in the same section, was meant to be it."""
+def _is_misspelt(key: str, candidates: list[str]) -> bool:
+    """Whether a key is one or two letters from a known one in the same section."""
     from difflib import get_close_matches
 
     level = [name for name in candidates if name.count(".") == key.count(".")]
@@ -158,7 +158,7 @@ def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> Non
         where = [g.origin[:80] or "as a value" for g in (there, given)]
         wrong.append(
             Violation(
-                f"{name} is given twice and differently: {both[0]} ({where[0]}) and {both[1]} ({where[1]}). Leave one out.",
+                f"{name} has two different values: {both[0]} ({where[0]}) and {both[1]} ({where[1]}). Give one.",
                 name,
                 both[1],
                 tuple(both),
@@ -175,7 +175,7 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
+            flat |= flatten(cast("Mapping[Any, Any]", value), f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

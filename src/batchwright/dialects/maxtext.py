@@ -3,7 +3,7 @@
     global batch = devices × per_device_batch_size × gradient_accumulation_steps
     micro_batch_size here = per_device_batch_size × devices per replica (tensor × pipeline × context)
 
-Where MaxText truncates (`int(devices × per_device)`), a size that is not whole is refused here.
+MaxText truncates sizes that are not whole (`int(devices × per_device)`); batchwright refuses them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchwright.core.numbers import count, fraction, nearest_multiples, positiv
 
 from . import Dialect, Fields, Given
 
-# Axes of the mesh, by what they do to a batch.
+# Axes of the mesh, by their effect on a batch.
 _AXES = {
     "data": "data_parallel_size",
     "fsdp": "data_parallel_size",
@@ -41,7 +41,7 @@ _RAMP = {
     "global_rampup_samples": "500",
 }  # with MaxText's defaults
 
-# num_pipeline_repeats = layers / (stages × layers per stage), where nobody gives it
+# num_pipeline_repeats defaults to layers / (stages × layers per stage)
 _LAYERS = ("pipeline_parallel_layers", "base_num_decoder_layers", "num_layers_per_pipeline_stage", "model_name")
 
 _SPECIAL = {
@@ -67,7 +67,7 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     replica = known("tensor_parallel", 1) * known("pipeline_parallel", 1) * known("context_parallel", 1)
     if "per_device_batch_size" in special:
         given = special["per_device_batch_size"]
-        positive(given.value, "per_device_batch_size")  # refuses what is out of any range
+        positive(given.value, "per_device_batch_size")  # checks the range
         size = fraction(given.value, "per_device_batch_size")
         micro = size * replica
         devices = _devices(fields)
@@ -76,11 +76,11 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
         cut = all_devices is not None and (size * all_devices).denominator != 1
         if micro > 0 and micro.denominator == 1:
             words = f"{given.origin} × {replica} devices per replica" if replica > 1 else given.origin
-            # A ramp ends at this size and its stages take smaller ones: then it is the most, not the size.
+            # A ramp ends at this size and its stages are smaller, so it is the maximum.
             name = "max_micro_batch_size" if ramp else "micro_batch_size"
             found[name] = Given(int(micro), words, given.level)
         elif micro > 0 and devices and (size * devices).denominator == 1:
-            # A whole batch, but not one of whole micro batches: the equation says what to do about it.
+            # A whole batch, but not of whole micro batches: the equation reports that, with the nearest values.
             whole = int(size * devices) * known("accumulation_steps", 1)
             found["global_batch_size"] = Given(whole, f"{given.origin} × {devices} devices", given.level)
         else:
@@ -88,8 +88,8 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
             raise PlanError(
                 f"per_device_batch_size={given.value} is not a whole micro batch: it counts all devices, so × {replica} "
                 f"device{'s' * (replica > 1)} per replica = {float(micro):g} samples. Nearest: "
-                f"{either([_decimal(Fraction(n, replica)) for n in near])} (micro batch {either(near)}); below 1 it "
-                f"takes tensor, pipeline or context parallelism.{' MaxText would truncate the batch.' * cut}",
+                f"{either([_decimal(Fraction(n, replica)) for n in near])} (micro batch {either(near)}); a size "
+                f"below 1 needs tensor, pipeline or context parallelism.{' MaxText would truncate the batch.' * cut}",
                 field="per_device_batch_size",
                 given=str(given.value),
                 nearest=[_decimal(Fraction(n, replica)) for n in near],
@@ -101,8 +101,8 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
             )
         if size < 1:
             notes.append(
-                f"MaxText reads one row per device when per_device_batch_size is below 1 and throws "
-                f"{float(1 - size):.0%} of them away; here exactly the global batch is read."
+                f"If per_device_batch_size is below 1, MaxText reads one row per device and drops {float(1 - size):.0%} of them; "
+                "batchwright reads exactly the global batch."
             )
     if "expansion_factor_real_data" in special:
         given = special["expansion_factor_real_data"]
@@ -128,28 +128,30 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
 
 
 def _repeats(special: Fields, stages: int, notes: list[str]) -> Given | None:
-    """How often each device has its turn: as given, or by the layers."""
+    """How often a microbatch passes each device: as given, or from the number of layers."""
     given = special.get("num_pipeline_repeats")
     if given and str(given.value) != "-1":
         return given
     part, whole, each, model = (special.get(name) for name in _LAYERS)
     layers = part if part and str(part.value) != "-1" else whole
     if layers is whole and whole and whole.level == 0 and model and str(model.value) != "default":
-        layers = None  # a model by name has layers of its own, which are not in the file
+        layers = None  # the model that model_name selects has its own layers, which the file does not have
     if layers is None:
-        notes.append("MaxText takes num_pipeline_repeats from the number of layers, which is not given: counted as 1.")
+        notes.append(
+            "MaxText derives num_pipeline_repeats from the number of layers, which is not given: 1 is assumed."
+        )
         return None
     total, per_stage = count(layers.value, "layers"), count(each.value, _LAYERS[2]) if each else 1
     repeats, over = divmod(total, stages * per_stage)
     words = f"{total} layers / ({stages} stages × {per_stage})"
     if over:
-        notes.append(f"MaxText repeats the pipeline {words} = {total / (stages * per_stage):.2f} times: counted as 1.")
+        notes.append(f"MaxText repeats the pipeline {words} = {total / (stages * per_stage):.2f} times: 1 is assumed.")
         return None
     return Given(repeats, words, max(layers.level, each.level if each else 0))
 
 
 def _mesh(special: Fields, fields: Fields, notes: list[str]) -> Fields:
-    """Axis sizes multiplied. `ici_fsdp` and `dcn_data` fill up unless they are set, as does whatever is -1."""
+    """Sizes from the axes. `ici_fsdp` and `dcn_data`, unless they are set, and axes of -1 take the remaining devices."""
     used = {key: special[key] for key in _MESH if key in special}
     if not used:
         return {}
@@ -174,30 +176,33 @@ def _mesh(special: Fields, fields: Fields, notes: list[str]) -> Fields:
             given=devices,
             nearest=nearest_multiples(explicit, devices) if fills else (explicit,),
         )
-    told = {"data_parallel_size", "global_batch_size", "global_batch_size_tokens"} & set(fields)
-    if (devices is not None and fills) or told:
-        sizes.pop("data_parallel_size", None)  # what is left of the devices: derived from their number
+    known = {"data_parallel_size", "global_batch_size", "global_batch_size_tokens"} & set(fields)
+    if (devices is not None and fills) or known:
+        sizes.pop("data_parallel_size", None)  # derived from the number of devices
     elif asked := [key for key, given in used.items() if str(given.value) == "-1" and given.level > 0]:
-        raise ConfigError(  # in a file it may be one of MaxText's defaults
-            f"{' and '.join(f'{key}=-1' for key in asked)} takes what the other axes leave of the devices, and their number "
-            "is not given. Give --devices N, or --nodes N --devices-per-node M.",
+        # At level 0, in a file, -1 may be one of MaxText's defaults.
+        raise ConfigError(
+            f"{' and '.join(f'{key}=-1' for key in asked)} takes the devices that the other axes leave, and the number of "
+            "devices is not given. Give devices, or nodes and devices_per_node.",
             field="devices",
-        )  # fmt: skip
+        )
     elif "ici_fsdp_parallelism" in fills and ("data_parallel_size" in sizes or "ici_fsdp_parallelism" in used):
-        notes.append(f"No number of devices is given: {' and '.join(fills)} would fill them, and count as 1 here.")
+        notes.append(
+            f"The number of devices is not given: {' and '.join(fills)} would take the remaining devices; 1 is assumed."
+        )
     level = max(given.level for given in used.values())
 
     def those(name: str) -> str:
-        """The keys that make up one of our numbers, those that change it if any do."""
+        """The keys that a field was derived from; without those of size 1, unless all are 1."""
         about = {k: g for k, g in used.items() if name in (_AXES[_MESH[k]], f"{_MESH[k]}_parallel")}
-        told = {k: g for k, g in about.items() if str(g.value) != "1"} or about
-        return " ".join(f"{key}={given.value}" for key, given in told.items())
+        shown = {k: g for k, g in about.items() if str(g.value) != "1"} or about
+        return " ".join(f"{key}={given.value}" for key, given in shown.items())
 
     return {name: Given(size, those(name), level) for name, size in sizes.items()}
 
 
 def _ramp(special: Fields) -> Given | None:
-    """MaxText's four keys and the size they lead to, as START,INCREMENT,END,SAMPLES; None when switched off."""
+    """MaxText's ramp keys and the final size, as START,INCREMENT,END,SAMPLES; None if the ramp is off."""
     given = special.get("enable_rampup_batch_size")
     if given is None or not switch(given.value, "enable_rampup_batch_size"):
         return None

@@ -1,4 +1,4 @@
-"""Megatron-LM's flags. Its `--micro-batch-size` and `--global-batch-size` are spelled like ours."""
+"""Megatron-LM's flags. `--micro-batch-size` and `--global-batch-size` are the same as batchwright's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     if _SCHEDULE in special:
         if "sequence_length" not in fields:
             raise ConfigError(
-                "step_batch_size_schedule counts in tokens (Megatron's trainer always passes its sequence length): give "
-                "seq_length. For thresholds in samples there is --thresholds.",
+                "step_batch_size_schedule counts in tokens (Megatron's trainer always passes its sequence length) and needs "
+                "seq_length. For thresholds in samples give --thresholds.",
                 field="sequence_length",
                 nearest=(2048, 4096, 8192),
             )
@@ -29,7 +29,7 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     if _TRIPLE in special:
         found["linear"] = special[_TRIPLE]
         notes.append(
-            "Megatron-core 0.18 and later accept --rampup-batch-size and ignore it: the batch stays flat there."
+            "Megatron-core 0.18 and later accept --rampup-batch-size and ignore it: the batch stays constant there."
         )
     return found, notes
 

@@ -1,13 +1,13 @@
 """NeMo: `data.micro_batch_size` (2.0), `model.micro_batch_size` (1.x), `training.…` (its launcher), and recipes.
 
-NeMo derives accumulation itself, as global / (micro × ranks); `trainer.accumulate_grad_batches` has to stay 1.
+NeMo derives accumulation itself, as global / (micro × ranks); `trainer.accumulate_grad_batches` must be 1.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import ConfigError
@@ -45,14 +45,14 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     given = special.get(_ACCUMULATE) or special.get(f"training.{_ACCUMULATE}")
     if given is None:
         return {}, []
-    note = f"NeMo derives accumulation itself, as global / (micro × ranks): {_ACCUMULATE} must stay 1 there."
+    note = f"NeMo derives accumulation itself, as global / (micro × ranks): {_ACCUMULATE} must be 1 there."
     world_known = "data_parallel_size" in fields or "devices" in fields or {"nodes", "devices_per_node"} <= set(fields)
     if str(given.value) == "1" and world_known:
         return {}, [note]
     if str(given.value) != "1":
-        note += f" With {given.value} it would multiply the batch; here it is the equation's accumulation_steps."
+        note += f" In NeMo {given.value} would multiply the batch; here it is accumulation_steps."
     else:
-        note += " With no device count given, it is read as accumulation_steps=1 in the documented equation."
+        note += " The number of devices is not given, so it is read as accumulation_steps=1."
     return {"accumulation_steps": given}, [note]
 
 
@@ -69,7 +69,7 @@ _FACTORY = {"num_nodes": "trainer.num_nodes", "num_gpus_per_node": "trainer.devi
 
 
 def factory(text: str) -> list[str]:
-    """What the arguments of a recipe's factory say of the world, as keys.
+    """The nodes and devices in the arguments of a recipe's factory, as keys.
 
     >>> factory("llama3_8b(num_nodes=128, name='x')")
     ['trainer.num_nodes=128']
@@ -80,7 +80,7 @@ def factory(text: str) -> list[str]:
 
 
 def read_recipe(recipe: object) -> dict[str, Any]:
-    """The dotted keys of a recipe that are set: any object with NeMo's attributes will do."""
+    """The dotted keys that are set in a recipe, which is any object with NeMo's attributes."""
     if all(_get(recipe, part) is None for part in ("data", "model", "trainer")):
         hint = " Call it first." if callable(recipe) else " A mapping of keys works too."
         raise ConfigError(
@@ -100,7 +100,7 @@ def read_recipe(recipe: object) -> dict[str, Any]:
 
 
 def write_recipe(plan: BatchPlan, recipe: Any) -> dict[str, Any]:
-    """Fill a plan into a recipe; returns what was set, by dotted key. Parts the recipe does not have are left alone."""
+    """Set a plan's numbers in a recipe; returns what was set, by dotted key. Missing parts of the recipe are skipped."""
     values: dict[str, Any] = {
         "data.micro_batch_size": plan.micro_batch_size,
         "data.global_batch_size": plan.global_batch_size,
@@ -111,7 +111,7 @@ def write_recipe(plan: BatchPlan, recipe: Any) -> dict[str, Any]:
         "trainer.strategy.context_parallel_size": plan.context_parallel,
         "trainer.strategy.expert_model_parallel_size": plan.expert_parallel,
         "trainer.strategy.expert_tensor_parallel_size": plan.expert_tensor_parallel,
-        _ACCUMULATE: 1,  # NeMo's own accumulation follows from the batch; this one would multiply it
+        _ACCUMULATE: 1,  # NeMo derives accumulation from the batch; this key would multiply it
     }
     # NeMo 1.x keeps the batch and the parallelism in `model`, 2.0 in `data` and `trainer.strategy`.
     if _get(_get(recipe, "model"), "micro_batch_size") is not None:
@@ -139,4 +139,4 @@ def write_recipe(plan: BatchPlan, recipe: Any) -> dict[str, Any]:
 
 
 def _get(target: Any, name: str) -> Any:
-    return target.get(name) if isinstance(target, Mapping) else getattr(target, name, None)
+    return cast("Mapping[str, Any]", target).get(name) if isinstance(target, Mapping) else getattr(target, name, None)

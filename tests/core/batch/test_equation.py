@@ -1,4 +1,4 @@
-"""The equation, solved: against every split there is."""
+"""Solving the equation, compared with all possible splits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def every_split(batch: int) -> list[Split]:
 
 
 def allowed(given: Unknowns) -> list[Split]:
-    """What may be chosen, by trying everything."""
+    """Every valid choice, by brute force."""
     return [
         s
         for s in every_split(given.global_batch_size or 0)

@@ -1,4 +1,4 @@
-"""Who reads what: every row once, every stored shard once, for any number of hosts."""
+"""Loading: every row once, every stored shard once, for any number of hosts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_factor_is_the_same_as_counting_hosts(batch, hosts, factor):
     with pytest.raises(PlanError) as caught:
         loading(batch, hosts=hosts, expansion_factor=factor)
     counts = range(1, hosts + 1) if factor > 1 else range(hosts, 20 * hosts + 2)
-    works = sorted(Fraction(hosts, n) for n in counts)  # every factor that leaves whole hosts
+    works = sorted(Fraction(hosts, n) for n in counts)  # every factor that gives whole hosts
     expected = {*[f for f in works if f < factor][-1:], *[f for f in works if f > factor][:1]}
     assert {Fraction(near) for near in caught.value.nearest} == expected
     assert all(loading(batch, hosts=hosts, expansion_factor=Fraction(near)) for near in caught.value.nearest)
@@ -157,8 +157,12 @@ def test_a_plan_reads_with_its_nodes_unless_hosts_are_given():
     by_nodes = batchwright.plan(micro_batch_size=1, nodes=3, devices_per_node=8)
     assert (by_nodes.loading.hosts, by_nodes.loading.rows_per_loading_host) == (3, 8)
     assert batchwright.plan(micro_batch_size=1, nodes=3, devices_per_node=8, hosts=5).loading.rows_per_loading_host == (
-        5, 5, 5, 5, 4,
-    )  # fmt: skip
+        5,
+        5,
+        5,
+        5,
+        4,
+    )
     subset = batchwright.plan(micro_batch_size=1, nodes=4, devices_per_node=8, expansion_factor=2)
     assert (subset.loading.load_batch_size, subset.loading.placeholder_rows) == (64, 32)
     assert any("2 of 4 hosts read; 32 placeholder rows" in note for note in subset.notes)

@@ -1,4 +1,4 @@
-"""What lies near a request and works: against trying every batch on every number of ranks."""
+"""Valid requests close to a given one, compared with trying every batch on every number of ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_nearby_equals_brute_force(batch, ranks, micro, steps, per_node, expert,
         sizes = [b for b in range(1, 2 * batch + 1) if abs(b - batch) <= batch * tolerance]
         quantum = (micro or 1) * (steps or 1) * other
         sizes = [b for b in sizes if (b == quantum if micro and steps else b % quantum == 0)]
-        if other != ranks and sizes:  # elsewhere only the closest batch, the larger where two are as close
+        if other != ranks and sizes:  # on other ranks only the closest batch; of two equally close ones the larger
             sizes = [min(sizes, key=lambda b: (abs(b - batch), -b))]
         expected |= {(b, other) for b in sizes if works(request, b, other)}
     assert set(rows) == expected

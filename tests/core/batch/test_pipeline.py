@@ -1,4 +1,4 @@
-"""Pipeline schedules: a simulation of the stages, brute force over the legal numbers, and the trade-off."""
+"""Pipeline schedules: a simulation of the stages, brute force over the valid numbers, and the cost."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_bubbles_equal_the_documented_formulas(p, v, m, delayed):
     assert PipelineRule("zero-bubble", p).bubble(m) == Fraction(p - 1, 3 * m + p - 1)
     one = PipelineRule("1f1b", p)
     assert PipelineRule("interleaved", p, v).bubble(m) <= one.bubble(m)
-    # the idle time itself (not its share) is a v-th with v virtual stages, and a third without a bubble
+    # the idle time (not its share) is 1/v with v virtual stages, and 1/3 with zero-bubble
     assert PipelineRule("zero-bubble", p).bubble(m) / (1 - PipelineRule("zero-bubble", p).bubble(m)) == Fraction(
         p - 1, 3 * m
     )
@@ -134,7 +134,7 @@ def test_the_best_number_is_legal_and_next_to_the_continuous_optimum(schedule, p
     optimum = sqrt(tokens * idle / (v * 512))
     ordered = sorted(cost)
     below, above = [m for m in ordered if m <= optimum][-1:], [m for m in ordered if m > optimum][:1]
-    assert best in below + above  # the cost falls and then rises, so only the two neighbours can win
+    assert best in below + above  # the cost falls and then rises, so only the two neighbours can be best
 
 
 def test_no_legal_candidate_is_no_recommendation():

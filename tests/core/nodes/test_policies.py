@@ -1,4 +1,4 @@
-"""Nodes: the launcher's rule restated, optima against exhaustive search, every stage checked before launch."""
+"""Nodes: the launcher's rule, optima compared with exhaustive search, and the check of every stage."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def counts(plan: NodePlan) -> list[int]:
 
 
 def upstream_launcher(start: int, increment: int, top: int, nodes: int, micro: int, devices: int, tp: int, pp: int):
-    """NeMo-Framework-Launcher's rule, written down step by step: its table, or the exception it ends with."""
+    """NeMo-Framework-Launcher's rule, step by step: its table, or the exception that it raises."""
     sizes = list(range(start, top + 1, increment))
     table = {top: nodes}
     try:
@@ -75,7 +75,7 @@ def upstream_launcher(start: int, increment: int, top: int, nodes: int, micro: i
 def test_launcher_vectors(vector):
     world = World(1, vector["gpus_per_node"], vector["tp"], vector["pp"])
     if "error" in vector["expect"]:
-        # Upstream's AssertionError: 256 does not step to 2000. Stages that end there are still judged one by one here.
+        # Upstream asserts: increments of 256 do not reach 2000. batchwright checks such stages one by one.
         with pytest.raises(ScheduleError, match=r"ramp stage 8 of 8 .*=2000 is not a multiple of batch_quantum 512"):
             place(ramp(*range(256, 2000, 256), 2000), world, nodes=16, micro_batch_size=4)
         return
@@ -151,7 +151,7 @@ def test_launcher_flaws_become_errors_and_notes():
     # Upstream divides by zero replicas.
     with pytest.raises(ScheduleError, match=r"divides by 0\. Nearest: node policy constant-work"):
         place(ramp(256, 512), World(1, 8, 8, 8), nodes=16, micro_batch_size=1)
-    # Upstream takes devices for replicas, and gives Nemotron-4 15B 12 / 24 / 288.
+    # Upstream counts devices as replicas, and gives Nemotron-4 15B 12 / 24 / 288.
     plan = place(ramp(384, 768, 1152), World(1, 8, 8), nodes=288, micro_batch_size=4)
     assert counts(plan) == [12, 24, 288]
     assert "global_batch_size 384 is also valid on 24 nodes" in plan.notes[0]
@@ -160,7 +160,7 @@ def test_launcher_flaws_become_errors_and_notes():
 
 
 def test_boundary_step_runs_whole_on_the_new_nodes():
-    """NeMo runs a stage's first step on the nodes before, floored, and counts it as whole. We stop before that step."""
+    """NeMo runs a stage's first step on the previous nodes, floored, and counts it as whole. batchwright stops before it."""
     vector = VECTORS["nemo_boundary_step_floor"]
     plan = place(ramp(*range(256, 2049, 256)), EIGHT, nodes=16, micro_batch_size=vector["mbs"])
     for row, (before, stage) in zip(vector["rows"], pairwise(plan.stages), strict=True):
@@ -291,7 +291,7 @@ def test_largest_legal_micro_batch_when_none_is_given():
     stages = place(ramp(96, 192), World(1, 8), nodes=1, policy="constant", max_micro_batch_size=5).stages
     assert [(s.micro_batch_size, s.accumulation_steps) for s in stages] == [(4, 3), (4, 6)]
     stages = place(ramp(96), World(1, 8, 1, 2), nodes=1, policy="constant").stages
-    # With a pipeline the equation's trade-off decides, as in `plan`: 24 samples per rank, idle stages against small pieces.
+    # With a pipeline, `PipelineRule.cost` chooses, as in `plan`: 24 samples per rank, idle stages against small pieces.
     assert (stages[0].micro_batch_size, stages[0].accumulation_steps) == (2, 12)
     with pytest.raises(ScheduleError, match=r"not a multiple of data_parallel_size 8\. Nearest: 96 or 104"):
         place(ramp(100), World(1, 8), nodes=1, policy="constant")
@@ -307,8 +307,8 @@ def test_ragged_is_accepted_when_asked_for():
     assert (free.micro_batch_size, free.accumulation_steps) == (
         4,
         4,
-    )  # 16 samples in 4 steps: 5 would only leave slots empty
-    # Fewer samples than ranks: the runtime fills up with samples of weight zero, and the gradient stays exact.
+    )  # 16 samples in 4 steps: a micro batch of 5 would leave slots empty
+    # Fewer samples than ranks: the runtime adds samples of weight zero, and the gradient stays exact.
     few = place(ramp(60), EIGHT, nodes=8, micro_batch_size=3, policy="constant", allow_ragged=True).stages[0]
     assert (few.data_parallel_size, few.accumulation_steps, few.ragged) == (64, 1, True)
     with pytest.raises(ScheduleError, match="less than one micro batch on each replica"):
@@ -424,7 +424,7 @@ def test_saving_against_the_full_cluster():
     fixed=st.sampled_from((0.01, 1.0)),
 )
 def test_all_nodes_in_every_stage_save_nothing(batches, world, nodes, micro, ragged, fixed):
-    """A ragged batch may be slower in a given micro batch than in its best one: the baseline is the given one, too."""
+    """A ragged batch may be slower with a given micro batch than with its best one: the baseline uses the given one, too."""
     model = Throughput(fixed, 0.01, sync_seconds=0.1)
     options = {"policy": "constant", "micro_batch_size": micro, "allow_ragged": ragged, "throughput": model}
     try:
@@ -453,9 +453,14 @@ def test_a_ragged_ramp_on_all_nodes_saves_nothing():
 def test_with_the_same_micro_batches_the_fastest_is_never_slower_than_the_full_cluster(batches, most, wait, measured):
     model = Throughput(measured=((1, 0.3), (2, 0.8), (4, 0.9))) if measured else MODEL  # 2 is slower than 1 twice
     plan = place(
-        ramp(*batches), World(1, 4), nodes=8, max_micro_batch_size=most, policy="min-time", throughput=model,
+        ramp(*batches),
+        World(1, 4),
+        nodes=8,
+        max_micro_batch_size=most,
+        policy="min-time",
+        throughput=model,
         restart_seconds=wait,
-    )  # fmt: skip
+    )
     assert plan.full_cluster_hours is None or plan.hours <= plan.full_cluster_hours + 1e-9 * len(batches)
 
 
@@ -564,7 +569,7 @@ def test_the_length_that_was_probed_is_the_one_that_times_hold_for():
     probed = {"trials": trials, "identity": {"sequence_length": 2048}}
     found, notes = seconds(probed)
     assert found == pytest.approx([0.2 * 2, 0.8 * 4]) and "scaled by tokens from 2048" in notes
-    assert seconds(probed, sequence_length=8192)[0] == found  # what was measured is not overruled
+    assert seconds(probed, sequence_length=8192)[0] == found  # the measured length takes precedence
     found, notes = seconds({"trials": trials, "identity": {"sequence_length": None}}, sequence_length=2048)
     assert found == pytest.approx([0.2 * 2, 0.8 * 4]) and "scaled by tokens from 2048" in notes
     found, notes = seconds({"trials": trials})
@@ -626,7 +631,7 @@ def test_cheapest_chain_equals_exhaustive_search(options, wait, always, limit):
     if found is None:
         assert expected is None
         return
-    assert found.gap == 0  # so few choices are all looked at
+    assert found.gap == 0  # the search covers so few choices completely
     narrowed = [{n: option[n]} for option, n in zip(options, found.counts, strict=True)]
     assert exhaustive(narrowed, start, always, limit) == expected
 
@@ -650,9 +655,9 @@ def test_a_limit_among_numbers_that_never_tie(options, wait, always, share):
     assert (found is None) == (expected is None)
     if found is not None:
         narrowed = [{n: option[n]} for option, n in zip(options, found.counts, strict=True)]
-        cost = exhaustive(narrowed, start, always, limit)[0]  # None, had the limit been broken
+        cost = exhaustive(narrowed, start, always, limit)[0]  # fails if the limit is broken: it is None then
         assert expected[0] <= cost <= expected[0] + found.gap
-        assert found.gap == 0  # so few choices are all looked at
+        assert found.gap == 0  # the search covers so few choices completely
 
 
 @settings(max_examples=many(200), deadline=None)
@@ -675,7 +680,7 @@ def test_a_search_cut_off_keeps_the_limit_and_bounds_what_was_missed(options, wa
     assert (found is None) == (expected is None)
     if found is not None:
         narrowed = [{n: option[n]} for option, n in zip(options, found.counts, strict=True)]
-        cost = exhaustive(narrowed, start, always, limit)[0]  # None, had the limit been broken
+        cost = exhaustive(narrowed, start, always, limit)[0]  # fails if the limit is broken: it is None then
         assert expected[0] <= cost <= expected[0] + found.gap
         assert found.gap or cost == expected[0]
 
@@ -725,7 +730,7 @@ def test_a_long_ramp_within_a_limit_is_cut_off_in_time(stages):
     share=st.none() | st.floats(0, 1),
 )
 def test_optimum_equals_exhaustive_search_over_plans(batches, micro, wait, policy, share):
-    """The plan's own totals, over every assignment of legal nodes."""
+    """The plan's own totals, over every assignment of valid nodes."""
     segments, world = ramp(*batches, samples=20_000), World(1, 4)
     legal = [feasible_nodes(batch, world, nodes=12, micro_batch_size=micro) for batch in batches]
     common = {"nodes": 12, "micro_batch_size": micro, "throughput": MODEL, "restart_seconds": wait}
@@ -872,14 +877,16 @@ def test_a_limit_at_what_the_program_states_is_met(batches, samples, fixed, each
         {"policy": "min-node-hours", "deadline_hours": 700},
         {"policy": "min-time"},
         {"policy": "min-time", "node_hours_budget": 2400, "restart_seconds": 60},
-        {"policy": "min-time", "allow_ragged": True},  # 2.8 s, were all counts of nodes looked at
+        {"policy": "min-time", "allow_ragged": True},  # 2.8 s if all numbers of nodes were tried
     ],
 )
 def test_hundred_stages_on_four_thousand_nodes_are_instant(options):
     segments = ramp(*range(1024, 102_401, 1024), samples=2_000_000)
     began = time.process_time()
     plan = place(segments, EIGHT, nodes=4096, micro_batch_size=1, throughput=MODEL, **options)
-    assert time.process_time() - began < 1.0  # 20 to 90 ms on a laptop core, ragged 250; loose for a busy machine
+    assert (
+        time.process_time() - began < 1.0
+    )  # 20 to 90 ms on a laptop core, ragged 250; the bound allows for a busy machine
     assert len(plan.stages) == 100
 
 

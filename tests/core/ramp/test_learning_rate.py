@@ -1,4 +1,4 @@
-"""Learning rates beside the batch, and horizons that a ramp does not move."""
+"""Learning rates of a ramp, and horizons that do not depend on it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_suggestions_are_words_and_change_nothing():
 
 
 def test_all_violations_of_a_scaling_request():
-    with pytest.raises(ScheduleError, match="One of: none, sqrt, linear") as caught:
+    with pytest.raises(ScheduleError, match="is not one of none, sqrt, linear") as caught:
         scale("cubic", 0.0, 0, -1)
     assert [v.field for v in caught.value.violations] == ["lr_scaling", "base_lr", "base_batch", "batch"]
 
@@ -131,5 +131,5 @@ def test_shortened_last_step_ends_at_the_budget():
 
 def test_horizon_is_counted_one_way():
     for both in ({}, {"samples": 1, "steps": 1}):
-        with pytest.raises(ScheduleError, match="give exactly one"):
+        with pytest.raises(ScheduleError, match="needs exactly one of samples and steps"):
             check_horizon(RAMP, 100, **both)

@@ -1,4 +1,4 @@
-"""Every vector of other systems' ramps. Where they crash, miss, floor or drift, the test says what we mean instead."""
+"""Test vectors from the ramps of other systems. Where those crash or miscount, the test states batchwright's result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchwright.core.ramp.rules import Constant, Linear, PerDevice, Thresholds,
 from batchwright.core.ramp.schedule import Rule, Schedule
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "vectors" / "ramp.json").read_text())
-# Node counts, elasticity and learning rates are tested beside core/nodes.py and core/scaling.py.
+# Node counts, elasticity and learning rates are tested in tests/core/nodes and test_learning_rate.py.
 ELSEWHERE = {
     "_about",
     "launcher_node_schedule",
@@ -53,7 +53,7 @@ def each(key: str) -> pytest.MarkDecorator:
 
 
 def size_at(rule: Rule, consumed: int, sequence_length: int | None = None) -> int:
-    """The size of the next step of a run that has consumed so many samples, however it came there."""
+    """The size of the next step of a run that has consumed this many samples."""
     if not consumed:
         return rule.compile().segments[0].global_batch_size
     past = Constant(consumed, sequence_length).compile().until(consumed)
@@ -84,7 +84,7 @@ def test_megatron_constant(entry: dict[str, Any]):
     if expect.get("running") == batch:
         assert accumulation(batch, entry) == expect["num_microbatches"]
         return
-    # An assertion upstream, or a batch decreased in silence beside a nominal one: an error with the nearest, here.
+    # Upstream asserts, or runs a smaller batch than it reports; batchwright raises an error with the nearest values.
     with pytest.raises(PlanError) as caught:
         accumulation(batch, entry)
     if "running" in expect:
@@ -115,14 +115,14 @@ def test_megatron_linear(entry: dict[str, Any]):
             Linear(*triple, target)
         return
     size = size_at(Linear(*triple, target), entry["consumed_samples"] or 0)
-    if not entry["rampup_samples"]:  # ZeroDivisionError upstream; no ramp means straight to the target, and a note
+    if not entry["rampup_samples"]:  # ZeroDivisionError upstream; batchwright starts at the target, with a note
         assert expect == {"error": "ZeroDivisionError"} and size == target
         assert "0 samples" in Linear(*triple, target).compile().notes[0]
         return
     if expect.get("running") == size:
         assert (size, accumulation(size, entry)) == (expect["global"], expect["num_microbatches"])
         return
-    # An assertion upstream, or `decrease` that runs 16 and reports 24: the stage is refused with its neighbours, here.
+    # Upstream asserts, or with `decrease` runs 16 and reports 24; batchwright refuses the stage and names the nearest.
     assert size == expect.get("global", entry["start"])
     with pytest.raises(PlanError) as caught:
         accumulation(size, entry)
@@ -143,7 +143,7 @@ def test_megatron_float_survey():
         per = samples / n
         for k, switch in enumerate(Linear(1, 1, samples, target=n + 1).switches()):
             assert (switch.at * n >= k * samples) and (k == 0 or (switch.at - 1) * n < k * samples)
-            # Only a threshold that is a whole number can be hit exactly, and only there does the float fall short.
+            # Only a whole threshold can be reached exactly, and only there is the float too small.
             if k * samples % n == 0 and switch.at <= samples and int(switch.at / per) != k:
                 wrong.add((n, samples))
     assert len(pairs) == survey["pairs"]
@@ -171,13 +171,13 @@ def test_megatron_step_schedule(entry: dict[str, Any]):
         with pytest.raises(ScheduleError):
             parse_thresholds(text, unit, length)
         return
-    if "8.5" in text:  # floored to 8 in silence upstream
+    if "8.5" in text:  # upstream floors to 8 without a warning
         with pytest.raises(ScheduleError) as caught:
             parse_thresholds(text, unit, length)
         assert caught.value.nearest == (8, 9)
         return
     sizes = [size for _, size in expect]
-    if sizes != sorted(sizes):  # upstream takes a falling schedule unasked, and its trainer asserts at run time
+    if sizes != sorted(sizes):  # upstream accepts a falling schedule, and its trainer asserts at run time
         with pytest.raises(ScheduleError):
             parse_thresholds(text, unit, length)
     rule = parse_thresholds(text, unit, length, allow_falling=sizes != sorted(sizes))
@@ -195,23 +195,23 @@ def test_megatron_step_schedule_update(entry: dict[str, Any]):
     if "error" not in expect and size == expect["num_microbatches"] * quantum:
         assert accumulation(size, entry) == expect["num_microbatches"]
         return
-    # Unchecked, upstream floors to 0 microbatches, or runs 16 and counts 24. A stage that does not divide is refused.
+    # Upstream floors to 0 microbatches, or runs 16 and counts 24. batchwright refuses a stage that does not divide.
     with pytest.raises(PlanError):
         accumulation(size, entry)
 
 
 def test_megatron_step_rules():
     decrease, ignored = VECTORS["megatron_step_rules"]
-    assert decrease["expect"] == "ValueError"  # there is no such switch to combine: a schedule never rounds
+    assert decrease["expect"] == "ValueError"  # batchwright has no such option: a schedule never rounds
     assert not any("decrease" in field.name for field in dataclasses.fields(Thresholds))
-    # Core >= 0.18 ignores the triple after one warning and runs 32 from the first step. Ours means what it says.
+    # Core >= 0.18 ignores the triple after one warning and runs 32 from the first step. batchwright runs the ramp.
     assert ignored["expect"]["global"] == 32
     assert Linear(16, 8, 96, target=32).compile().at_step(0).global_batch_size == 16
 
 
 @each("megatron_train_iters")
 def test_megatron_train_samples_to_steps(entry: dict[str, Any]):
-    """Upstream counts the same run three ways. Ours names them: shorten or overshoot (its step form), drop (constant)."""
+    """Upstream counts the same run in three ways. Here: shorten or overshoot (its step form), drop (constant)."""
     budget = entry["train_samples"]
     linear, step = Linear(16, 16, 96, target=32).compile(), parse_thresholds("0:16 96:32").compile()
     assert linear == step
@@ -220,7 +220,7 @@ def test_megatron_train_samples_to_steps(entry: dict[str, Any]):
     assert linear.until(budget, last_step="overshoot").total_steps == entry["step_0_16_96_32"]
     assert Constant(32).compile().until(budget, last_step="drop").total_steps == entry["constant_32"]
     dropped, upstream = linear.until(budget, last_step="drop").total_steps, entry["linear_16_16_96_to_32"]
-    # Its linear form drops too, but first walks to one step past the ramp (128 here): before that it counts one too many.
+    # Its linear form drops, too, but first walks to one step after the ramp (128 here): before that it counts one too many.
     assert upstream == (dropped if budget >= 128 else dropped + 1)
 
 
@@ -233,7 +233,7 @@ def test_nemo_drifts_at_every_restart_and_we_do_not(nemo: str, drift: str):
         assert after["read"][0] == before["saved"] != before["read"][1]
     rule = Linear(config["start"], config["increment"], config["rampup_samples"], config["gbs"])
     schedule = whole = rule.compile()
-    for segment in whole.segments[1:]:  # one life per stage: stop before the first step of the next, then go on
+    for segment in whole.segments[1:]:  # one launch per stage: stop before the first step of the next, then continue
         schedule = schedule.continued(segment.start_sample, rule)
         assert schedule.at_sample(segment.start_sample).step == segment.first_step
     assert schedule.segments == whole.segments
@@ -273,7 +273,7 @@ def test_maxtext(entry: dict[str, Any]):
         assert rule().num_increments == 9
         assert [s.global_batch_size for s in rule().compile().segments] == list(range(10, 101, 10))
     elif not entry["global_rampup_samples"]:
-        # Upstream says 0 ramp-up steps and then takes 3. Ours goes straight to the end, as it says, with a note.
+        # Upstream reports 0 ramp-up steps and then takes 3. batchwright starts at the end size, with a note.
         assert runs(rule().compile()) == [[4, None]] and rule().compile().notes
         assert rule().compile().ramp_steps == expect["total_rampup_steps"] == 0
     else:
@@ -299,7 +299,7 @@ def test_levanter():
         assert (step.global_batch_size, step.start_sample) == (case["batch_size"], case["offset"])
     for case in vector["inverse"]:
         assert schedule.at_sample(case["offset"]).step == case["step"]
-    # Its value_at_step returned the first segment forever: two lookups for one concept, one of them untested.
+    # Its value_at_step returned the first segment forever: it had two lookups, and one was untested.
     wrong = vector["value_at_step_defect"]["steps_to_value"]
     assert {step: schedule.at_step(int(step)).global_batch_size for step in wrong} == {
         **wrong,
@@ -318,7 +318,7 @@ def test_olmo_core_waits_for_alignment_and_we_switch_at_the_threshold(entry: dic
     sample = 0
     for (size, steps), upstream, segment in zip(entry["sizes"], starts, schedule.segments, strict=False):
         assert sample % size == 0 and segment.global_batch_size == size
-        assert segment.first_step <= upstream  # it can only be later, by its wait for batches that line up
+        assert segment.first_step <= upstream  # upstream may be later: it waits for batches that align
         sample += size * steps
     for (at, size), segment in zip(pairs, schedule.segments, strict=True):
         assert segment.first_step == at or entry["unit"] == "tokens"
@@ -331,9 +331,9 @@ def test_olmo_core_validation(entry: dict[str, Any]):
     if "integer factor" in entry["expect"] or "duplicate size" in entry["expect"]:
         falling = "decrease" in entry["expect"]
         if falling:
-            with pytest.raises(ScheduleError, match="falls"):  # only when asked
+            with pytest.raises(ScheduleError, match="falls"):  # unless allow_falling is given
                 Thresholds(pairs, "steps")
-        # Any ratio is fine here: a step owns a span of the sample order, so nothing has to line up with the past.
+        # Any ratio is valid here: a step owns a span of the sample order and need not align with the past.
         schedule = Thresholds(pairs, "steps", allow_falling=falling).compile()
         assert [s.global_batch_size for s in schedule.segments] == entry["batch_sizes"]
         return
@@ -356,7 +356,7 @@ NO_RECIPE = {"GPT-3 175B", "DeepSeek-V2"}
 
 def test_every_published_schedule_has_a_recipe_or_a_reason():
     assert {r.title.replace(" size", "") for r in RECIPES} | NO_RECIPE == set(PUBLISHED)
-    # GPT-3's numbers are recalled, not checked, and its first batch is not whole sequences.
+    # GPT-3's numbers are from memory, not checked, and its first batch is not a whole number of sequences.
     assert "not re-checked" in PUBLISHED["GPT-3 175B"]["confirmed"] and PUBLISHED["GPT-3 175B"]["start"] % 2048
     v2 = PUBLISHED["DeepSeek-V2"]  # its steps are not published; V3's recipe already shows such a ramp
     samples = int(v2["over_tokens"]) // v2["seq"]
@@ -392,7 +392,7 @@ def test_published_llama():
         ramp.rule.pairs, entry["thresholds_tokens"], entry["seq_by_stage"], strict=True
     ):
         assert at == token
-        assert size == round(tokens / length) != tokens / length  # the nearest whole size, said in a note
+        assert size == round(tokens / length) != tokens / length  # the nearest whole size, with a note
         assert str(tokens / length) in ramp.notes[0]
 
 

@@ -1,4 +1,4 @@
-"""Published ramps: complete, sourced, compiled, and honest about what is not published."""
+"""Published ramps: complete, with sources, compiled, and with notes on what is not published."""
 
 from __future__ import annotations
 

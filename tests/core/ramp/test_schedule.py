@@ -1,4 +1,4 @@
-"""The ramp against simulations that know nothing of segments: they take one step after another."""
+"""The ramp compared with simulations that have no segments and take one step after another."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def thresholds(draw: st.DrawFn, unit: str | None = None) -> Thresholds:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Any schedule there can be: open or with a budget, continued or not, with a shortened step in its past or not."""
+    """Any schedule: with or without a budget, continued or not, with or without a shortened step in its past."""
     schedule = draw(linears() | per_devices() | thresholds()).compile()
     if draw(st.booleans()):
         schedule = schedule.until(draw(st.integers(300, 900)), last_step=draw(st.sampled_from(POLICIES)))
@@ -198,12 +198,11 @@ def test_no_ramp_samples_go_straight_to_the_target_with_a_note():
     assert schedule.notes == ("The ramp has 0 samples: the run starts at its target, 32, not at 16.",)
 
 
-def test_stages_that_one_step_jumps_over_are_left_out_and_noted():
+def test_stages_that_one_step_skips_are_noted():
     schedule = Linear(100, 100, 10, target=1000).compile()
     assert [(s.global_batch_size, s.steps) for s in schedule.segments] == [(100, 1), (1000, None)]
     assert schedule.notes == (
-        "Left out, because one step jumps over them: the stages of 200 from 2 samples, 300 from 3 samples, "
-        "400 from 4 samples and 5 more.",
+        "One step skips the stages of 200 from 2 samples, 300 from 3 samples, 400 from 4 samples and 5 more.",
     )
 
 
@@ -211,7 +210,7 @@ def test_stages_that_one_step_jumps_over_are_left_out_and_noted():
 def test_every_stage_is_a_segment_or_a_note(rule: Rule):
     schedule = rule.compile()
     missing = len(rule.switches()) - len(schedule.segments)
-    assert (missing > 0) == any("Left out" in note for note in schedule.notes)
+    assert (missing > 0) == any("One step skips" in note for note in schedule.notes)
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------
@@ -286,7 +285,7 @@ def test_ten_thousand_stages_and_a_trillion_samples():
     assert len(PerDevice(1, 1, 10_001, 10**12, devices=1).compile().segments) == 10_001
     run = ramp.until(10**12 * 15)
     assert run.at_step(run.total_steps - 1).end_sample == 10**12 * 15
-    assert time.perf_counter() - began < 5  # 0.15 s where it was written: this only catches a walk over the steps
+    assert time.perf_counter() - began < 5  # 0.15 s when it was written: this only detects a walk over the steps
 
 
 # --- budgets ----------------------------------------------------------------------------------------------------------
@@ -436,7 +435,7 @@ def test_a_run_that_is_extended_keeps_its_segments():
     rule = Thresholds(((0, 8), (80, 16)))
     short, long = rule.compile().until(200), rule.compile().until(300)
     assert short.continued(96, long) == long and short.continued(40, rule).segments == short.segments
-    # A step that the old end has cut stays, and so does what came before it.
+    # A step that the old end shortened stays, and so do the steps before it.
     assert [s.steps for s in short.continued(200, long).segments] == [10, 8, 7]
 
 

@@ -16,12 +16,26 @@ if TYPE_CHECKING:
     from .plan import BatchPlan
 
 SHOWN = (
-    "global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "batch_quantum", "devices",
-    "nodes", "devices_per_node", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel",
+    "global_batch_size",
+    "micro_batch_size",
+    "accumulation_steps",
+    "data_parallel_size",
+    "batch_quantum",
+    "devices",
+    "nodes",
+    "devices_per_node",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "context_parallel",
+    "expert_parallel",
     "expert_tensor_parallel",
-    "sequence_length", "global_batch_size_tokens", "max_micro_batch_size", "samples_per_second", "step_seconds",
+    "sequence_length",
+    "global_batch_size_tokens",
+    "max_micro_batch_size",
+    "samples_per_second",
+    "step_seconds",
     "tokens_per_second",
-)  # fmt: skip
+)
 
 
 def provenance(

@@ -1,7 +1,7 @@
-"""The learning rate beside the batch: how it changes with a stage, and a schedule that a ramp cannot move.
+"""The learning rate of a ramp: how it changes with the batch, and a schedule whose end does not depend on the ramp.
 
-A horizon counted in steps ends at another sample under a ramp than without one, since early steps are small. So the
-horizon here is counted in samples, and `check_horizon` says by how much one counted in steps misses.
+A horizon counted in steps ends at an earlier sample with a ramp than without one, since early steps are small. So the
+horizon here is counted in samples, and `check_horizon` says how far off one counted in steps is.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ DECAYS = ("cosine", "linear", "constant")
 
 
 def scale(rule: str, base_lr: float, base_batch: int, batch: int) -> float:
-    """The learning rate at `batch`, where `base_lr` was right at `base_batch`.
+    """The learning rate at `batch`, given `base_lr` at `base_batch`.
 
     >>> scale("linear", 0.001, 2, 10), scale("sqrt", 0.001, 256, 1024), scale("none", 0.001, 2, 10)
     (0.005, 0.002, 0.001)
     """
     found: list[Violation] = []
     if rule not in RULES:
-        message = f"lr_scaling={rule!r} is not known. One of: {', '.join(RULES)}."
+        message = f"lr_scaling={rule!r} is not one of {', '.join(RULES)}."
         found.append(Violation(message, "lr_scaling", rule, RULES))
     for name, value in (("base_lr", base_lr), ("base_batch", base_batch), ("batch", batch)):
         if value <= 0:
@@ -43,7 +43,7 @@ def scale(rule: str, base_lr: float, base_batch: int, batch: int) -> float:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A rule that suits an optimizer, and why. It is shown; it is never applied unasked.
+    """A rule for an optimizer, and the reason. It is only shown; lr_scaling applies it.
 
     >>> suggested_rule("SGD").reason
     'SGD is plain gradient descent: the linear rule (Goyal 2017)'
@@ -71,7 +71,7 @@ def suggested_rule(optimizer: str) -> Suggestion:
 
 @dataclass(frozen=True)
 class StageRate:
-    """The learning rate before and after one batch change; `factor` is against the base.
+    """The learning rate before and after one batch change; `factor` is relative to the base.
 
     >>> stage_rates([Segment(0, 0, 256, None)], "sqrt", 0.5, base_batch=1024)[0].factor
     0.5
@@ -89,7 +89,7 @@ class StageRate:
 def stage_rates(
     segments: Sequence[Segment], rule: str, base_lr: float, base_batch: int | None = None
 ) -> tuple[StageRate, ...]:
-    """The table of peak learning rates; `base_lr` belongs to `base_batch`, by default the first stage's.
+    """The table of peak learning rates; `base_lr` is the rate at `base_batch`, by default the first stage's batch.
 
     >>> ramp = [Segment(0, 0, 256, 10), Segment(10, 2560, 1024, None)]
     >>> [(row.before, row.after) for row in stage_rates(ramp, "sqrt", 0.5)]
@@ -108,7 +108,7 @@ def stage_rates(
 
 @dataclass(frozen=True)
 class SampleSchedule:
-    """Warm-up and decay as a function of samples consumed: whatever the batch does, it ends at `end_sample`.
+    """Warm-up and decay as a function of consumed samples: it ends at `end_sample` for any batch sizes.
 
     >>> schedule = SampleSchedule(peak_lr=1.0, end_sample=1000, warmup_samples=100, decay="linear")
     >>> [schedule.at(sample) for sample in (0, 50, 100, 550, 1000, 2000)]
@@ -124,7 +124,7 @@ class SampleSchedule:
     def __post_init__(self) -> None:
         found: list[Violation] = []
         if self.decay not in DECAYS:
-            message = f"decay={self.decay!r} is not known. One of: {', '.join(DECAYS)}."
+            message = f"decay={self.decay!r} is not one of {', '.join(DECAYS)}."
             found.append(Violation(message, "decay", self.decay, DECAYS))
         if not 0 <= self.warmup_samples <= self.end_sample:
             message = f"warmup_samples={self.warmup_samples} must be between 0 and end_sample={self.end_sample}."
@@ -154,7 +154,7 @@ class SampleSchedule:
 
 @dataclass(frozen=True)
 class HorizonCheck:
-    """Where a learning-rate horizon ends against the budget; `off_by_samples` is below zero when it ends early.
+    """Where a learning-rate horizon ends relative to the budget; `off_by_samples` is negative if it ends early.
 
     >>> check_horizon([Segment(0, 0, 256, None)], 2560, steps=9).message
     'the horizon of 9 steps ends at sample 2,304, 256 before the budget of 2,560 (10.0%). Count it in samples: 2,560.'
@@ -179,7 +179,7 @@ def check_horizon(
     -76800
     """
     if (samples is None) == (steps is None):
-        message = "a learning-rate horizon is counted in samples or in steps: give exactly one."
+        message = "a learning-rate horizon needs exactly one of samples and steps."
         raise ScheduleError(message, field="samples", given=samples)
     given = f"{human(samples)} samples" if samples is not None else f"{steps:,} steps"
     end = samples if samples is not None else _sample_after(segments, steps or 0)
@@ -195,7 +195,7 @@ def check_horizon(
 
 
 def _sample_after(segments: Sequence[Segment], steps: int) -> int:
-    """The sample at which `steps` steps have been taken; past a closed end the last batch goes on."""
+    """The position after `steps` steps; after the end of the schedule the last batch continues."""
     for segment in segments:
         end_step, end_sample = segment.end_step, segment.end_sample
         if end_step is None or end_sample is None or steps < end_step:

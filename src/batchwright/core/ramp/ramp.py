@@ -1,4 +1,4 @@
-"""ramp: a rule, a budget and a world in; every stage with its nodes, its cost and its learning rate out."""
+"""ramp: from a rule, a budget and a world to every stage with its nodes, cost and learning rate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .schedule import Rule, Schedule, Step
 
 @dataclass(frozen=True)
 class Ramp:
-    """A schedule, where each stage runs, what it costs, and the learning rate beside it."""
+    """A schedule, the nodes and cost of each stage, and its learning rate."""
 
     schedule: Schedule
     rule: Rule
@@ -44,7 +44,7 @@ class Ramp:
         return self.schedule.at_sample(sample)
 
     def stages(self) -> list[dict[str, Any]]:
-        """One record per stage, with the keys others rely on; what needs a world is None without one."""
+        """One record per stage, with the documented keys; values that need a world are None without one."""
         rows: list[dict[str, Any]] = []
         for index, segment in enumerate(self.schedule.segments):
             placed = self.placement.stages[index] if self.placement else None
@@ -95,13 +95,19 @@ class Ramp:
 
 
 _PLACED = (
-    "nodes", "data_parallel_size", "micro_batch_size", "accumulation_steps", "ragged", "step_seconds", "hours",
+    "nodes",
+    "data_parallel_size",
+    "micro_batch_size",
+    "accumulation_steps",
+    "ragged",
+    "step_seconds",
+    "hours",
     "node_hours",
-)  # fmt: skip
+)
 
 
 def ramp(request: BatchRequest, wanted: RampRequest) -> Ramp:
-    """Compile the rule, check and place every stage, and put the learning rate beside it.
+    """Compile the rule, check and place every stage, and compute the learning rates.
 
     >>> from batchwright.core.ramp.request import read_ramp
     >>> r = ramp(BatchRequest(global_batch_size=1024), read_ramp({"linear": "256,128,50M"}))
@@ -124,15 +130,15 @@ def ramp(request: BatchRequest, wanted: RampRequest) -> Ramp:
     horizon = _horizon(wanted, schedule)
     if request.global_batch_size not in (None, schedule.segments[-1].global_batch_size):
         notes.append(
-            f"The budget ends before the ramp: the batch is {schedule.segments[-1].global_batch_size} then, and "
-            f"{request.global_batch_size} is not reached."
+            f"The budget ends before the ramp: the last batch is {schedule.segments[-1].global_batch_size}, and the run does "
+            f"not reach {request.global_batch_size}."
         )
     if schedule.ending:
         notes.append(f"{schedule.ending} (last_step {schedule.last_step})")
     if placement:
         notes += placement.notes
     if suggestion and wanted.lr_scaling is None and len(schedule.segments) > 1:
-        notes.append(f"Suggested lr_scaling: {suggestion.rule}; {suggestion.reason}. Not applied unless asked for.")
+        notes.append(f"Suggested lr_scaling: {suggestion.rule}; {suggestion.reason}. It is not applied unless given.")
     if horizon:
         notes.append(f"Learning rate: {horizon.message}")
     known = request.nodes is not None or request.devices_per_node is not None
@@ -141,15 +147,15 @@ def ramp(request: BatchRequest, wanted: RampRequest) -> Ramp:
 
 
 def _per_device_world(request: BatchRequest, rule: PerDevice, notes: list[str]) -> BatchRequest:
-    """MaxText's stages change the size per device and nothing else: accumulation stays, END is the most."""
+    """MaxText's stages change only the size per device: accumulation stays, and END is the maximum."""
     replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
     largest = fraction(rule.end, "end") * replica
     notes.append(
         f"num_increments {rule.num_increments}, samples_per_increment {float(rule.samples_per_increment):g}: each stage "
-        "counts its own share."
+        "counts its own samples."
     )
     if rule.accumulation_steps > 1:
-        notes.append("MaxText's ramp manager leaves accumulation out of its sizes; here every size includes it.")
+        notes.append("The sizes in MaxText's ramp manager do not include accumulation; all sizes here do.")
     return replace(
         request,
         micro_batch_size=None,
@@ -159,7 +165,7 @@ def _per_device_world(request: BatchRequest, rule: PerDevice, notes: list[str]) 
 
 
 def _published_world(request: BatchRequest, published: Recipe, notes: list[str]) -> BatchRequest:
-    """What the report says of the world, where nothing else was given."""
+    """The request with the report's world, for what is not given."""
     if published.tensor_parallel is None or not (request.nodes or request.devices):
         return request
     found: dict[str, int | None] = {}
@@ -178,9 +184,7 @@ def _horizon(wanted: RampRequest, schedule: Schedule) -> HorizonCheck | None:
     if wanted.lr_horizon_steps is None and wanted.lr_horizon_samples is None:
         return None
     if schedule.total_samples is None:
-        raise ScheduleError(
-            "a learning-rate horizon is checked against a budget: give samples or tokens.", field="samples"
-        )
+        raise ScheduleError("checking a learning-rate horizon needs a budget: give samples or tokens.", field="samples")
     return check_horizon(
         schedule.segments, schedule.total_samples, steps=wanted.lr_horizon_steps, samples=wanted.lr_horizon_samples
     )
@@ -197,7 +201,7 @@ def _placement(
     world = world_of(request, ranks)
     raise_violations(ScheduleError, world.violations())
     nodes, policy = request.nodes or world.nodes, wanted.node_policy
-    if nodes is None:  # nothing says what a node is: one indivisible world, whose nodes are not counted
+    if nodes is None:  # devices per node are unknown: the whole world counts as one node, and nodes are not shown
         if policy not in (None, "constant"):
             raise ScheduleError(f"node_policy={policy} needs nodes and devices_per_node.", field="nodes")
         world, nodes, policy = replace(world, devices_per_node=world.devices), 1, "constant"
@@ -206,7 +210,7 @@ def _placement(
     ):
         raise ScheduleError(
             f"micro_batch_size={request.micro_batch_size} is more than max_micro_batch_size="
-            f"{request.max_micro_batch_size}, the most that fits. Nearest: {request.max_micro_batch_size}.",
+            f"{request.max_micro_batch_size}. Nearest: {request.max_micro_batch_size}.",
             field="micro_batch_size",
             given=request.micro_batch_size,
             nearest=(request.max_micro_batch_size,),
@@ -236,7 +240,7 @@ def _placement(
     except ScheduleError:
         if world.expert_step == 1:
             raise
-        # Experts do not enter the batch. If they are the only reason, the stages are placed without them, with a note.
+        # Experts do not affect the batch. If they are the only reason, the stages are placed without them, with a note.
         wanted_world = world
         world = replace(world, expert_parallel=1, expert_tensor_parallel=None)
         placed = place(schedule.segments, world, throughput=times, **options)
@@ -248,29 +252,27 @@ def _placement(
     if times is None and published and [s.nodes for s in placed.stages] == [s.nodes for s in published.stages]:
         measured = StageSeconds(tuple(stage.iteration_seconds for stage in published.stages))
         placed = place(schedule.segments, world, throughput=measured, **options)
-        return replace(placed, notes=(*placed.notes, "Step times are those of the report, on these nodes."))
+        return replace(placed, notes=(*placed.notes, "Step times are from the report, on these nodes."))
     return placed
 
 
 def _refuse_without_world(request: BatchRequest, wanted: RampRequest) -> None:
-    """Without devices nothing is placed: what needs a placement is refused, not dropped."""
+    """Stages are not placed without devices: refuse the options that need a placement."""
     if request.nodes is not None:
         raise ScheduleError(
             f"nodes={request.nodes} needs devices_per_node to place the stages.", field="devices_per_node", nearest=(8,)
         )
-    needy = ("node_policy", "micro_step_seconds", "stage_seconds", "probe", "deadline_hours", "node_hours_budget")
-    named = [name for name in needy if getattr(wanted, name) is not None]
+    need_world = ("node_policy", "micro_step_seconds", "stage_seconds", "probe", "deadline_hours", "node_hours_budget")
+    named = [name for name in need_world if getattr(wanted, name) is not None]
     named += [name for name in ("micro_batch_size", "max_micro_batch_size") if getattr(request, name) is not None]
     if named:
-        raise ScheduleError(
-            f"{', '.join(named)} needs nodes and devices_per_node, the most there are (or devices).", field="nodes"
-        )
+        raise ScheduleError(f"{', '.join(named)} needs nodes and devices_per_node (or devices).", field="nodes")
 
 
 def _throughput(request: BatchRequest, wanted: RampRequest) -> Throughput | StageSeconds | None:
     named = [name for name in ("micro_step_seconds", "stage_seconds", "probe") if getattr(wanted, name) is not None]
     if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} are two answers to how long a step takes: give one.", field=named[1])
+        raise ConfigError(f"{' and '.join(named)} are mutually exclusive.", field=named[1])
     latency, volume = (*(wanted.sync_seconds or ()), 0.0, 0.0)[:2]
     sync: dict[str, Any] = {
         "sync_latency_seconds": latency,

@@ -1,7 +1,7 @@
-"""Published ramps as data, each with its source. What a report leaves open is said in a note, never filled in.
+"""Published ramps as data, each with its source. A note says what a report does not specify.
 
-Numbers are those of the report. Where it gives a batch in tokens that is not a whole number of sequences, the recipe
-carries the nearest whole size and the note says what was printed.
+The numbers are those of the report. If its batch in tokens is not a whole number of sequences, the recipe has the
+nearest whole size, and a note has the printed one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = 10**12
 
 @dataclass(frozen=True)
 class PublishedStage:
-    """What a report says about one stage: where it ran and how fast.
+    """What a report says about one stage: its nodes and its speed.
 
     >>> recipe("nemotron-4-15b").stages[0].nodes
     96
@@ -36,7 +36,7 @@ class PublishedStage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A published ramp: the rule, the budget where the report gives one, and what it leaves open.
+    """A published ramp: the rule, the budget if the report gives one, and notes on what it does not specify.
 
     >>> recipe("palm-540b").schedule().total_steps
     255000
@@ -157,8 +157,7 @@ def recipe(name: str) -> Recipe:
         return found[name]
     close = get_close_matches(name.lower(), found, n=2, cutoff=0.3)
     raise ScheduleError(
-        f"recipe={name!r} is not known. There are: {', '.join(found)}."
-        + (f" Nearest: {' or '.join(close)}." if close else ""),
+        f"recipe={name!r} is not one of {', '.join(found)}." + (f" Nearest: {' or '.join(close)}." if close else ""),
         field="recipe",
         given=name,
         nearest=close or tuple(found),

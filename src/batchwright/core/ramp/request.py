@@ -1,4 +1,4 @@
-"""What is wanted of a ramp, read strictly: the rule, the budget, the policy, the times and the learning rate."""
+"""The request for a ramp, read strictly: the rule, the budget, the policy, the times and the learning rate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULE_FLAGS = ("linear", "per_device", "thresholds", "thresholds_tokens", "thresh
 
 @dataclass(frozen=True)
 class RampRequest:
-    """What is wanted beside the batch and the world; at most one rule. Numbers are as `read_ramp` reads them."""
+    """The options of a ramp besides the batch and the world; at most one rule. `read_ramp` reads the values."""
 
     linear: tuple[str, ...] | None = None
     per_device: tuple[str, ...] | None = None
@@ -124,7 +124,7 @@ RAMP_READERS: Readers = {
 
 
 def read_ramp(values: Mapping[str, Any]) -> RampRequest:
-    """A RampRequest from raw values; all that is wrong with them is said at once.
+    """A RampRequest from raw values; one error lists everything that is wrong.
 
     >>> read_ramp({"linear": "256,128,50M"}).linear
     ('256', '128', '50M')
@@ -139,7 +139,7 @@ def compile_schedule(request: BatchRequest, wanted: RampRequest, published: Reci
     """The schedule, and the rule it was compiled from."""
     named = [name for name in RULE_FLAGS if getattr(wanted, name) is not None]
     if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} are two rules: give one.", field=named[1])
+        raise ConfigError(f"{' and '.join(named)} are mutually exclusive: a ramp has one rule.", field=named[1])
     if published:
         budget = wanted.samples or wanted.tokens
         compiled, rule = (
@@ -159,7 +159,7 @@ def compile_schedule(request: BatchRequest, wanted: RampRequest, published: Reci
 def _rule(request: BatchRequest, wanted: RampRequest, name: str | None) -> Rule:
     length = request.sequence_length
     if name is None:
-        # No rule: a constant batch, from whatever numbers give one.
+        # No rule: a constant batch, given or planned from the other numbers.
         target = batch_in_samples(request)
         return Constant(plan(request).global_batch_size if target is None else target, length)
     if wanted.linear:
@@ -189,7 +189,7 @@ def _rule(request: BatchRequest, wanted: RampRequest, name: str | None) -> Rule:
 def _target(request: BatchRequest, what: str) -> int:
     target = batch_in_samples(request)
     if target is None:
-        raise ScheduleError(f"{what} grows to global_batch_size, and it is not given.", field="global_batch_size")
+        raise ScheduleError(f"{what} needs global_batch_size, the batch at its end.", field="global_batch_size")
     return target
 
 
@@ -203,13 +203,13 @@ def _devices(request: BatchRequest) -> int:
 
 
 def _refuse_unused(request: BatchRequest, wanted: RampRequest, compiled: Schedule, name: str | None) -> None:
-    """What is given and would mean nothing is a mistake of somebody: say so."""
+    """Refuse options that contradict the rule or have no effect with it."""
     wrong: list[Violation] = []
     target, last = batch_in_samples(request), compiled.segments[-1].global_batch_size
     if target is not None and target != last:
         wrong.append(
             Violation(
-                f"global_batch_size={target} contradicts {name}, which ends at {last}. Nearest: {last}, or leave it out.",
+                f"global_batch_size={target} contradicts {name}, which ends at {last}. Nearest: {last}. Or leave it out.",
                 "global_batch_size",
                 target,
                 (last,),
@@ -221,8 +221,8 @@ def _refuse_unused(request: BatchRequest, wanted: RampRequest, compiled: Schedul
             message = f"sequence_length={request.sequence_length} contradicts the recipe's {lengths}: leave it out."
             wrong.append(Violation(message, "sequence_length", request.sequence_length, tuple(lengths)))
     if wanted.sequence_lengths and name not in UNIT_OF:
-        message = "sequence_lengths are one per threshold: they need a rule of thresholds."
+        message = "sequence_lengths needs thresholds: one length per threshold."
         wrong.append(Violation(message, "sequence_lengths", str(wanted.sequence_lengths)))
     if wanted.allow_falling and name in ("per_device", "doubling", "recipe", None):
-        wrong.append(Violation("allow_falling means nothing here: this rule only grows.", "allow_falling", True))
+        wrong.append(Violation("allow_falling has no effect: this rule never falls.", "allow_falling", True))
     raise_violations(ConfigError, wrong)

@@ -1,12 +1,12 @@
-"""The dialects of ramp-up. Each says where the batch changes; `schedule.walk` turns that into segments.
+"""The rules of a ramp. Each says where the batch changes; `schedule.walk` turns that into segments.
 
 Linear      Megatron and NeMo: [start, increment, samples] to a target, by absolute position
-PerDevice   MaxText: each stage counts its own equal share of the samples, and drops what its last step overshoots
+PerDevice   MaxText: each stage counts its own equal share of the samples, rounded up to whole steps
 Thresholds  Megatron's step schedule, Levanter's and OLMo-core's lists: from here on, this size
-Doubling    twice the batch every so many samples, tokens or steps
+Doubling    twice the batch every N samples, tokens or steps
 Constant    no ramp
 
-A rule that exists works out: everything is checked when it is made, and all that is wrong is reported at once.
+A rule is checked when it is made, and one error lists everything that is wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .schedule import Rule, Schedule, Switch, Unit
 Number = int | float | str | Fraction
 UNITS: tuple[Unit, ...] = ("samples", "tokens", "steps")
 
-# Far above any ramp in use (BLOOM had 117 stages), and still compiled in a fraction of a second.
+# Far above any ramp in use (BLOOM had 117 stages); compiling so many takes less than a second.
 MOST_STAGES = 100_000
 
 
@@ -91,7 +91,7 @@ class Linear(Rule):
         return tuple(Switch(-(-k * self.samples // n), self.start + by * k, self.sequence_length) for k in range(n + 1))
 
     def notes(self) -> tuple[str, ...]:
-        return _straight(self.start, self.target, self.samples)
+        return _no_ramp(self.start, self.target, self.samples)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class PerDevice(Rule):
     accumulation_steps: int = 1
     sequence_length: int | None = None
 
-    # MaxText resumes by replaying steps, so steps are its position. A class attribute, not a field: no annotation.
+    # MaxText resumes by replaying steps, so its position is a step. Without annotation it is not a field.
     unit = "steps"
 
     def __post_init__(self) -> None:
@@ -131,8 +131,8 @@ class PerDevice(Rule):
                 message = f"{field}={value} is not above 0 and at most {LARGEST_COUNT:,}."
                 found.append(Violation(message, field, str(value)))
             object.__setattr__(self, field, number)  # 0.5, "1/2" and Fraction(1, 2) are one rule
-        raise_violations(ScheduleError, found)  # what follows divides by these
-        start, increment, end = (size * self._lanes for size in self._sizes)
+        raise_violations(ScheduleError, found)  # the checks below divide by these
+        start, increment, end = (size * self._factor for size in self._sizes)
         for field, size in (("start", start), ("increment", increment), ("end", end)):
             if size.denominator != 1:
                 found.append(self._not_whole(field, size))
@@ -141,10 +141,10 @@ class PerDevice(Rule):
         span = abs(end - start)
         if (span / increment).denominator != 1:
             whole = nearest_divisors(int(span), int(increment)) if span.denominator == 1 else ()
-            nearest = tuple(_plain(Fraction(size, self._lanes)) for size in whole)
+            nearest = tuple(_plain(Fraction(size, self._factor)) for size in whole)
             found.append(_does_not_divide(self.increment, "end", self.end, self.start, nearest))
         elif span / increment >= MOST_STAGES and increment.denominator == 1:
-            found.append(_too_many(int(span / increment), self.increment, int(span), self._lanes))
+            found.append(_too_many(int(span / increment), self.increment, int(span), self._factor))
         raise_violations(ScheduleError, found)
 
     @property
@@ -155,11 +155,11 @@ class PerDevice(Rule):
 
     @property
     def samples_per_increment(self) -> Fraction:
-        """The share of the ramp's samples that each stage counts on its own."""
+        """The ramp's samples in each stage."""
         return Fraction(self.samples, self.num_increments) if self.num_increments else Fraction(0)
 
     def switches(self) -> tuple[Switch, ...]:
-        start, increment, end = (int(size * self._lanes) for size in self._sizes)
+        start, increment, end = (int(size * self._factor) for size in self._sizes)
         if not self.samples:
             return (Switch(0, end, self.sequence_length),)
         found: list[Switch] = []
@@ -171,10 +171,10 @@ class PerDevice(Rule):
 
     def notes(self) -> tuple[str, ...]:
         start, _, end = self._sizes
-        return _straight(int(start * self._lanes), int(end * self._lanes), self.samples)
+        return _no_ramp(int(start * self._factor), int(end * self._factor), self.samples)
 
     @property
-    def _lanes(self) -> int:
+    def _factor(self) -> int:
         """Global samples for each sample per device."""
         return self.devices * self.accumulation_steps
 
@@ -184,8 +184,8 @@ class PerDevice(Rule):
 
     def _not_whole(self, field: str, size: Fraction) -> Violation:
         whole = [n for n in (size.__floor__(), size.__ceil__()) if n]
-        nearest = tuple(_plain(Fraction(n, self._lanes)) for n in whole)
-        given = _plain(size / self._lanes)
+        nearest = tuple(_plain(Fraction(n, self._factor)) for n in whole)
+        given = _plain(size / self._factor)
         return Violation(
             f"{field}={given} per device is not a whole number of samples: {given} × {self.devices} devices × "
             f"{self.accumulation_steps} accumulation_steps = {float(size):g}. Nearest: "
@@ -198,7 +198,7 @@ class PerDevice(Rule):
 
 @dataclass(frozen=True)
 class Thresholds(Rule):
-    """From each threshold on, a size: pairs of (position, global batch), counted in samples, tokens or steps.
+    """A size from each threshold on: pairs of (position, global batch), counted in samples, tokens or steps.
 
     A threshold in tokens is the sample that holds that token, so it needs `sequence_length`: one, or one per stage.
 
@@ -226,20 +226,22 @@ class Thresholds(Rule):
         if isinstance(self.sequence_length, tuple) and len(lengths) != len(self.pairs):
             found.append(
                 Violation(
-                    f"sequence_length has {len(lengths)} values for {len(self.pairs)} stages. Give one, or as many.",
+                    f"sequence_length has {len(lengths)} values for {len(self.pairs)} stages. Give one value, or one per stage.",
                     "sequence_length",
                     self.sequence_length,
                 )
             )
         if self.unit == "tokens" and None in lengths:
             found.append(
-                Violation("thresholds in tokens need a sequence_length to become samples.", "sequence_length", None)
+                Violation(
+                    "thresholds in tokens need sequence_length to convert them to samples.", "sequence_length", None
+                )
             )
         raise_violations(ScheduleError, found)
         if self.pairs[0][0]:
             found.append(
                 Violation(
-                    f"the first threshold is {self.pairs[0][0]:,}, so nothing says the size before it. Nearest: 0.",
+                    f"the first threshold is {self.pairs[0][0]:,}, so the size before it is unknown. Nearest: 0.",
                     "threshold",
                     self.pairs[0][0],
                     (0,),
@@ -257,11 +259,11 @@ class Thresholds(Rule):
         return (self.sequence_length,) * len(self.pairs)
 
     def _disorder(self) -> list[Violation]:
-        """Thresholds that do not rise, also after they became samples, and sizes that fall unasked."""
+        """Violations for thresholds that do not rise, also in samples, and for sizes that fall without allow_falling."""
         found: list[Violation] = []
         exact = Fraction(0)  # the threshold in samples, as if no step overshot
         for ((at, size), (after, larger)), length in zip(pairwise(self.pairs), self._lengths(), strict=False):
-            least, why = at + 1, "thresholds rise, each above the one before it"
+            least, why = at + 1, "each threshold must be above the one before it"
             if self.unit == "tokens" and length:
                 least = at + ceil((exact.__floor__() + 1 - exact) * length)
                 why = (
@@ -291,7 +293,7 @@ def parse_thresholds(
     *,
     allow_falling: bool = False,
 ) -> Thresholds:
-    """Megatron's step schedule: `THRESHOLD:SIZE` pairs apart by spaces or commas, in any order, with K, M, B, T.
+    """Megatron's step schedule: `THRESHOLD:SIZE` pairs, separated by spaces or commas, in any order, with K, M, B, T.
 
     >>> parse_thresholds("1M:2K 0:1K").pairs
     ((0, 1000), (1000000, 2000))
@@ -362,7 +364,7 @@ class Doubling(Rule):
 
 @dataclass(frozen=True)
 class Compared:
-    """One batch size in two schedules: the steps each spends at it (0 when it has no such stage, None when open).
+    """One batch size in two schedules: the steps each spends at it (0 if it has no such stage, None if it has no end).
 
     >>> Compared(512, 2790, 2791).difference
     1
@@ -374,14 +376,14 @@ class Compared:
 
     @property
     def difference(self) -> int | None:
-        """Steps the second spends more than the first; None where one end is open and the other is not."""
+        """How many more steps the second has than the first; None if only one of them has an end."""
         if self.first_steps is None or self.second_steps is None:
             return 0 if self.first_steps == self.second_steps else None
         return self.second_steps - self.first_steps
 
 
 def compare(first: Schedule, second: Schedule) -> tuple[Compared, ...]:
-    """Two schedules size by size, in the order they come up.
+    """Two schedules compared by batch size, in order of appearance.
 
     >>> linear = Linear(256, 256, 10_000_000, target=2048).compile()
     >>> maxtext = PerDevice(start=1, increment=1, end=8, samples=10_000_000, devices=256).compile()
@@ -389,7 +391,7 @@ def compare(first: Schedule, second: Schedule) -> tuple[Compared, ...]:
     (14470, 14475, [0, 1, 0, 1, 1, 1, 1, 0])
     """
     steps: dict[int, list[int | None]] = {}
-    # By step, so that a size only the second schedule has appears where it would.
+    # Sorted by step, so that a size of the second schedule alone appears in its place.
     both = [(s, side) for side, schedule in enumerate((first, second)) for s in schedule.segments]
     for segment, side in sorted(both, key=lambda entry: entry[0].first_step):
         row = steps.setdefault(segment.global_batch_size, [0, 0])
@@ -404,9 +406,9 @@ def _whole(least: int = 1, **fields: object) -> list[Violation]:
         if not isinstance(value, int) or isinstance(value, bool):
             found.append(Violation(f"{field}={value!r} is not a whole number.", field, value))
         elif value < least:
-            found.append(Violation(f"{field}={value} is too small: the least is {least}.", field, value, (least,)))
+            found.append(Violation(f"{field}={value}: must be at least {least}.", field, value, (least,)))
         elif value > LARGEST_COUNT:
-            message = f"{field}={value:,} is too large: the most is {LARGEST_COUNT:,}."
+            message = f"{field}={value:,}: must be at most {LARGEST_COUNT:,}."
             found.append(Violation(message, field, value, (LARGEST_COUNT,)))
     return found
 
@@ -415,7 +417,7 @@ def _length(sequence_length: object) -> list[Violation]:
     return [] if sequence_length is None else _whole(sequence_length=sequence_length)
 
 
-def _straight(start: int, target: int, samples: int) -> tuple[str, ...]:
+def _no_ramp(start: int, target: int, samples: int) -> tuple[str, ...]:
     if samples or start == target:
         return ()
     return (f"The ramp has 0 samples: the run starts at its target, {target}, not at {start}.",)
@@ -423,9 +425,9 @@ def _straight(start: int, target: int, samples: int) -> tuple[str, ...]:
 
 def _falling(start: Number, field: str, target: Number, *, allowed: bool = False) -> Violation:
     start, target = _plain(start), _plain(target)
-    way_out = ", or allow_falling=True" if allowed else ""
+    hint = ", or allow_falling=True" if allowed else ""
     return Violation(
-        f"start={start} is above {field}={target}: the batch would fall. Nearest: {target}{way_out}.",
+        f"start={start} is above {field}={target}: the batch would fall. Nearest: {target}{hint}.",
         "start",
         start,
         (target,),
@@ -448,11 +450,11 @@ def _does_not_divide(
     )
 
 
-def _too_many(stages: int, increment: Number, span: int, lanes: int = 1) -> Violation:
-    """`span` in global samples, `increment` in samples of one of `lanes`."""
-    least = _plain(Fraction(next(d for d in divisors(span) if span // d < MOST_STAGES), lanes))
+def _too_many(stages: int, increment: Number, span: int, factor: int = 1) -> Violation:
+    """`span` is in global samples, `increment` in samples per device: `factor` global ones each."""
+    least = _plain(Fraction(next(d for d in divisors(span) if span // d < MOST_STAGES), factor))
     return Violation(
-        f"increment={_plain(increment)} makes {stages + 1:,} stages; the most is {MOST_STAGES:,}. Nearest: {least}.",
+        f"increment={_plain(increment)} makes {stages + 1:,} stages, and at most {MOST_STAGES:,} are allowed. Nearest: {least}.",
         "increment",
         _plain(increment),
         (least,),
@@ -460,7 +462,7 @@ def _too_many(stages: int, increment: Number, span: int, lanes: int = 1) -> Viol
 
 
 def _plain(number: Number) -> int | float | str:
-    """The number as JSON takes it and `fraction` reads it back exactly.
+    """The number as a JSON value that `fraction` reads back exactly.
 
     >>> _plain(Fraction(4)), _plain(Fraction(1, 8)), _plain(Fraction(1, 3))
     (4, 0.125, '1/3')

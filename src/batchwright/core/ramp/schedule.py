@@ -1,8 +1,8 @@
-"""A ramp as segments: one lookup by step, one by sample, and each is the exact inverse of the other.
+"""A ramp as segments, with two lookups, by step and by sample, each the exact inverse of the other.
 
-Every dialect of ramp-up is a list of *switches*: from this position on, this global batch. A switch takes effect at
-the first step that starts at or after it, because a step is never split. Walking the switches once gives the
-segments, in closed form: a segment's steps are one division, however many there are.
+Every rule of a ramp is a list of *switches*: from this position on, this global batch. A switch takes effect at the
+first step that starts at or after it, because a step is never split. `walk` turns the switches into segments; the
+steps of a segment take one division, however many there are.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Segment:
     global_batch_size: int
     steps: int | None
     sequence_length: int | None = None
-    start_token: int | None = None  # None as soon as one sequence length before it is unknown
-    shortfall: int = 0  # samples the last step lacks because the budget ended inside it
+    start_token: int | None = None  # None if a sequence length before it is unknown
+    shortfall: int = 0  # samples missing from the last step because the budget ends inside it
 
     @property
     def samples(self) -> int | None:
@@ -100,7 +100,7 @@ class Switch:
 
 
 class Rule(ABC):
-    """A way to say how the batch grows; `switches` is all a rule has to know.
+    """How the batch grows; a rule only has to define `switches`.
 
     >>> from batchwright.core.ramp.rules import Constant
     >>> Constant(32).switches()
@@ -111,10 +111,10 @@ class Rule(ABC):
 
     @abstractmethod
     def switches(self) -> tuple[Switch, ...]:
-        """Where the batch changes: absolute positions counted in `unit`, the first at 0, never falling back."""
+        """Where the batch changes: absolute positions counted in `unit`, the first at 0, never falling."""
 
     def notes(self) -> tuple[str, ...]:
-        """What the reader of the compiled schedule should know."""
+        """Notes for the reader of the compiled schedule."""
         return ()
 
     def compile(self) -> Schedule:
@@ -124,13 +124,13 @@ class Rule(ABC):
         >>> [(s.global_batch_size, s.steps) for s in Linear(16, 8, 96, target=32).compile().segments]
         [(16, 3), (24, 2), (32, None)]
         """
-        segments, jumped = walk(self.switches(), self.unit)
-        return Schedule(tuple(segments), self.notes() + jumped)
+        segments, skipped = walk(self.switches(), self.unit)
+        return Schedule(tuple(segments), self.notes() + skipped)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a run trains on, step by step: the history of its past and the plan of its future.
+    """The steps of a run: those of its past, which never change, and those of its future.
 
     >>> from batchwright.core.ramp.rules import Linear
     >>> schedule = Linear(start=16, increment=16, samples=96, target=32).compile()
@@ -152,22 +152,22 @@ class Schedule:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps to the end, or None where the end is open."""
+        """Steps to the end, or None if there is no end."""
         return self.segments[-1].end_step
 
     @property
     def total_samples(self) -> int | None:
-        """Samples to the end, or None where the end is open."""
+        """Samples to the end, or None if there is no end."""
         return self.segments[-1].end_sample
 
     @property
     def total_tokens(self) -> int | None:
-        """Tokens to the end, or None where the end is open or a sequence length is unknown."""
+        """Tokens to the end, or None if there is no end or a sequence length is unknown."""
         return self.segments[-1].end_token
 
     @property
     def ending(self) -> str | None:
-        """What the budget did to the last step, in words.
+        """What the budget does to the last step, as text.
 
         >>> from batchwright.core.ramp.rules import Constant
         >>> Constant(32).compile().until(250).ending
@@ -216,7 +216,7 @@ class Schedule:
         return self._nth(index, (sample - segment.start_sample) // segment.global_batch_size)
 
     def sample_at_token(self, token: int) -> int:
-        """The sample that holds the token at position `token`; at the end of the schedule, its end.
+        """The sample that holds the token at position `token`; at the end of the schedule, the end sample.
 
         >>> from batchwright.core.ramp.rules import Constant
         >>> Constant(32, sequence_length=4096).compile().sample_at_token(10_000)
@@ -225,7 +225,7 @@ class Schedule:
         starts = [s.start_token for s in self.segments if s.sequence_length and s.start_token is not None]
         if len(starts) < len(self.segments):
             raise ScheduleError(
-                "tokens cannot be counted: a segment has no sequence_length. Give the rule one.",
+                "tokens are unknown: a segment has no sequence_length. Give the rule one.",
                 field="sequence_length",
             )
         self._check_inside("token", token, None if self.total_tokens is None else self.total_tokens + 1)
@@ -248,11 +248,11 @@ class Schedule:
         end = self.total_samples
         again = last_step == self.last_step == "drop" and tokens is None
         if again and samples and end and end < samples <= (self.samples or 0):
-            return replace(self, samples=samples)  # what this schedule dropped is dropped again
+            return replace(self, samples=samples)  # the same end, with the step that this schedule dropped
         budget = self._budget(samples, tokens)
         if last_step not in POLICIES:
             raise ScheduleError(
-                f"last_step={last_step!r} is not a policy. Use one of {', '.join(POLICIES)}.",
+                f"last_step={last_step!r} is not one of {', '.join(POLICIES)}.",
                 field="last_step",
                 given=last_step,
                 nearest=POLICIES,
@@ -262,11 +262,11 @@ class Schedule:
         size = segment.global_batch_size
         steps, rest = divmod(budget - segment.start_sample, size)
         if budget == segment.end_sample:
-            pass  # nothing to cut, not even where a past budget has already cut it
+            pass  # the segment ends here already, maybe with a shortened step
         elif rest and last_step == "shorten":
             segment = replace(segment, steps=steps + 1, shortfall=size - rest)
         elif rest and last_step == "overshoot":
-            # It runs whole, unless it is a step that the past already shortened.
+            # The step runs whole, unless an earlier budget shortened it.
             past = segment.shortfall if segment.steps == steps + 1 else 0
             segment = replace(segment, steps=steps + 1, shortfall=past)
         else:
@@ -275,7 +275,7 @@ class Schedule:
             kept += (segment,)
         if not kept:
             raise ScheduleError(
-                f"samples={budget} holds no step: the first takes {size}, and last_step='drop' leaves out a step that "
+                f"samples={budget} is less than the first step of {size} samples, and last_step='drop' leaves out a step that "
                 f"the budget does not fill. Nearest: {size} (1 step).",
                 field="samples",
                 given=budget,
@@ -286,8 +286,8 @@ class Schedule:
     def continued(self, position: int, rule: Rule | Schedule) -> Schedule:
         """The same past up to sample `position`, then `rule`, whose positions count from the start of the run.
 
-        A budget stays as it was, unless it is spent at `position` or `rule` is a schedule that brings its own. A segment
-        that goes on as before stays one; so a schedule continued with itself is itself.
+        The budget stays, unless it ends at `position` or `rule` is a schedule with its own. A segment that continues
+        unchanged stays one segment, so a schedule continued with itself is equal to itself.
 
         >>> from batchwright.core.ramp.rules import Constant, Linear
         >>> run = Linear(16, 16, 96, target=32).compile()
@@ -299,17 +299,17 @@ class Schedule:
         past = self._past(position)
         if isinstance(rule, Schedule):
             planned, notes = rule, rule.notes
-            # What the new schedule dropped at its end stays dropped.
+            # A step that the new schedule dropped at its end stays dropped.
             budget = min((n for n in (rule.samples, rule.total_samples) if n is not None), default=None)
             if budget is not None and budget <= position:
                 raise ScheduleError(
-                    f"position={position:,} leaves nothing to continue with: the new schedule ends at sample "
+                    f"position={position:,} is not before the end of the new schedule, which ends at sample "
                     f"{budget:,}.",
                     field="position",
                     given=position,
                     nearest=(self.at_sample(budget - 1).start_sample,),
                 )
-            if rule.at_sample(position).start_sample == position:  # its steps as they are, shortened ones, too
+            if rule.at_sample(position).start_sample == position:  # keep its steps, also shortened ones
                 segments = _joined(past, rule._after(position, past), planned)
                 return Schedule(segments, tuple(dict.fromkeys((*self.notes, *notes))), rule.samples, rule.last_step)
             switches = tuple(Switch(s.start_sample, s.global_batch_size, s.sequence_length) for s in rule.segments)
@@ -324,8 +324,8 @@ class Schedule:
             )
             budget = self.total_samples if self.samples is None else self.samples
             budget = None if budget is None or budget <= position else budget
-        future, jumped = walk(switches, unit, past)
-        joined = Schedule(_joined(past, future, planned), tuple(dict.fromkeys((*self.notes, *notes, *jumped))))
+        future, skipped = walk(switches, unit, past)
+        joined = Schedule(_joined(past, future, planned), tuple(dict.fromkeys((*self.notes, *notes, *skipped))))
         return joined if budget is None else joined.until(budget, last_step=policy)
 
     def _budget(self, samples: int | None, tokens: int | None) -> int:
@@ -336,10 +336,10 @@ class Schedule:
             least = self.segments[0].sequence_length or 1
             field, given, budget = "tokens", tokens, self.sample_at_token(tokens) if tokens >= least else 0
         else:
-            raise ScheduleError("a budget is either samples or tokens: give one of the two.", field="samples")
+            raise ScheduleError("a budget needs exactly one of samples and tokens.", field="samples")
         if budget < 1:
             raise ScheduleError(
-                f"{field}={given} is no budget: it holds no whole sample. The least is {least}.",
+                f"{field}={given}: must be at least {least}, one whole sample.",
                 field=field,
                 given=given,
                 nearest=(least,),
@@ -347,8 +347,8 @@ class Schedule:
         end = self.total_samples
         if end is not None and budget > end:
             raise ScheduleError(
-                f"samples={budget:,} is beyond the end: this schedule ends at sample {end:,}. Set the budget on the "
-                f"open schedule, or continue it from {end:,}.",
+                f"samples={budget:,} is after the end of this schedule, sample {end:,}. Set the budget on the schedule "
+                f"without an end, or continue it from {end:,}.",
                 field="samples",
                 given=budget,
                 nearest=(end,),
@@ -356,7 +356,7 @@ class Schedule:
         return budget
 
     def _past(self, position: int) -> tuple[Segment, ...]:
-        """The segments before `position`, which must be a boundary between steps."""
+        """The segments before `position`, which must be between two steps."""
         if position == self.total_samples:
             return self.segments
         self._check_inside("position", position, self.total_samples)
@@ -374,7 +374,7 @@ class Schedule:
         return self.segments[: step.segment] + (cut if cut[0].steps else ())
 
     def _after(self, position: int, past: Sequence[Segment]) -> list[Segment]:
-        """The segments from `position` on, a boundary between steps, as they follow on `past`."""
+        """The segments from `position` on, which is between two steps, numbered to follow `past`."""
         at = self.at_sample(position)
         step, token = (past[-1].end_step or 0, past[-1].end_token) if past else (0, 0)
         found: list[Segment] = []
@@ -395,7 +395,7 @@ class Schedule:
         if given < 0 or (end is not None and given >= end):
             last = None if end is None else end - 1
             raise ScheduleError(
-                f"{field}={given:,} is outside the schedule: its {field}s count from 0"
+                f"{field}={given:,} is outside the schedule: its {field}s are counted from 0"
                 + (f" to {last:,}. Nearest: {0 if given < 0 else last:,}." if last is not None else ". Nearest: 0."),
                 field=field,
                 given=given,
@@ -404,22 +404,22 @@ class Schedule:
 
 
 def walk(switches: Sequence[Switch], unit: Unit, past: Sequence[Segment] = ()) -> tuple[list[Segment], tuple[str, ...]]:
-    """The segments that `switches` make after `past`, and notes on the stages that one step jumps over.
+    """The segments that `switches` give after `past`, and a note on the stages that one step skips.
 
     >>> segments, notes = walk((Switch(0, 16), Switch(10, 24), Switch(12, 32)), "samples")
     >>> [(s.global_batch_size, s.steps) for s in segments], notes
-    ([(16, 1), (32, None)], ('Left out, because one step jumps over it: the stage of 24 from 10 samples.',))
+    ([(16, 1), (32, None)], ('One step skips the stage of 24 from 10 samples.',))
     """
     last = past[-1] if past else Segment(0, 0, 1, steps=0, sequence_length=1, start_token=0)
     step, sample, token = last.end_step or 0, last.end_sample or 0, last.end_token
     if unit == "tokens" and token is None:
         raise ScheduleError(
-            "thresholds in tokens cannot continue this run: its past has no sequence_length, so nobody knows how many "
-            "tokens it trained on. Give the earlier rule a sequence_length, or count in samples.",
+            "thresholds in tokens cannot continue this run: its past has no sequence_length, so the number of tokens is "
+            "unknown. Give the earlier rule a sequence_length, or count in samples.",
             field="sequence_length",
         )
     segments: list[Segment] = []
-    jumped: list[str] = []
+    skipped: list[str] = []
     for index, switch in enumerate(switches):
         size, length = switch.global_batch_size, switch.sequence_length
         steps = None
@@ -432,21 +432,20 @@ def walk(switches: Sequence[Switch], unit: Unit, past: Sequence[Segment] = ()) -
             else:  # whole samples only, so a threshold in tokens floors to the sample that holds it, as in Megatron
                 steps = -(-((until - (token or 0)) // (length or 1)) // size)
             if steps <= 0:
-                if segments:  # before the first segment it is not jumped over but past
-                    jumped.append(f"{size} from {human(switch.at)} {unit}")
+                if segments:  # a switch before the first segment is in the past, not skipped
+                    skipped.append(f"{size} from {human(switch.at)} {unit}")
                 continue
         segments.append(Segment(step, sample, size, steps, length, token))
         if steps is not None:
             step, sample, token = step + steps, sample + steps * size, segments[-1].end_token
-    if not jumped:
+    if not skipped:
         return segments, ()
-    shown = ", ".join(jumped[:3]) + (f" and {len(jumped) - 3} more" if len(jumped) > 3 else "")
-    what = "it: the stage of" if len(jumped) == 1 else "them: the stages of"
-    return segments, (f"Left out, because one step jumps over {what} {shown}.",)
+    shown = ", ".join(skipped[:3]) + (f" and {len(skipped) - 3} more" if len(skipped) > 3 else "")
+    return segments, (f"One step skips the stage{'s' * (len(skipped) > 1)} of {shown}.",)
 
 
 def _joined(past: Sequence[Segment], future: Sequence[Segment], planned: Schedule) -> tuple[Segment, ...]:
-    """Past and future; one segment goes on where nothing changes, unless the plan itself is cut between those steps."""
+    """Past and future; the last segment continues if nothing changes, unless `planned` has a boundary there."""
     last, first = past[-1] if past else None, future[0]
     if last is None or last.steps is None or last.shortfall or _kind(last) != _kind(first):
         return (*past, *future)
@@ -458,7 +457,7 @@ def _joined(past: Sequence[Segment], future: Sequence[Segment], planned: Schedul
 
 
 def _broken_chain(segments: Sequence[Segment]) -> list[Violation]:
-    """A schedule read from a file may be anything; one that exists is a partition of its samples."""
+    """Violations where the segments do not follow each other: a schedule may come from a file."""
     if not segments:
         return [Violation("a schedule needs at least one segment.", "segments", ())]
     found: list[Violation] = []
@@ -479,6 +478,12 @@ def _broken_chain(segments: Sequence[Segment]) -> list[Violation]:
                 Violation(f"segment {index} has {s.steps} steps of {s.global_batch_size} samples.", "segments", index)
             )
         if not 0 <= s.shortfall < max(1, s.global_batch_size):
-            found.append(Violation(f"segment {index} lacks {s.shortfall} of a step.", "segments", index))
+            found.append(
+                Violation(
+                    f"segment {index} has shortfall={s.shortfall}: must be from 0 to {s.global_batch_size - 1}.",
+                    "segments",
+                    index,
+                )
+            )
         step, sample = s.end_step, s.end_sample
     return found
