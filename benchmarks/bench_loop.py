@@ -3,9 +3,9 @@
     python benchmarks/bench_loop.py [--pairs 200] [--rounds 7] [--torture 20]
     python benchmarks/bench_loop.py --only loop --pairs 400
 
-The loop is compared step by step with the same steps by hand, in one process. Of the rest, times are CPU or wall time as
-said, interleaved round by round; the ratio is the median of the rounds' ratios, with the smallest and largest in
-brackets. Threads: 1.
+The loop is compared step by step with the same steps by hand, in one process. The other parts are interleaved round by
+round, in CPU or wall time; the ratio is the median of the rounds' ratios, with the smallest and largest in brackets.
+Threads: 1.
 """
 
 from __future__ import annotations
@@ -26,22 +26,18 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "examples" / "bytegpt"), str(ROOT / "tests" / "runtime")]
+sys.path[:0] = [str(ROOT / "examples" / "bytegpt"), str(ROOT / "tests" / "runtime" / "loop")]
 
 from bytegpt import task  # noqa: E402
 
 from batchwright.core.ramp.rules import Constant  # noqa: E402
-from batchwright.runtime.data.order import GlobalOrder  # noqa: E402
-from batchwright.runtime.loop.train import Settings, train  # noqa: E402
+from batchwright.runtime import Checkpoints, GlobalOrder, Ledger, Settings, StepResult, Task, audit, train  # noqa: E402
 from batchwright.runtime.state import tensors  # noqa: E402
-from batchwright.runtime.state.audit import _expected, audit  # noqa: E402
-from batchwright.runtime.state.checkpoint import Checkpoints  # noqa: E402
-from batchwright.runtime.state.ledger import WIDTH, Ledger, _line  # noqa: E402
-from batchwright.runtime.step.accumulate import StepResult  # noqa: E402
-from batchwright.runtime.task import Task  # noqa: E402
+from batchwright.runtime.state.audit import _expected  # noqa: E402
+from batchwright.runtime.state.ledger import WIDTH, _line  # noqa: E402
 
 BATCH, MICRO = 16, 8
-WARM = 5  # steps that do not count
+WARM = 5  # steps that are not counted
 
 
 def clock() -> float:
@@ -49,7 +45,7 @@ def clock() -> float:
 
 
 class Hand:
-    """What one would write: the same samples, split, loss, division and optimizer; no ledger, events or signals."""
+    """A loop by hand: the same samples, split, loss, division and optimizer; no ledger, events or signals."""
 
     def __init__(self, mine: Task, ids: list[int]) -> None:
         self.mine, self.ids, self.model = mine, ids, mine.build_model(0)
@@ -69,17 +65,17 @@ class Hand:
 
 
 def loop_ratio(pairs: int) -> None:
-    """Step for step in one process: the loop's, then the same step by hand, twice, so that one is the other's control.
+    """Step by step in one process: the loop's step, then the same step by hand twice, once as a control.
 
-    A step of the loop is all from the end of the hand's to `on_step`: loading, both passes, the optimizer, ledger, event
-    and what it looks at between steps. Setting up and saving are left out. (The events' thread writes twice a second,
-    in whosever step it is.)
+    A step of the loop is everything from the end of the step by hand to `on_step`: loading, forward, backward, optimizer,
+    ledger, events and the checks between steps. Set-up and saving are left out. (The thread of the events writes twice a
+    second, during any of the steps.)
     """
     mine, steps = task("small", 128, files=60), pairs + WARM
     order, schedule = GlobalOrder(len(mine.dataset), 0), Constant(BATCH).compile().until(steps * BATCH)
     ids = order.ids(range(steps * BATCH)).tolist()
     hands = [Hand(mine, ids), Hand(mine, ids)]
-    taken: list[tuple[Clocks, Clocks, Clocks]] = []  # the loop's, the hand's, its control's
+    taken: list[tuple[Clocks, Clocks, Clocks]] = []  # the loop, by hand, the control
     last: list[Clocks] = []
 
     def on_step(result: StepResult, model: nn.Module, _: object) -> None:
@@ -90,7 +86,7 @@ def loop_ratio(pairs: int) -> None:
             found[which] = between(before, clocks())
         if result.step >= WARM:
             taken.append((between(last[0], loop), found[0], found[1]))
-        if result.step == WARM:  # it is the same work; later on rounding drifts apart, as training does
+        if result.step == WARM:  # the same work; later, rounding makes the weights differ
             both = zip(model.parameters(), hands[0].model.parameters(), strict=True)
             assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in both)
         last[:] = [clocks()]
@@ -215,7 +211,7 @@ def audit_speed(steps: int = 1_000_000, batch: int = 8) -> None:
 
 
 def torture(rounds: int) -> None:
-    """kill -9 at random moments, on random worlds and strategies, until the end is reached; then the audit."""
+    """kill -9 at random times, with random ranks and strategies, until the run is complete; then the audit."""
     from loop_runs import Launch, final, furthest, launch, progress, ramp
     from loop_runs import launches as launches_of
 

@@ -1,10 +1,10 @@
-"""The computed order against stored ones: time, memory, and the start in the middle.
+"""The computed order against stored ones: time, memory, and a start in the middle.
 
     python benchmarks/bench_order.py [--largest 10_000_000] [--rounds 9]
 
-Times are CPU seconds of one thread. The contenders of a line run in turn, round after round, so that what else the
-machine does meets them alike; a ratio is the median over rounds of their quotients, with a distribution-free 95%
-interval (with fewer than 6 rounds, their range). Peaks of memory are measured in processes of their own.
+Times are CPU seconds of one thread. The contenders of a line run in turn, round after round, so that other load on the
+machine affects all of them; a ratio is the median over rounds of their quotients, with a distribution-free 95% interval
+(with fewer than 6 rounds, their range). Each memory peak is measured in a separate process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from batchwright.runtime.data.order import GlobalOrder
+from batchwright.runtime import GlobalOrder
 
 SPAN = 4096  # samples of one step
 BATCH = 32  # samples of a micro batch in the contenders that skip batches
@@ -37,7 +37,7 @@ MEMORY = {
 
 
 def cpu_seconds(function: Callable[[], Any]) -> float:
-    """CPU time of one call; short ones are repeated until the clock can see them."""
+    """CPU time of one call; short calls are repeated until the clock can measure them."""
     for repeats in (1, 10, 100, 1000):
         begun = time.process_time()
         for _ in range(repeats):
@@ -49,7 +49,7 @@ def cpu_seconds(function: Callable[[], Any]) -> float:
 
 
 def interleaved(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of every contender, one call each per round, after one round that does not count."""
+    """CPU seconds of every contender, one call each per round, after one round that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, function in contenders.items():
@@ -90,13 +90,13 @@ def seconds(times: list[float]) -> str:
 
 
 def peak_mebibytes(what: str, n: int) -> float:
-    """How much the process grows at most while it does `what`, in a process of its own."""
+    """The largest growth of a separate process while it runs `what`."""
     command = [sys.executable, __file__, "--memory", what, "--largest", str(n)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def print_peak(what: str, n: int) -> None:
-    """Linux only. Not `ru_maxrss`: it keeps the peak of the imports, and even that of the parent process."""
+    """Linux only. `ru_maxrss` would include the peak of the imports, and even that of the parent process."""
     GlobalOrder(10, 1).ids(range(10)), torch.randperm(10), next(iter(RandomSampler(range(10))))
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
@@ -105,7 +105,7 @@ def print_peak(what: str, n: int) -> None:
 
 
 def _status(field: str) -> int:
-    """Kibibytes, as the kernel counts them."""
+    """A size from /proc/self/status, in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
@@ -192,7 +192,7 @@ def skippers() -> dict[str, Callable[[int], Any]]:
     try:
         skip_first_batches = import_module("accelerate").skip_first_batches
     except ImportError:
-        print("(accelerate is not installed: its line is left out)", file=sys.stderr)
+        print("(accelerate is not installed: its row is omitted)", file=sys.stderr)
         return found
 
     def accelerate(n: int) -> Any:

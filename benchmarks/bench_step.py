@@ -3,11 +3,11 @@
     pip install --target /tmp/peers --no-deps accelerate transformers lightning ...     # never into the project's .venv
     PYTHONPATH=/tmp/peers python benchmarks/bench_step.py [--rounds 9] [--steps 8] [--pairs 150]
 
-Same model, same samples in the same order, same micro batch and accumulation, plain SGD. Every contender is given the
-same optimizer, which notes the CPU time of this thread's process at each `step()`, so building trainers does not count. All
-run in turn, round after round; a ratio is the median over rounds with a distribution-free 95% interval. The last column
-is the error of the gradient that reached the first `optimizer.step()`, against the batch in one piece in fp64: lengths
-are lognormal, so whoever averages micro batches is off. Peers that cannot be imported are listed as not installed.
+Same model, same samples in the same order, same micro batch size and accumulation, plain SGD. All contenders use the same
+optimizer, which records the CPU time of the process at each `step()`, so building trainers does not count. Contenders run
+in turn, round after round; a ratio is the median over rounds with a distribution-free 95% interval. The last column is the
+error of the gradient at the first `optimizer.step()`, relative to the batch in one piece in fp64: lengths are lognormal,
+so a mean of micro batches is wrong. Peers that cannot be imported are listed as not installed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def collate(rows: list[Tensor]) -> dict[str, Tensor]:
 
 
 class Model(nn.Module):
-    """A small causal-free transformer; `forward` is in Hugging Face's manner, so that all can train it as it is."""
+    """A small transformer without a causal mask; `forward` has Hugging Face's signature, so all contenders can train it."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -87,14 +87,14 @@ class Model(nn.Module):
 
 
 class MeanModel(Model):
-    """The same with a forward that takes no count: Trainer then averages micro batches."""
+    """The same model with a forward that takes no count: Trainer then averages micro batches."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:  # type: ignore[override]
         return super().forward(input_ids, labels)
 
 
-class Marks(torch.optim.SGD):
-    """SGD that notes the process's CPU time at every step, and the gradient of the first."""
+class TimedSGD(torch.optim.SGD):
+    """SGD that records the CPU time of the process at every step, and the gradient of the first step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=1e-3)
@@ -110,8 +110,8 @@ class Marks(torch.optim.SGD):
         return found
 
 
-class Paired(Marks):
-    """SGD that has every step followed by the same one of another loop, and notes what each took."""
+class PairedSGD(TimedSGD):
+    """SGD that runs the same step of another loop after each step, and records the time of both."""
 
     def __init__(self, params: Any, other: Iterator[None]) -> None:
         super().__init__(params)
@@ -126,7 +126,7 @@ class Paired(Marks):
         return found
 
 
-def ours(model: Model, data: Sentences, optimizer: Marks) -> None:
+def ours(model: Model, data: Sentences, optimizer: TimedSGD) -> None:
     batch = MICRO * ACCUMULATION
     sampler = StepSampler(Constant(batch).compile().until(len(data)), micro_batch_size=MICRO)
     loader = Loader(data, GlobalOrder(len(data), shuffle=False), sampler, collate=collate)
@@ -154,7 +154,7 @@ def steps_by_hand(model: Model, data: Sentences, optimizer: torch.optim.Optimize
             yield
 
 
-def accelerate(model: Model, data: Sentences, optimizer: Marks) -> None:
+def accelerate(model: Model, data: Sentences, optimizer: TimedSGD) -> None:
     accelerator = import_module("accelerate").Accelerator(gradient_accumulation_steps=ACCUMULATION, cpu=True)
     loader = DataLoader(data, MICRO, collate_fn=collate)
     wrapped, stepper, batches = accelerator.prepare(model, optimizer, loader)
@@ -165,7 +165,7 @@ def accelerate(model: Model, data: Sentences, optimizer: Marks) -> None:
             stepper.zero_grad()
 
 
-def lightning(model: Model, data: Sentences, optimizer: Marks) -> None:
+def lightning(model: Model, data: Sentences, optimizer: TimedSGD) -> None:
     L = import_module("lightning")
 
     class Module(L.LightningModule):
@@ -180,13 +180,19 @@ def lightning(model: Model, data: Sentences, optimizer: Marks) -> None:
             return optimizer
 
     trainer = L.Trainer(
-        max_epochs=1, accumulate_grad_batches=ACCUMULATION, accelerator="cpu", devices=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_epochs=1,
+        accumulate_grad_batches=ACCUMULATION,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Module(), DataLoader(data, MICRO, collate_fn=collate))
 
 
-def trainer(model: Model, data: Sentences, optimizer: Marks) -> None:
+def trainer(model: Model, data: Sentences, optimizer: TimedSGD) -> None:
     hf = import_module("transformers")
 
     class InOrder(hf.Trainer):
@@ -195,15 +201,24 @@ def trainer(model: Model, data: Sentences, optimizer: Marks) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = hf.TrainingArguments(
-            output_dir=folder, per_device_train_batch_size=MICRO, gradient_accumulation_steps=ACCUMULATION,
-            num_train_epochs=1, max_grad_norm=0.0, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
-            logging_strategy="no", remove_unused_columns=False, dataloader_pin_memory=False,
-        )  # fmt: skip
+            output_dir=folder,
+            per_device_train_batch_size=MICRO,
+            gradient_accumulation_steps=ACCUMULATION,
+            num_train_epochs=1,
+            max_grad_norm=0.0,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_strategy="no",
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+        )
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         InOrder(model, arguments, train_dataset=data, data_collator=collate, optimizers=(optimizer, rate)).train()
 
 
-CONTENDERS: dict[str, tuple[Callable[..., None], type[Model], str | None]] = {  # what runs, on what, needing what
+CONTENDERS: dict[str, tuple[Callable[..., None], type[Model], str | None]] = {  # function, model, needed package
     "batchwright": (ours, Model, None),
     "by hand: mean / accumulation": (by_hand, Model, None),
     "Accelerate `accumulate()`": (accelerate, Model, "accelerate.Accelerator"),
@@ -226,10 +241,10 @@ def built(kind: type[Model], size: tuple[int, int]) -> Model:
 
 
 def run(name: str, size: tuple[int, int], data: Sentences) -> tuple[float, Tensor]:
-    """CPU seconds per step, after the first, and the first step's gradient."""
+    """CPU seconds per step without the first, and the gradient of the first step."""
     function, kind, _ = CONTENDERS[name]
     model = built(kind, size)
-    optimizer = Marks(model.parameters())
+    optimizer = TimedSGD(model.parameters())
     with quiet():
         function(model, data, optimizer)
     times = optimizer.times
@@ -246,14 +261,14 @@ def quiet() -> Iterator[None]:
 
 
 def installed() -> dict[str, str]:
-    """Contenders that can run, with the version of what they need; the others say so."""
+    """Contenders that can run, with the version of their package; prints which cannot."""
     found: dict[str, str] = {}
     for name, (_, _, package) in CONTENDERS.items():
         try:
             with quiet():
                 module = None if package is None else import_module(package.partition(".")[0])
                 if module is not None:
-                    getattr(module, str(package).partition(".")[2])  # transformers imports its Trainer only now
+                    getattr(module, str(package).partition(".")[2])  # transformers imports its Trainer here
                 found[name] = "" if module is None else f" {module.__version__}"
         except ImportError as error:
             print(f"{name}: not installed ({error}); see this script's first lines for PYTHONPATH.")
@@ -261,14 +276,14 @@ def installed() -> dict[str, str]:
 
 
 def step_by_step(pairs: int) -> None:
-    """Ours against the loop by hand again, alternating after every step: much less noise than whole rounds have."""
+    """Ours against the loop by hand, alternating after every step: much less noise than with whole rounds."""
     rows = []
     for title, size in SIZES.items():
         data, theirs, mine = Sentences((pairs + 5) * MICRO * ACCUMULATION), built(Model, size), built(Model, size)
         other = steps_by_hand(theirs, data, torch.optim.SGD(theirs.parameters(), lr=1e-3))
-        optimizer = Paired(mine.parameters(), other)
+        optimizer = PairedSGD(mine.parameters(), other)
         ours(mine, data, optimizer)
-        one, two = ([pair[i] for pair in optimizer.pairs[5:]] for i in (0, 1))  # the first do not count
+        one, two = ([pair[i] for pair in optimizer.pairs[5:]] for i in (0, 1))  # without the first ones
         rows.append([title, seconds(one), seconds(two), ratio(two, one)])
     head = ["model", "batchwright", "by hand", "times the loop by hand"]
     table(f"Step by step in one process, {pairs} pairs: CPU time", head, rows)
@@ -292,17 +307,21 @@ def main() -> None:
         for turn in range(given.rounds + 1):
             for name in names:
                 taken, gradient = run(name, size, data)
-                if turn:  # the first round does not count: imports, caches
+                if turn:  # the first round includes imports and cold caches
                     times[name].append(taken)
                 else:
                     reference = exact(CONTENDERS[name][1], size, data)
                     errors[name] = float((gradient - reference).norm() / reference.norm())
         base = times["batchwright"]
         rows = [
-            [name + names[name], seconds(times[name]), ratio(base, times[name]) if name != "batchwright" else "1",
-             f"{errors[name]:.1e}"]
+            [
+                name + names[name],
+                seconds(times[name]),
+                ratio(base, times[name]) if name != "batchwright" else "1",
+                f"{errors[name]:.1e}",
+            ]
             for name in names
-        ]  # fmt: skip
+        ]
         head = ["contender", "CPU time per step", "times batchwright's", "gradient error"]
         table(f"{title}: micro batch {MICRO} × {ACCUMULATION} accumulation, lognormal lengths", head, rows)
 

@@ -1,11 +1,11 @@
 """A small GPT on bytes, trained on the source files of the Python standard library that runs it.
 
     batchwright run examples/bytegpt/bytegpt.py:task --arg size=small …       the task, for every verb that takes one
-    python examples/bytegpt/train.py                                          a whole training run, alone
+    python examples/bytegpt/train.py                                          a complete training run, in one process
     torchrun --standalone --nproc-per-node 2 examples/bytegpt/train.py        the same on two ranks
 
-Documents are files, cut at `sequence_length`: they differ in length, so the loss is a sum over the bytes that are really
-there, with their number as its weight. No download, nothing written.
+Documents are files, cut at `sequence_length`. They differ in length, so the loss is a sum over all bytes, and its weight is
+the number of bytes. The task downloads and writes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from batchwright.runtime.task import Task
+from batchwright.runtime import Task
 
 END = 256  # begins and ends a document; 0 to 255 are the bytes
 VOCABULARY = 264  # a multiple of 8
@@ -31,7 +31,7 @@ SIZES = {"tiny": (48, 2, 2), "small": (128, 4, 4), "medium": (256, 6, 8)}
 
 
 def source_files() -> list[Path]:
-    """The .py files of the standard library, without its tests, in an order that has nothing to do with their names."""
+    """The .py files of the standard library, without its tests, in an order that does not depend on their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
     files = [p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts)]
@@ -39,7 +39,7 @@ def source_files() -> list[Path]:
 
 
 class Documents:
-    """Sample i is a document, or a part of one: END, up to `sequence_length` bytes, and END where the file ends."""
+    """Sample i is a document or a part of one: END, up to `sequence_length` bytes, and END at the end of the file."""
 
     def __init__(self, sequence_length: int, files: int | None = None) -> None:
         self.sequence_length = sequence_length
@@ -64,14 +64,14 @@ class Documents:
         return torch.cat([torch.tensor([END]), text, torch.tensor([END] if last else [], dtype=torch.int64)])
 
     def unigram_entropy(self) -> float:
-        """Nats per byte of the best model that knows only how frequent each byte is: what training has to beat."""
+        """Nats per byte of the best model that knows only the byte frequencies; a trained model must be better."""
         shares = np.bincount(self.data, minlength=256) / len(self.data)
         shares = shares[shares > 0]
         return float(-(shares * np.log(shares)).sum())
 
 
 def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, padded to the longest; padding is no target."""
+    """Inputs and targets, padded to the longest sample; padding is not a target."""
     length = max(len(sample) for sample in samples) - 1
     inputs = torch.zeros(len(samples), length, dtype=torch.int64)
     targets = torch.full((len(samples), length), IGNORED)
@@ -82,7 +82,7 @@ def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each after a norm and beside a shortcut."""
+    """Attention and a perceptron, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of a model."""
+    """The sizes of a model."""
 
     width: int
     layers: int
@@ -138,7 +138,7 @@ class ByteGPT(nn.Module):
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of all bytes, and how many there are."""
+    """The sum of the losses of all bytes, and the number of bytes."""
     inputs, targets = batch
     logits = model(inputs)
     total = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -146,10 +146,10 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor
 
 
 def task(size: str = "small", sequence_length: int = 128, learning_rate: float = 3e-3, files: int = 0) -> Task:
-    """The task; `files` limits how many source files are read (0: all), for a quick look."""
+    """The task; `files` limits the number of source files (0: all)."""
     sequence_length, files = int(sequence_length), int(files)
     if size not in SIZES:
-        raise ValueError(f"size={size!r} is not known. One of: {', '.join(SIZES)}.")
+        raise ValueError(f"size={size!r}: must be one of {', '.join(SIZES)}.")
     shape = Shape(*SIZES[size], sequence_length)
     return Task(
         model=lambda: ByteGPT(shape),

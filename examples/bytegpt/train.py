@@ -1,6 +1,6 @@
-"""Train the byte GPT with a ramp of its batch: `python examples/bytegpt/train.py --help`; also under torchrun.
+"""Train the byte GPT with a batch ramp: `python examples/bytegpt/train.py --help`; also under torchrun.
 
-Killed or stopped, it goes on where it was when started again with the same directory, on any number of ranks.
+Start it again with the same directory to continue after a stop or a crash, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from pathlib import Path
 import torch
 from bytegpt import SIZES, Documents, task
 
-from batchwright.core.ramp.learning_rate import SampleSchedule
-from batchwright.core.ramp.rules import Thresholds
-from batchwright.runtime.loop.train import Settings, train
-from batchwright.runtime.state.audit import audit
+from batchwright import SampleSchedule, Thresholds
+from batchwright.runtime import Settings, audit, train
 
 
 def main() -> int:
@@ -27,19 +25,19 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=12_288, help="the budget (%(default)s)")
     parser.add_argument("--micro-batch-size", type=int, default=8)
     parser.add_argument("--strategy", choices=["auto", "ddp", "fsdp2"], default="auto")
-    parser.add_argument("--files", type=int, default=0, help="read only so many source files (0: all)")
+    parser.add_argument("--files", type=int, default=0, help="read only this many source files (0: all)")
     given = parser.parse_args()
     if "RANK" in os.environ and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     mine = task(given.size, given.sequence_length, files=given.files)
     documents: Documents = mine.dataset
     entropy = documents.unigram_entropy()
-    # Three stages: 16, 32 and 64 samples a step, each a third of the budget.
+    # Three stages of 16, 32 and 64 samples per step, each a third of the budget.
     third = given.samples // 3 // 64 * 64
     schedule = Thresholds(((0, 16), (third, 32), (2 * third, 64))).compile().until(given.samples)
     if int(os.environ.get("RANK", 0)) == 0:
-        print(f"{len(documents):,} samples of up to {given.sequence_length} bytes, {len(documents.data):,} bytes; unigram "
-              f"entropy {entropy:.3f} nats per byte", flush=True)  # fmt: skip
+        print(f"{len(documents):,} samples of up to {given.sequence_length} bytes, {len(documents.data):,} bytes")
+        print(f"unigram entropy: {entropy:.3f} nats per byte", flush=True)
     status = train(
         mine,
         schedule,
@@ -57,8 +55,8 @@ def main() -> int:
     )
     if int(os.environ.get("RANK", 0)) == 0:
         found = audit(Path(given.dir))
-        print(f"{status.state} at sample {status.position:,}: held-out loss {status.evaluation_loss:.3f} nats per byte, "
-              f"unigram entropy {entropy:.3f}; ledger {found.summary()}")  # fmt: skip
+        losses = f"held-out loss {status.evaluation_loss:.3f} nats per byte, unigram entropy {entropy:.3f}"
+        print(f"{status.state} at sample {status.position:,}: {losses}; ledger {found.summary()}")
     return status.exit_code
 
 

@@ -25,14 +25,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def run_ranks() -> RunRanks:
     """`run_ranks(function, 4, *args, timeout=600)` gives `[function(rank, *args) for rank in range(4)]`.
 
-    Every call is a process in an initialised gloo group of its own. The function must be importable (module level),
-    and what it takes and returns picklable. One that fails or hangs fails the test, and none outlives the call.
+    Every call runs in its own process, in an initialised gloo group. The function must be importable (module level), its
+    arguments and result picklable. A rank that fails or hangs fails the test, and no rank outlives the call.
     """
     return _run_ranks
 
 
 def _run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 600) -> list[Any]:
-    context = get_context("forkserver")  # torch is imported once, in a server without threads, and forked from there
+    context = get_context("forkserver")  # torch is imported once, in a server without threads
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
@@ -46,7 +46,7 @@ def _run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: fl
         try:
             for process, (_, sender) in zip(processes, pipes, strict=True):
                 process.start()
-                sender.close()  # then the end of the process is the end of the pipe
+                sender.close()  # so the pipe ends with the process
             results = _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout)
             for process in processes:
                 process.join(10)
@@ -74,7 +74,7 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
             try:
                 ok, value = receiver.recv()  # type: ignore[union-attr]
             except EOFError:
-                pytest.fail(f"rank {rank} died without a word")
+                pytest.fail(f"rank {rank} ended without a result")
             if not ok:
                 pytest.fail(f"rank {rank} failed:\n{value}")
             results[rank] = value
@@ -94,7 +94,7 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    set_start_method("fork", force=True)  # for DataLoader workers, as in a process of torchrun; forkserver is inherited
+    set_start_method("fork", force=True)  # as in a process of torchrun: DataLoader workers would inherit forkserver
     try:
         dist.init_process_group(
             "gloo",

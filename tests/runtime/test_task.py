@@ -48,7 +48,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_function_of_a_file_gives_its_task(write: Any) -> None:
     write(GOOD)
     assert len(load_task("train.py:task").dataset) == 8
-    assert load_task("train.py", {"width": 5}).dataset[0].shape == (5,)  # `task` is the name when none is given
+    assert load_task("train.py", {"width": 5}).dataset[0].shape == (5,)  # the default name is `task`
 
 
 def test_the_module_replaces_nothing_and_sees_its_neighbours(write: Any) -> None:
@@ -71,7 +71,7 @@ def test_missing_things_are_named_with_the_nearest(write: Any) -> None:
         load_task("train.py:tsak")
     assert caught.value.nearest == ("train.py:task",)
     write("# a task is not here\ndef other(): ...\n", "words.py")
-    with pytest.raises(ConfigError, match=r"has no function 'task'. It has: other."):  # found by importing it
+    with pytest.raises(ConfigError, match=r"has no function 'task'. It has: other."):  # only the import shows it
         load_task("words.py:task")
     write("def other(): ...\ndef other(): ...\n", "twice.py")
     with pytest.raises(ConfigError, match=r"has no function 'task'. It has: other."):

@@ -1,4 +1,4 @@
-"""Tasks for `check`: correct ones, and one for every fault it must find. `batchwright check check_tasks.py:NAME`."""
+"""Tasks for `check`: correct ones, and one for each fault that it must find. `batchwright check check_tasks.py:NAME`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Experts(nn.Module):
         if self.statistic:  # Switch's: a product of two means over the micro batch
             self.balance = 2 * (gates.mean((0, 1)) * gates.mean((0, 1))).sum()
         else:
-            self.balance = self.router.weight.square().sum()  # does not depend on the data
+            self.balance = self.router.weight.square().sum()  # independent of the data
         return sum(g.unsqueeze(-1) * e(x) for g, e in zip(gates.unbind(-1), self.experts, strict=True))  # type: ignore[return-value]
 
 
@@ -106,7 +106,7 @@ def _tokens(loss: Any = token_loss, model: Any = Transformer) -> Task:
     return Task(model, Sentences(), loss, sgd, collate=pad)
 
 
-# Correct ones.
+# Correct tasks.
 
 
 def cnn() -> Task:
@@ -118,7 +118,7 @@ def transformer() -> Task:
 
 
 def sequence_weighted() -> Task:
-    """A sum over tokens, counted in sequences: another weighting, and a valid one."""
+    """A sum over tokens with the number of sequences as its weight, which is valid."""
     return _tokens(lambda model, batch: (token_loss(model, batch)[0], len(batch[0])))
 
 
@@ -134,7 +134,7 @@ def with_dropout() -> Task:
 
 
 def noisy() -> Task:
-    """Noise drawn in the loss, as diffusion models do."""
+    """Noise drawn in the loss, as in diffusion models."""
 
     def loss(model: Any, batch: Any) -> Any:
         return image_loss(model, (batch[0] + 0.3 * torch.randn_like(batch[0]), batch[1]))
@@ -143,7 +143,7 @@ def noisy() -> Task:
 
 
 def balance_statistic() -> Task:
-    """A router's balance loss over its micro batch: right in scale, not in value."""
+    """A router's balance loss over its micro batch: the split changes its value, but not its scale."""
 
     def loss(model: Any, batch: Any) -> Any:
         return (*token_loss(model, batch), 0.5 * model.balance)
@@ -254,7 +254,7 @@ def fp16() -> Task:
 
 
 def scheduled() -> Task:
-    """A scheduler that the optimizer steps itself."""
+    """The optimizer steps its own scheduler."""
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
         made = torch.optim.SGD(params, lr=0.1)
@@ -266,7 +266,7 @@ def scheduled() -> Task:
 
 
 def rank_reduced() -> Task:
-    """The weight is summed over ranks by the loss already."""
+    """The loss itself sums the weight over ranks."""
 
     def loss(model: Any, batch: Any) -> Any:
         loss_sum, weight = token_loss(model, batch)
@@ -290,7 +290,7 @@ def broken_at_one() -> Task:
     return _images(loss)
 
 
-# Several at once, and harder ones.
+# Several faults at once, and harder ones.
 
 
 def batch_norm_and_mean() -> Task:
@@ -313,7 +313,7 @@ def auxiliary_statistic_in_sum() -> Task:
 
 
 def masked_in_collate() -> Task:
-    """Masking at random in collate, as masked language models do: equal in distribution."""
+    """Random masking in collate, as in masked language models: equal in distribution."""
 
     def collate(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         tokens, labels = pad(rows)
@@ -324,7 +324,7 @@ def masked_in_collate() -> Task:
 
 
 def masked_by_numpy() -> Task:
-    """Masking in collate, with draws that nobody can fix from outside."""
+    """Masking in collate, with random draws that `check` cannot fix."""
 
     def collate(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         tokens, labels = pad(rows)
@@ -335,7 +335,7 @@ def masked_by_numpy() -> Task:
 
 
 def noisy_by_python() -> Task:
-    """The loss is scaled by chance, with Python's generator."""
+    """The loss has a random scale, from Python's generator."""
 
     def loss(model: Any, batch: Any) -> Any:
         loss_sum, weight = image_loss(model, batch)
@@ -345,7 +345,7 @@ def noisy_by_python() -> Task:
 
 
 def wrong_at_odd_sizes() -> Task:
-    """As a kernel with a fault would be: micro batches of three count double, all others are right."""
+    """Like a faulty GPU kernel: micro batches of three count double, all others are correct."""
 
     def loss(model: Any, batch: Any) -> Any:
         loss_sum, weight = image_loss(model, batch)
@@ -355,7 +355,7 @@ def wrong_at_odd_sizes() -> Task:
 
 
 def refuses_twins() -> Task:
-    """A mean with a count, in a loss that cannot be given a sample twice: the experiments on it fail."""
+    """A mean with a count, in a loss that refuses a repeated sample: the experiments fail."""
 
     def loss(model: Any, batch: Any) -> Any:
         if len(batch[0].flatten(1).unique(dim=0)) < len(batch[0]):
@@ -376,7 +376,7 @@ def functional_batch_norm() -> Task:
 
 
 def keeps_state() -> Task:
-    """The loss is scaled by what earlier micro batches were."""
+    """The loss depends on earlier micro batches."""
 
     class Model(Cnn):
         def __init__(self) -> None:
@@ -401,7 +401,7 @@ def pairs() -> Task:
 
 
 def single_precision_only() -> Task:
-    """Does not run in fp64: a custom function that insists on fp32."""
+    """Does not run in fp64: a custom function that requires fp32."""
 
     def loss(model: Any, batch: Any) -> Any:
         logits = model(batch[0])
@@ -413,7 +413,7 @@ def single_precision_only() -> Task:
 
 
 def unseeded() -> Task:
-    """A model made in the function itself, so anew in every process."""
+    """A model built in the function itself, so every process builds its own."""
     return _images(model=Cnn())
 
 

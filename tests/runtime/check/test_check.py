@@ -1,4 +1,4 @@
-"""`check`: it passes correct tasks, and finds every fault that is planted in one."""
+"""`check` passes correct tasks, and finds every planted fault."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_numbers_of_a_scale_are_the_accumulation_steps():
     assert "0.25× the full batch's" in shrunk.findings[0].message
 
 
-def test_errors_are_told_by_module_and_sum_up_to_the_whole():
+def test_errors_are_split_by_module_and_sum_to_the_whole():
     report = run("auxiliary_in_sum")
     groups = report.splits[0].groups
     assert next(iter(groups)) == "router"
@@ -136,7 +136,7 @@ def test_a_cause_to_allow_has_to_be_one():
 
 @pytest.mark.parametrize(("name", "steps", "notes"), [("bf16", 128, {"precision"}), ("fp16", 512, set())])
 def test_a_half_precision_accumulator_is_a_note_at_few_steps_and_an_error_at_many(name, steps, notes):
-    """fp16 has three bits more, and so four times the steps."""
+    """fp16 has three more bits, so it allows four times the steps."""
     few = run(name, global_batch_size=4)
     many = run(name, global_batch_size=steps, micro_batch_sizes=(1,))
     wide = run(name, global_batch_size=steps, micro_batch_sizes=(1,), accumulate_dtype=torch.float32)
@@ -146,7 +146,7 @@ def test_a_half_precision_accumulator_is_a_note_at_few_steps_and_an_error_at_man
     assert worst(wide) < worst(many)
 
 
-def test_what_cannot_be_compared_or_explained_is_said_with_its_numbers():
+def test_findings_without_a_known_cause_show_their_numbers():
     (collate,), (seeds,) = run("masked_by_numpy").findings, run("noisy_by_python").findings
     assert "collating the same samples twice gives different tensors" in collate.message
     assert "differs by 0.065 between two seeds" in seeds.message
@@ -210,7 +210,7 @@ def test_a_loss_that_reduces_over_ranks_itself_is_found():
 
 
 def test_a_rank_that_fails_is_shown_with_its_own_traceback():
-    target = f"{FILE}:auxiliary"  # reads model.balance, which DDP's wrapper does not have
+    target = f"{FILE}:auxiliary"  # reads model.balance, which the DDP wrapper does not have
     with pytest.raises(RunError, match="no attribute 'balance'") as caught:
         check(load_task(target), ranks=2, source=(target, {}), micro_batch_sizes=(8,))
     assert "check/ranks.py" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The global order: a bijection per epoch, uniform, independent of how it is asked for, and forever the same."""
+"""The global order: a bijection per epoch, uniform, independent of the request, and the same in all versions."""
 
 from __future__ import annotations
 
@@ -17,34 +17,7 @@ from batchwright.core.errors import PlanError
 from batchwright.runtime.data.order import LARGEST_POSITION, LARGEST_SIZE, GlobalOrder
 
 pytestmark = pytest.mark.torch
-SIZES = [
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    8,
-    9,
-    11,
-    15,
-    16,
-    17,
-    31,
-    97,
-    127,
-    128,
-    129,
-    255,
-    256,
-    257,
-    1009,
-    4095,
-    4096,
-    4097,
-    65_537,
-]
+SIZES = [*range(1, 10), 11, 15, 16, 17, 31, 97, 127, 128, 129, 255, 256, 257, 1009, 4095, 4096, 4097, 65_537]
 
 
 def oracle(size: int, seed: int, position: int) -> int:
@@ -74,7 +47,7 @@ def oracle(size: int, seed: int, position: int) -> int:
 
 
 def chi_square_score(counts: np.ndarray, expected: np.ndarray | float) -> float:
-    """How many standard deviations the chi-square statistic lies above what chance gives."""
+    """How many standard deviations the chi-square statistic is above its expected value."""
     freedom = counts.size - 1
     return (float(((counts - expected) ** 2 / expected).sum()) - freedom) / math.sqrt(2 * freedom)
 
@@ -113,30 +86,10 @@ def test_a_span_equals_its_parts_across_epochs_and_chunks(size: int, start: int,
 
 
 def test_values_never_change() -> None:
-    """Golden values: a change of any of these would move every run that resumes."""
+    """Golden values: a change would give every resumed run other samples."""
     assert GlobalOrder(1).ids(range(3)).tolist() == [0, 0, 0]
-    assert GlobalOrder(10, seed=7).ids(range(20)).tolist() == [
-        2,
-        8,
-        3,
-        1,
-        9,
-        6,
-        0,
-        4,
-        7,
-        5,
-        0,
-        5,
-        1,
-        7,
-        3,
-        6,
-        4,
-        2,
-        8,
-        9,
-    ]
+    two_epochs = [[2, 8, 3, 1, 9, 6, 0, 4, 7, 5], [0, 5, 1, 7, 3, 6, 4, 2, 8, 9]]
+    assert GlobalOrder(10, seed=7).ids(range(20)).reshape(2, 10).tolist() == two_epochs
     assert GlobalOrder(10**6, seed=0).ids(range(5)).tolist() == [870274, 327032, 414345, 689121, 118110]
     assert GlobalOrder(10**9, seed=42).ids([0, 10**12, LARGEST_POSITION]).tolist() == [798113714, 695760716, 243103384]
     assert GlobalOrder(LARGEST_SIZE, seed=-1).ids([0, 1, LARGEST_SIZE]).tolist() == [
@@ -146,7 +99,7 @@ def test_values_never_change() -> None:
     ]
 
 
-def test_unshuffled_runs_through_the_ids_in_every_epoch() -> None:
+def test_without_shuffle_every_epoch_has_the_ids_in_order() -> None:
     assert GlobalOrder(4, shuffle=False).ids(range(2, 10)).tolist() == [2, 3, 0, 1, 2, 3, 0, 1]
     assert GlobalOrder(4, shuffle=False).positions([3, 0], epoch=2).tolist() == [11, 8]
 
@@ -175,7 +128,7 @@ def test_every_position_holds_every_id_equally_often(size: int) -> None:
     ids = GlobalOrder(size, seed=8).ids(range(3_000 * size)).reshape(-1, size)
     for column in (ids[:, 0], ids[:, size // 2], ids[:, -1]):
         assert chi_square_score(np.bincount(column, minlength=size), 3_000 / size) < 5
-    firsts = [int(GlobalOrder(size, seed).ids([0])[0]) for seed in range(500)]  # and over seeds, not only over epochs
+    firsts = [int(GlobalOrder(size, seed).ids([0])[0]) for seed in range(500)]  # over seeds, not only over epochs
     assert chi_square_score(np.bincount(firsts, minlength=size), 500 / size) < 5
 
 
@@ -189,7 +142,7 @@ def test_neighbours_in_the_order_are_unrelated(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [10**6, 10**9, LARGEST_SIZE])
-def test_serial_correlation_is_that_of_chance(size: int) -> None:
+def test_ids_have_no_serial_correlation(size: int) -> None:
     ids = GlobalOrder(size, seed=4).ids(range(200_000)).astype(float)
     for lag in (1, 2, 3, 7, 1000):
         assert abs(np.corrcoef(ids[:-lag], ids[lag:])[0, 1]) * math.sqrt(len(ids)) < 5
@@ -219,7 +172,7 @@ def test_it_is_fast_anywhere_and_stores_nothing() -> None:
 
     times = [(seconds(0), seconds(10**12)) for _ in range(5)]
     near, far = (min(column) for column in zip(*times, strict=True))
-    assert span / near > 2e6  # the goal of 5e6 is measured in benchmarks/bench_order.py; here other work may run
+    assert span / near > 2e6  # benchmarks/bench_order.py measures the goal of 5e6; here other processes may run
     assert far < 3 * near
 
     tracemalloc.start()
@@ -228,7 +181,7 @@ def test_it_is_fast_anywhere_and_stores_nothing() -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak - 8 * span < 4 * 2**20  # the answer, and a few chunks
+    assert peak - 8 * span < 4 * 2**20  # the result, and a few chunks
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Cutting spans: every position once over all ranks and micro steps, whatever the world and the micro batch."""
+"""Cutting spans: every position once over all ranks and micro steps, for any number of ranks and micro batch size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """A few segments of any batch, up or down, the last step perhaps shortened."""
+    """A few segments of any batch size; the last step may be shortened."""
     segments: list[Segment] = []
     step = sample = 0
     for size, steps in draw(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4)), min_size=1, max_size=4)):
@@ -30,7 +30,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 def seen(slices: list[Slice]) -> list[int]:
-    """The positions that count."""
+    """The positions without fillers."""
     return [position for s in slices if not s.filler for position in s.positions]
 
 
@@ -74,7 +74,7 @@ def test_a_rank_without_any_sample_repeats_one_of_the_span() -> None:
 def test_worlds_and_micro_batches_that_change_in_mid_run_see_every_position_once(
     schedule: Schedule, data: st.DataObject
 ) -> None:
-    """Several launches: each resumes at the position the last one applied, on another world, with other micro batches."""
+    """Several launches: each resumes at the position of the one before, with other ranks and micro batch sizes."""
     position, total = 0, schedule.total_samples
     trained: list[int] = []
     while position != total:
@@ -111,7 +111,7 @@ def test_a_ramp_adds_micro_steps_before_it_changes_their_shape() -> None:
     assert {batch: count for batch, count, _ in shapes[:-4]} == {16: 1, 32: 2, 48: 3, 64: 4}
 
 
-def test_an_open_schedule_goes_on_and_costs_nothing_to_enter_anywhere() -> None:
+def test_a_schedule_without_end_can_start_anywhere_at_no_cost() -> None:
     start = 32 * 10**12
     sampler = StepSampler(Constant(32).compile(), 16, rank=0, ranks=2, start=start)
     assert next(iter(sampler)).positions == range(start, start + 16)
@@ -129,7 +129,7 @@ def test_start_must_be_a_boundary_and_the_end_is_one() -> None:
             StepSampler(schedule, 8, start=outside)
 
 
-def test_what_does_not_divide_is_refused_unless_asked_for_all_stages_at_once() -> None:
+def test_batches_that_do_not_divide_are_refused_for_all_stages_together() -> None:
     schedule = Linear(start=16, increment=8, samples=96, target=32).compile()
     with pytest.raises(PlanError) as caught:
         StepSampler(schedule, 5, ranks=2)
@@ -137,7 +137,7 @@ def test_what_does_not_divide_is_refused_unless_asked_for_all_stages_at_once() -
     assert caught.value.nearest == (10, 20)
     assert "micro_batch_size 5 × 2 ranks = 10, and 16 / 10 = 1.60. Nearest: 10 (1) or 20 (2)" in str(caught.value)
     StepSampler(schedule, 5, ranks=2, allow_ragged=True)
-    # A last step that its schedule shortened was asked for there.
+    # `until` shortens the last step on purpose.
     assert seen(list(StepSampler(Constant(8).compile().until(11), 4))) == list(range(11))
 
 
@@ -161,7 +161,7 @@ def test_ranks_come_from_torchrun_then_srun() -> None:
     srun = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8"}
     assert discover(torchrun | srun) == Ranks(3, 4, 1, 2)
     assert discover(srun) == Ranks(5, 8, 1, None)
-    # A batch script's own process, without srun: one process, not eight.
+    # The batch script's own process, without srun, is one process, not eight.
     assert discover({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == Ranks()
 
 
@@ -220,7 +220,7 @@ def test_a_dp_by_tp_mesh_on_four_real_ranks(run_ranks) -> None:
         [(3, 4), (3, 4), (1, 2)],
     ]
     positions = [r["positions"] for r in ranks]
-    assert positions[0] == positions[1] and positions[2] == positions[3]  # tensor-parallel peers see the same
+    assert positions[0] == positions[1] and positions[2] == positions[3]  # tensor-parallel peers get the same samples
     assert sorted(positions[0] + positions[2]) == list(range(64))  # data-parallel peers share the span
     assert ranks[0]["errors"] == [("dims", ("dp", "tp"))] * 4
 
@@ -238,7 +238,7 @@ def fails_on_one_rank(rank: int) -> None:
 def test_the_helper_reports_a_failing_rank_and_leaves_nothing_behind(run_ranks) -> None:
     import multiprocessing
 
-    before = {child.pid for child in multiprocessing.active_children()}  # other tests may keep processes of their own
+    before = {child.pid for child in multiprocessing.active_children()}  # other tests may have processes
     with pytest.raises(pytest.fail.Exception, match="planted"):
         run_ranks(fails_on_one_rank, 2, timeout=300)
     assert {child.pid for child in multiprocessing.active_children()} <= before

@@ -15,8 +15,11 @@ def test_windows_number_the_batches_of_any_loader() -> None:
     rows = list(torch.ones(7, 3).split(2))  # 2, 2, 2, 1
     found = [(m.step.step, m.step.start_sample, m.index, m.count, list(m.ids)) for m in windows(rows, 3)]
     assert found == [
-        (0, 0, 0, 3, [0, 1]), (0, 0, 1, 3, [2, 3]), (0, 0, 2, 3, [4, 5]), (1, 6, 0, 3, [6]),
-    ]  # fmt: skip
+        (0, 0, 0, 3, [0, 1]),
+        (0, 0, 1, 3, [2, 3]),
+        (0, 0, 2, 3, [4, 5]),
+        (1, 6, 0, 3, [6]),
+    ]
     later = list(windows(rows, 3, first_step=5, start_sample=100, first_index=2, data_parallel_size=2))
     assert [(m.step.step, m.index, m.step.start_sample) for m in later][:2] == [(5, 2, 100), (6, 0, 104)]
     with pytest.raises(PlanError, match="first_index=3 is not a micro step"):

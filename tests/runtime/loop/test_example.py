@@ -37,7 +37,7 @@ def test_documents_are_whole_files_in_order(bytegpt):
     )
     loss, weight = bytegpt.loss(bytegpt.build_model(0), (inputs, targets))
     assert 4 < float(loss.detach() / weight) < 7  # log 264 = 5.6
-    with pytest.raises(ValueError, match="size='huge' is not known"):
+    with pytest.raises(ValueError, match="size='huge': must be one of"):
         sys.modules[type(documents).__module__].task(size="huge")
 
 

@@ -1,4 +1,4 @@
-"""The problem that the step's tests train on: tokens of lognormal lengths, a summed loss, a router's balance loss."""
+"""The problem of the step's tests: sequences of lognormal length, a summed loss, a router's balance loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build(dtype: torch.dtype = torch.float64) -> Model:
 
 
 def sample(position: int) -> Tensor:
-    """Tokens at a position; its length is lognormal and its content depends on it."""
+    """The tokens at a position; the length is lognormal, and the content depends on the length."""
     generator = torch.Generator().manual_seed(position)
     length = int(torch.exp(1.5 + torch.randn((), generator=generator)).clamp(2, 60))
     return torch.randint(0, 5 + length % (VOCABULARY - 5), (length,), generator=generator)
@@ -72,7 +72,7 @@ class Micro:
 def micros(
     steps: list[Step], micro_batch_size: int, rank: int = 0, ranks: int = 1, make: Callable[[range], Any] = collate
 ) -> Iterator[Micro]:
-    """Ragged shares of each span, in micro batches; a rank that has fewer gets fillers."""
+    """Ragged shares of each span, in micro batches; a rank with fewer samples gets fillers."""
     for step in steps:
         least, more = divmod(step.global_batch_size, ranks)
         count = -(-(least + bool(more)) // micro_batch_size)
@@ -95,7 +95,7 @@ def reference(model: nn.Module, step: Step) -> dict[str, Tensor]:
 
 
 def plain_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by name, whole, whatever wraps the model."""
+    """Whole gradients by parameter name, with any wrapper."""
     from torch.distributed.tensor import DTensor
 
     found = {}

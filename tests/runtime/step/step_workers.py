@@ -1,4 +1,4 @@
-"""What the ranks of the step's tests run; each world is started once and goes through all of its cases."""
+"""What the ranks of the step's tests run; each group of ranks is started once and runs all of its cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file, 
 
 from step_cases import Micro, build, collate, loss, micros, plain_gradients, reference, relative_error
 
-STEPS = [Step(0, 0, 13, 0), Step(1, 13, 16, 1)]  # 13 is ragged on every world but the first
+STEPS = [Step(0, 0, 13, 0), Step(1, 13, 16, 1)]  # 13 is ragged on 2, 3 and 4 ranks
 WRAPPERS = ("ddp", "ours", "fsdp-low", "fsdp-medium", "fsdp-high")
 
 
@@ -99,7 +99,7 @@ def meshes(rank: int) -> dict[str, float]:
 
 
 def numbers(rank: int) -> dict[str, Any]:
-    """Loss, weight, samples and clipped gradients, equal on all ranks; noise terms beside those computed by hand."""
+    """Loss, weight, samples and clipped gradients, equal on all ranks; noise terms against those computed by hand."""
     world, found = dist.get_world_size(), {}
     step = STEPS[0]
     for kind in ("ddp", "ours", "fsdp-medium"):
@@ -134,7 +134,9 @@ def noise_error(noise: NoiseScale, step: Step, world: int, kind: str, wanted: di
             summed, weight, balance = loss(model, micro.data)
             (summed + weight * balance).backward()
             flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-            key = micro.index if kind.startswith("fsdp") else (rank, micro.index)  # what is reduced at once is one term
+            key = (
+                micro.index if kind.startswith("fsdp") else (rank, micro.index)
+            )  # gradients that are reduced together are one term
             gradient, size = terms.get(key, (torch.zeros_like(flat), 0.0))
             terms[key] = (gradient + flat, size + float(weight))
     total = sum(size for _, size in terms.values())
@@ -147,12 +149,12 @@ def noise_error(noise: NoiseScale, step: Step, world: int, kind: str, wanted: di
 
 
 def collectives(rank: int) -> dict[str, int]:
-    """Gradient synchronisations of one step of four micro steps, after the first step."""
+    """Gradient synchronisations of one step with four micro steps."""
     world, counted = dist.get_world_size(), {}
     model, _ = wrapped("ddp", torch.float32)
     calls = []
 
-    def hook(state, bucket):  # without annotations: DDP reads them, and cannot read text
+    def hook(state, bucket):  # no annotations: DDP reads them, and cannot read strings
         calls.append(bucket.index())
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -172,7 +174,7 @@ def collectives(rank: int) -> dict[str, int]:
 
 
 def unused(rank: int) -> float:
-    """Branches that only some ranks take, in only some micro steps, and one that nobody takes."""
+    """Branches that only some ranks use, in only some micro steps, and one that no rank uses."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -209,7 +211,7 @@ def unused(rank: int) -> float:
 
 
 def partial(rank: int) -> dict[str, Any]:
-    """A step of four micro steps that ends after three, then a whole step; and one that is abandoned."""
+    """A step of four micro steps that ends after three, then a whole step; and a step that is abandoned."""
     world, found = dist.get_world_size(), {}
     first, second = Step(0, 0, 4 * world, 0), Step(1, 4 * world, 4 * world, 0)
     for kind in ("ddp", "ours", "fsdp-medium"):
@@ -252,7 +254,7 @@ def gradient_of(positions: list[int]) -> dict[str, torch.Tensor]:
 
 
 def disagreement(rank: int) -> dict[str, str]:
-    """Unequal numbers of micro steps, other steps, and weights that are wrong on one rank only."""
+    """Unequal numbers of micro steps, different steps, and weights that are wrong on one rank only."""
     said = {}
 
     def attempt(name: str, kind: str, count: int, number: int = 0, weight: float = 1.0, segment: int = 0) -> None:
@@ -278,7 +280,7 @@ def disagreement(rank: int) -> dict[str, str]:
 
 
 def mixed(rank: int) -> dict[str, Any]:
-    """bf16 parameters: summed in fp32 by us and by FSDP2; and a GradScaler that meets an overflow on one rank."""
+    """bf16 parameters, summed in fp32 by the step and by FSDP2; and a GradScaler with an overflow on one rank."""
     world, found = dist.get_world_size(), {}
     step = Step(0, 0, 64 * world, 0)
     wanted = reference(build(torch.bfloat16).float(), step)
@@ -309,5 +311,5 @@ def everything(rank: int, *names: str) -> dict[str, Any]:
     import warnings
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # FSDP2's, about its own wrapping
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # FSDP2 warns about its own wrapping
     return {name: globals()[name](rank) for name in names}

@@ -357,10 +357,13 @@ def test_partial_windows_of_an_ordinary_loader(policy: str) -> None:
         "exact": [("applied", 16, 16, first), ("applied", 10, 26, tail)] * 2,
         "drop": [("applied", 16, 16, first), ("dropped", 10, 26, None)] * 2,
         "carry": [
-            ("applied", 16, 16, first), ("carried", 10, 16, None),
-            ("applied", 16, 32, carried), ("applied", 16, 48, rows[6:22].mean(0)), ("carried", 4, 48, None),
+            ("applied", 16, 16, first),
+            ("carried", 10, 16, None),
+            ("applied", 16, 32, carried),
+            ("applied", 16, 48, rows[6:22].mean(0)),
+            ("carried", 4, 48, None),
         ],
-    }[policy]  # fmt: skip
+    }[policy]
     if policy != "carry":
         wanted = [(o, n, end + 26 * (i // 2), mean) for i, (o, n, end, mean) in enumerate(wanted)]
     assert [w[:3] for w in wanted] == [s[:3] for s in seen]

@@ -1,10 +1,10 @@
-"""Does a split change the gradient? One global batch of a task, whole and in several splits, and the cause named.
+"""Does a split change the gradient? Runs one global batch of a task whole and in several splits, and names the cause.
 
     report = check(task, global_batch_size=32, micro_batch_sizes=(1, 3, 16))
     report.ok, report.splits[0].relative_error, report.findings
 
-The reference is the task on the whole batch as one micro batch. So what is found is everything that depends on the
-split. A factor that a loss applies at any split alike (a `/ 8` in it) is part of the task, and cannot be told from it.
+The reference is the task on the whole batch as one micro batch, so `check` finds everything that depends on the split.
+It cannot find a factor that the loss applies at every split, such as `/ 8`: that is part of the task.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from batchwright.core.errors import PlanError, RunError, Violation, raise_violat
 from batchwright.core.ramp.schedule import Schedule
 from batchwright.runtime.task import Task
 
-from .causes import Diagnosis, Finding, Measured, scale_of
+from .causes import CauseSearch, Finding, SplitResult, number, scale_of
 from .gradients import Gradient, Rig, Variant, group_errors, norm, relative_error
-from .messages import number
 from .optimizer import accumulator, step_counted
 
 DEFAULT_BATCH = 16
@@ -32,23 +31,12 @@ _SHOWN = 5  # modules listed per split
 
 
 @dataclass(frozen=True)
-class Split:
-    """One way to run the batch, and how far its gradient is from the whole batch's; None where it could not run."""
-
-    micro_batch_size: int
-    accumulation_steps: int
-    ranks: int
-    relative_error: float | None
-    groups: Mapping[str, float]  # the modules with the largest errors, each divided by the norm of the whole gradient
-
-
-@dataclass(frozen=True)
 class CheckReport:
-    """What a check came to: `ok` unless a finding is an error."""
+    """The result of a check; `ok` unless a finding is an error."""
 
     ok: bool
     global_batch_size: int
-    splits: tuple[Split, ...]
+    splits: tuple[SplitResult, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
 
@@ -72,14 +60,15 @@ def check(
     allow: Collection[str] = (),
     progress: Callable[[str], None] = lambda line: None,
 ) -> CheckReport:
-    """Run one global batch at several splits and explain every difference from the batch in one piece.
+    """Run one global batch at several splits, and explain every difference from the batch in one piece.
 
-    With `ranks` above 1 also on so many processes, which load the task themselves: `source` is what `load_task` takes.
-    `allow` turns causes into notes. `ramp` (a compiled schedule) is what a learning rate counted in steps is held against.
+    If `ranks` is above 1, also run it on that many processes, which load the task from `source`, the arguments of
+    `load_task`. Causes in `allow` become notes. `ramp` is a compiled schedule; `check` reports what it does to a learning
+    rate that counts steps.
 
     >>> rows = [(torch.ones(2) * i, torch.ones(1)) for i in range(8)]
     >>> def loss(model, batch):
-    ...     return (model(batch[0]) - batch[1]).square().mean(), len(batch[0])  # a mean, where a sum is asked for
+    ...     return (model(batch[0]) - batch[1]).square().mean(), len(batch[0])  # a mean, but it must be a sum
     >>> task = Task(torch.nn.Linear(2, 1), rows, loss, lambda params: torch.optim.SGD(params, lr=0.1))
     >>> report = check(task, global_batch_size=8, micro_batch_sizes=(2,))
     >>> report.ok, report.findings[0].cause, round(report.splits[0].relative_error, 3)
@@ -88,30 +77,29 @@ def check(
     size = global_batch_size or min(DEFAULT_BATCH, len(task.dataset))
     sizes = tuple(dict.fromkeys(micro_batch_sizes)) if micro_batch_sizes else default_sizes(size)
     allow = (allow,) if isinstance(allow, str) else allow
-    _refuse(size, sizes, ranks, source, allow)
+    _check_request(size, sizes, ranks, source, allow)
     rig = Rig(task, size, seed, accumulate_dtype)
     progress(f"{size} samples in one piece")
     reference = rig.reference(Variant())
-    _refuse_nothing(reference, "the whole batch in one piece")
-    measured = [_measure(rig, micro, reference, progress) for micro in sizes]
+    _check_gradient(reference, "the whole batch in one piece")
+    splits = [_measure(rig, micro, reference, progress) for micro in sizes]
     progress("looking for causes")
-    diagnosis = Diagnosis(rig, measured)
-    findings = diagnosis.findings()
-    splits = [Split(m.micro_batch_size, m.accumulation_steps, 1, m.error, m.groups) for m in measured]
+    search = CauseSearch(rig, splits)
+    findings = search.findings()
     if ranks > 1 and source is not None:
         progress(f"the same on {ranks} processes")
-        more, wrong = _on_ranks(rig, source, ranks, sizes, reference, diagnosis, findings)
+        more, wrong = _on_ranks(rig, source, ranks, sizes, reference, search, findings)
         splits, findings = splits + more, findings + wrong
     findings += accumulator(rig, max(s.accumulation_steps for s in splits))
     findings += step_counted(rig, ramp, lr_horizon_steps, budget_samples)
     findings = [replace(f, severity="note") if f.cause in allow else f for f in findings]
     findings.sort(key=lambda f: f.severity != "error")
     ok = all(f.severity != "error" for f in findings)
-    return CheckReport(ok, size, tuple(splits), tuple(findings), tuple(diagnosis.notes))
+    return CheckReport(ok, size, tuple(splits), tuple(findings), tuple(search.notes))
 
 
 def default_sizes(global_batch_size: int) -> tuple[int, ...]:
-    """Micro batches to try: single samples, one with a ragged tail, halves, and the whole.
+    """Micro batch sizes to try: 1, one that does not divide the batch, half, and the whole batch.
 
     >>> default_sizes(16), default_sizes(2), default_sizes(1)
     ((1, 3, 8, 16), (1, 2), (1,))
@@ -120,19 +108,23 @@ def default_sizes(global_batch_size: int) -> tuple[int, ...]:
     return tuple(sorted({1, ragged, max(1, global_batch_size // 2), global_batch_size}))
 
 
-def _measure(rig: Rig, micro: int, reference: Gradient, progress: Callable[[str], None]) -> Measured:
+def _measure(rig: Rig, micro: int, reference: Gradient, progress: Callable[[str], None]) -> SplitResult:
     steps = -(-rig.size // micro)
     progress(f"{steps} micro batches of {micro}")
     try:
         gradient = rig.split(Variant(), micro)
     except RunError as error:
-        # BatchNorm refuses a single value per channel; anything else that fails at a split is the user's to see.
+        # BatchNorm refuses a single value per channel: that is a finding. Any other failure is shown to the user.
         if error.__cause__ is None or not rig.uses_statistics(Variant()) or not _runs_frozen(rig, micro):
             raise
-        return Measured(micro, steps, None, {})
-    _refuse_nothing(gradient, f"micro batches of {micro}", zero=True)
+        return SplitResult(micro, steps, 1, None, {})
+    _check_gradient(gradient, f"micro batches of {micro}", allow_zero=True)
+    return _compared(gradient, reference, micro, steps, 1)
+
+
+def _compared(gradient: Gradient, reference: Gradient, micro: int, steps: int, ranks: int) -> SplitResult:
     groups = dict(list(group_errors(gradient, reference).items())[:_SHOWN])
-    return Measured(micro, steps, relative_error(gradient, reference), groups)
+    return SplitResult(micro, steps, ranks, relative_error(gradient, reference), groups)
 
 
 def _runs_frozen(rig: Rig, micro: int) -> bool:
@@ -149,60 +141,53 @@ def _on_ranks(
     ranks: int,
     sizes: Sequence[int],
     reference: Gradient,
-    diagnosis: Diagnosis,
+    search: CauseSearch,
     known: Sequence[Finding],
-) -> tuple[list[Split], list[Finding]]:
+) -> tuple[list[SplitResult], list[Finding]]:
     from .ranks import on_ranks
 
-    failed = {m.micro_batch_size for m in diagnosis.splits if m.error is None}
+    failed = {s.micro_batch_size for s in search.splits if s.relative_error is None}
     fitting = sorted({min(micro, -(-rig.size // ranks)) for micro in sizes} - failed)
-    found = on_ranks(source, rig, ranks, fitting, (Variant(), diagnosis.variant))
-    splits, strict = list[Split](), rig.reference(diagnosis.variant)
+    found = on_ranks(source, rig, ranks, fitting, (Variant(), search.variant))
+    steps = {micro: -(-rig.size // (micro * ranks)) for micro in fitting}
+    splits = [_compared(found[micro, 0], reference, micro, steps[micro], ranks) for micro in fitting]
+    strict = rig.reference(search.variant)
     scales = [scale_of(found[micro, 1], strict, micro * ranks, rig.size) for micro in fitting]
-    for micro in fitting:
-        gradient = found[micro, 0]
-        groups = dict(list(group_errors(gradient, reference).items())[:_SHOWN])
-        steps = -(-rig.size // (micro * ranks))
-        splits.append(Split(micro, steps, ranks, relative_error(gradient, reference), groups))
     worst = max(scales, key=lambda s: s.error)
-    if worst.error <= diagnosis.tolerance or any(f.severity == "error" for f in known):
+    if worst.error <= search.tolerance or any(f.severity == "error" for f in known):
         return splits, []
     message = (
-        f"one process gives the full batch's gradient at every split, {ranks} ranks do not: off by {number(worst.error)}, "
-        f"{number(worst.factor)}× along it. Does the loss reduce over ranks itself, or depend on the rank? Return this "
-        "rank's own sum and weight, without all_reduce: the step adds up ranks."
+        f"one process gives the full batch's gradient at every split, but {ranks} ranks do not: off by "
+        f"{number(worst.error)}, {number(worst.factor)}× along it. Does the loss reduce over ranks, or depend on the rank? "
+        "Return this rank's own sum and weight, without all_reduce: the step sums over ranks."
     )
     return splits, [Finding("rank-dependent", "error", message)]
 
 
-def _refuse(size: int, sizes: Sequence[int], ranks: int, source: object, allow: Collection[str]) -> None:
+def _check_request(size: int, sizes: Sequence[int], ranks: int, source: object, allow: Collection[str]) -> None:
     found: list[Violation] = []
     for name, value in (("global_batch_size", size), ("ranks", ranks)):
         if value < 1:
-            found.append(Violation(f"{name}={value} is no number of them: the least is 1.", name, value, (1,)))
+            found.append(Violation(f"{name}={value}: must be at least 1.", name, value, (1,)))
     for micro in sizes:
         if not 1 <= micro <= size:
             near = min(max(micro, 1), size)
-            text = (
-                f"micro_batch_size={micro} is no split of global_batch_size={size}: it is 1 to {size}. Nearest: {near}."
-            )
+            text = f"micro_batch_size={micro}: must be 1 to {size}, since global_batch_size={size}. Nearest: {near}."
             found.append(Violation(text, "micro_batch_size", micro, (near,)))
     if ranks > 1 and source is None:
-        text = (
-            f'ranks={ranks} processes cannot be given a Task that is in this one: give source=("FILE.py:task", {{}}).'
-        )
+        text = f'ranks={ranks} needs source=("FILE.py:task", {{}}): a Task cannot be sent to other processes.'
         found.append(Violation(text, "source"))
     found += unknown_causes(allow)
     raise_violations(PlanError, found)
 
 
-def _refuse_nothing(gradient: Gradient, where: str, zero: bool = False) -> None:
+def _check_gradient(gradient: Gradient, where: str, allow_zero: bool = False) -> None:
     total = norm(gradient)
     if not math.isfinite(total):
-        raise RunError(f"the gradient of {where} is not finite: there is nothing to compare.", field="loss")
-    if total == 0 and not zero:
+        raise RunError(f"the gradient of {where} is not finite, so it cannot be compared.", field="loss")
+    if total == 0 and not allow_zero:
         raise RunError(
-            f"the gradient of {where} is zero: there is nothing to compare. Does the loss depend on the parameters, and is "
-            "any token left unmasked?",
+            f"the gradient of {where} is zero, so it cannot be compared. Does the loss depend on the parameters, and is any "
+            "token unmasked?",
             field="loss",
         )

@@ -1,52 +1,53 @@
-"""Measuring for `check`: the gradient of one global batch, whole or split, with parts of the model switched off.
+"""The measurements of `check`: the gradient of one global batch, whole or split, with parts of the model switched off.
 
-The reference is plain autograd on the whole batch as one micro batch; a split goes through the real loader and step.
-A `Variant` says what is switched: random draws, batch statistics, the auxiliary mean, and arithmetic (fp64 throughout).
+The reference is plain autograd on the whole batch as one micro batch; a split uses the real loader and step. A `Variant`
+says what is switched: random draws, batch statistics, the auxiliary mean, and the arithmetic (fp64 throughout).
 """
+
+# pyright: reportUnknownMemberType=false
+# torch's annotations are incomplete.
 
 from __future__ import annotations
 
 import copy
 import math
-import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import default_collate
 
-from batchwright.core.errors import BatchwrightError, RunError
 from batchwright.core.ramp.rules import Constant
-from batchwright.runtime.data.loader import Loader, Micro
+from batchwright.runtime.data.loader import Loader, Micro, default_collate
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
+from batchwright.runtime.device import to_device
+from batchwright.runtime.state.generators import set_seeds
 from batchwright.runtime.step.accumulate import accumulate
-from batchwright.runtime.task import Task
+from batchwright.runtime.task import Task, users_code
 
-from .switches import Exact, Still, frozen_statistics, without_dropout
+from .switches import AllFp64, Deterministic, freeze_statistics, without_dropout
 
-Gradient = dict[str, Tensor]  # by parameter name, on the CPU in fp64; a parameter without a gradient is left out
+Gradient = dict[str, Tensor]  # parameter name -> gradient on the CPU in fp64; parameters without a gradient are omitted
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What of a task is left on while its gradient is measured; the default is the task as it trains."""
+    """The parts of a task that are on while its gradient is measured; the default is the task as it trains."""
 
-    random: bool = True  # dropout and other draws
-    statistics: bool = True  # BatchNorm normalises by its micro batch
+    random: bool = True  # dropout and other random draws
+    statistics: bool = True  # BatchNorm normalises over its micro batch
     auxiliary: bool = True
-    exact: bool = False  # everything in fp64, autocast and casts of the user's included
+    exact: bool = False  # everything in fp64, also under autocast and where the user's code casts
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What the loss says of some samples taken as one micro batch, and the gradients of its two parts alone."""
+    """Some samples as one micro batch: the weight, and the gradients of the loss sum and of the auxiliary mean."""
 
     loss: Gradient
     weight: float
@@ -54,7 +55,7 @@ class Piece:
 
 
 class Rig:
-    """One task, one global batch: everything that `check` measures is measured here.
+    """One task and one global batch: all measurements of `check` are made here.
 
     >>> rows = [torch.tensor([1.0]), torch.tensor([3.0])]
     >>> task = Task(nn.Linear(1, 1), rows, lambda m, x: (m(x).sum(), len(x)), torch.optim.SGD)
@@ -67,13 +68,13 @@ class Rig:
         self, task: Task, global_batch_size: int, seed: int = 0, accumulate_dtype: torch.dtype | None = None
     ) -> None:
         self.task, self.size, self.seed, self.accumulate_dtype = task, global_batch_size, seed, accumulate_dtype
-        with users_code("building the model"):
+        with users_code("building the model failed"):
             self.model = task.build_model(seed)
         self.dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad}
         self._rows: list[Any] | None = None
 
     def reference(self, variant: Variant, seed: int | None = None) -> Gradient:
-        """The gradient of the whole batch in one piece, by plain autograd: what every split is held against."""
+        """The gradient of the whole batch in one piece, by plain autograd: the reference for every split."""
         (micro,) = self._micros(variant, self.size)
         with self._run(variant, seed) as model:
             loss_sum, weight, auxiliary = self._loss(model, micro.data, variant)
@@ -89,11 +90,11 @@ class Rig:
         ranks: int = 1,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> Gradient:
-        """The gradient that the step gives `optimizer.step` when the batch is run in micro batches, on `ranks`."""
+        """The gradient that reaches `optimizer.step` if the batch is run in micro batches, on `ranks` ranks."""
         micros = self._micros(variant, micro_batch_size, rank, ranks)
         with self._run(variant, micro=micro_batch_size) as inner:
             model = inner if wrap is None else wrap(inner)
-            # A rate of zero: the step is applied for real, and changes nothing.
+            # The step is applied with a learning rate of zero, so it changes nothing.
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             for step in accumulate(micros, model, accumulate_dtype=self.accumulate_dtype):
                 for micro in step:
@@ -102,7 +103,7 @@ class Rig:
             return gradients(inner)
 
     def micro_gradients(self, variant: Variant, micro_batch_size: int) -> list[Tensor]:
-        """The gradient of each micro batch's objective alone, flat and in the parameters' own precision."""
+        """The gradient of each single micro batch, flat and in the precision of the parameters."""
         found: list[Tensor] = []
         micros = self._micros(variant, micro_batch_size)
         with self._run(variant, micro=micro_batch_size) as model:
@@ -115,7 +116,7 @@ class Rig:
         return found
 
     def piece(self, variant: Variant, rows: Sequence[Any]) -> Piece:
-        """The parts of the loss on some samples, each with its gradient."""
+        """The weight of some samples, and the gradient of each part of their loss."""
         with self._run(variant, micro=len(rows)) as model:
             loss_sum, weight, auxiliary = self._loss(model, list(rows), replace(variant, random=False))
             parts: list[Gradient | None] = []
@@ -127,15 +128,15 @@ class Rig:
             return Piece(parts[0] or {}, float(weight), parts[1])
 
     def uses_statistics(self, variant: Variant) -> bool:
-        """Whether a forward of the whole batch normalises by batch statistics."""
-        met = Still(random=False, statistics=False)
+        """Whether a forward of the whole batch uses batch statistics."""
+        counter = Deterministic(random=False, statistics=False)
         (micro,) = self._micros(variant, self.size)
-        with self._run(variant) as model, met:
+        with self._run(variant) as model, counter:
             self._loss(model, micro.data, variant)
-        return met.statistics_met > 0
+        return counter.statistics_uses > 0
 
     def keeps_state(self, variant: Variant) -> float:
-        """How much the gradient of the same batch changes when the same model has seen that batch before."""
+        """The relative change of the gradient if the same model runs the same batch a second time."""
         (micro,) = self._micros(variant, self.size)
         with self._run(variant) as model:
             found: list[Gradient] = []
@@ -147,7 +148,7 @@ class Rig:
             return relative_error(found[1], found[0]) if norm(found[0]) else 0.0
 
     def collate_draws(self, variant: Variant) -> bool:
-        """Whether collating the same rows twice gives different tensors: masking at random, for example."""
+        """Whether collating the same rows twice gives different tensors, for example by random masking."""
         rows, found = self.rows, list[list[Any]]()
         for seed in (self.seed, self.seed + 1):
             with self._run(variant, seed):
@@ -156,14 +157,14 @@ class Rig:
         return any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
 
     def collate(self, rows: Sequence[Any]) -> Any:
-        """Some rows as the task's micro batch."""
+        """Collate rows as the task does."""
         return (self.task.collate or default_collate)(list(rows))
 
     @property
     def rows(self) -> list[Any]:
-        """The samples of the batch, as the dataset gives them."""
+        """The samples of the batch, as the dataset returns them."""
         if self._rows is None:
-            with users_code("reading the dataset"):
+            with users_code("reading the dataset failed"):
                 loader = Loader(self.task.dataset, self._order, self._sampler(1, 0, 1), collate=list)
                 self._rows = [micro.data[0] for micro in loader]
         return self._rows
@@ -177,28 +178,27 @@ class Rig:
         return StepSampler(schedule, micro_batch_size, rank, ranks, allow_ragged=True)
 
     def _micros(self, variant: Variant, micro_batch_size: int, rank: int = 0, ranks: int = 1) -> list[Micro]:
-        """The micro batches as they are trained on; with draws fixed their rows, for `_loss` to collate under the mode."""
-        collate = (self.task.collate or default_collate) if variant.random else list
+        """The micro batches of the batch; if draws are fixed, their rows, which `_loss` collates while draws are fixed."""
+        collate = self.task.collate if variant.random else list[Any]
         sampler = self._sampler(micro_batch_size, rank, ranks)
-        with users_code("reading and collating the samples"):
+        with users_code("reading and collating the samples failed"):
             return list(Loader(self.task.dataset, self._order, sampler, collate=collate))
 
     def _loss(self, model: nn.Module, batch: Any, variant: Variant) -> tuple[Tensor, Any, Tensor | None]:
         batch = batch if variant.random else self.collate(batch)
-        batch = tree_map_only(Tensor, lambda t: _placed(t, self._device, variant.exact), batch)
+        batch = to_device(batch, next(self.model.parameters()).device)
+        if variant.exact:
+            batch = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
         loss_sum, weight, auxiliary = self.task.loss_of(model, batch)
         return loss_sum, weight, auxiliary if variant.auxiliary else None
 
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.model.parameters())).device
-
     @contextmanager
-    def _run(self, variant: Variant, seed: int | None = None, micro: int | None = None) -> Iterator[nn.Module]:
-        """A fresh copy of the model in training mode, switched as the variant says; the generators are seeded."""
+    def _run(self, variant: Variant, seed: int | None = None, micro: int | None = None) -> Generator[nn.Module]:
+        """Yield a copy of the model in training mode, switched to the variant; seed the generators."""
         pieces = "in one micro batch" if micro in (None, self.size) else f"in micro batches of {micro}"
         with ExitStack() as stack:
-            stack.enter_context(users_code(f"{self.size} samples {pieces}{', in fp64' if variant.exact else ''}"))
+            precision = ", in fp64" if variant.exact else ""
+            stack.enter_context(users_code(f"the task failed with {self.size} samples {pieces}{precision}"))
             model = copy.deepcopy(self.model).train()
             model.zero_grad()
             if variant.exact:
@@ -207,25 +207,18 @@ class Rig:
             if not variant.random:
                 without_dropout(model)
             if not variant.statistics:
-                frozen_statistics(model)
-            stack.enter_context(Still(random=not variant.random, statistics=not variant.statistics))
+                freeze_statistics(model)
+            stack.enter_context(Deterministic(random=not variant.random, statistics=not variant.statistics))
             if variant.exact:
-                stack.enter_context(Exact())
+                stack.enter_context(AllFp64())
             stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # the user's own run shows them; here they would come a dozen times
+            warnings.simplefilter("ignore")  # the user's own run shows them; here they would repeat many times
             set_seeds(self.seed if seed is None else seed)
             yield model
 
 
-def set_seeds(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def gradients(model: nn.Module) -> Gradient:
-    """The gradients a model holds, by name."""
+    """The gradients of a model, by parameter name."""
     named = ((name, p.grad) for name, p in model.named_parameters())
     return {name: g.detach().to("cpu", torch.float64, copy=True) for name, g in named if g is not None}
 
@@ -240,7 +233,7 @@ def norm(gradient: Gradient) -> float:
 
 
 def combine(*terms: tuple[float, Gradient]) -> Gradient:
-    """A sum of gradients with factors.
+    """The weighted sum of gradients.
 
     >>> combine((2.0, {"a": torch.tensor([3.0])}), (-1.0, {"b": torch.tensor([4.0])}))
     {'a': tensor([6.]), 'b': tensor([-4.])}
@@ -267,7 +260,7 @@ def relative_error(gradient: Gradient, reference: Gradient) -> float:
 
 
 def group_errors(gradient: Gradient, reference: Gradient, total: float | None = None) -> dict[str, float]:
-    """||g - r|| of each module's own parameters, divided by the norm of the whole reference; the largest first."""
+    """||g - r|| of each module's own parameters, divided by the norm of the whole reference; largest first."""
     total, squares = total or norm(reference), dict[str, float]()
     for name, g in combine((1.0, gradient), (-1.0, reference)).items():
         module = name.rpartition(".")[0] or name
@@ -276,34 +269,7 @@ def group_errors(gradient: Gradient, reference: Gradient, total: float | None = 
 
 
 @contextmanager
-def users_code(doing: str) -> Iterator[None]:
-    """What the user's code raises becomes the cause of a RunError, its traceback cut to begin outside of batchwright."""
-    try:
-        yield
-    except BatchwrightError:
-        raise
-    except Exception as error:
-        ours = __name__.partition(".")[0]
-        trace = next(
-            (t for t in _traces(error) if (t.tb_frame.f_globals.get("__name__") or "").partition(".")[0] != ours), None
-        )
-        cause = error.with_traceback(trace or error.__traceback__)
-        raise RunError(f"the task failed with {doing}: {type(error).__name__}: {error}", field="task") from cause
-
-
-def _traces(error: BaseException) -> Iterator[Any]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
-
-
-def _placed(tensor: Tensor, device: torch.device, exact: bool) -> Tensor:
-    return tensor.to(device, torch.float64 if exact and tensor.is_floating_point() else tensor.dtype)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,31 +1,34 @@
-"""What a gradient meets after the loss: an accumulator in half precision, and a learning rate that counts steps."""
+"""Two checks beyond the loss: gradients that are added in half precision, and a learning rate that counts steps."""
+
+# pyright: reportUnknownMemberType=false
+# torch's annotations are incomplete.
 
 from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from batchwright.core.ramp.learning_rate import check_horizon
 from batchwright.core.ramp.schedule import Schedule
+from batchwright.runtime.task import users_code
 
-from .causes import Finding
-from .gradients import Rig, Variant, users_code
-from .messages import number
+from .causes import Finding, number
+from .gradients import Rig, Variant
 
-# Accumulation steps for which the error is worked out, beside those that were run.
+# The error is also computed for these accumulation steps.
 LONGER = (16, 64, 256, 1024)
-# A sample of the elements is enough for an error that all of them share.
+# All elements have a similar error, so a sample of them is enough.
 MOST_ELEMENTS = 200_000
-# From here on a half-precision accumulator is an error: 64 coherent steps in bf16 lose 0.8%, 256 lose 1.9% (measured).
+# A larger error is an error, not a note: 64 equal steps in bf16 lose 0.8%, 256 lose 1.9% (measured).
 TOO_COARSE = 1e-2
 STEPS = 200
 
 
 def accumulator(rig: Rig, accumulation_steps: int) -> list[Finding]:
-    """Whether micro gradients are added up in half precision, and what that costs at 16 to 1024 steps."""
+    """Whether gradients are added in half precision, and the error of that at 16 to 1024 steps."""
     half = rig.dtypes & {torch.bfloat16, torch.float16}
     if not half or rig.accumulate_dtype is not None:
         return []
@@ -35,8 +38,8 @@ def accumulator(rig: Rig, accumulation_steps: int) -> list[Finding]:
     listed = ", ".join(f"{number(error)} at {k}" for k, error in errors.items())
     severity = "error" if errors[accumulation_steps] > TOO_COARSE else "note"
     message = (
-        f"parameters are {kind}, so their gradients are added up in {kind}: what a step adds to a large sum is rounded away. "
-        f"Measured on this batch's own micro gradients, the sum is off by {listed} accumulation steps. Add up in fp32: "
+        f"parameters are {kind}, so their gradients are added in {kind}: a small number added to a large sum is rounded away. "
+        f"With the gradients of this batch's micro batches, the sum is off by {listed} accumulation steps. Add in fp32: "
         "`Accumulator(model, accumulate_dtype=torch.float32)` (to check that: `--accumulate-dtype float32`), or keep fp32 "
         "parameters under autocast; FSDP2: `MixedPrecisionPolicy(reduce_dtype=torch.float32)`."
     )
@@ -44,7 +47,7 @@ def accumulator(rig: Rig, accumulation_steps: int) -> list[Finding]:
 
 
 def accumulation_error(terms: list[torch.Tensor], steps: int) -> float:
-    """The relative error of adding `steps` terms (taken in turn) in their own precision.
+    """The relative error of a sum of `steps` terms (taken in turn) in their own precision.
 
     >>> accumulation_error([torch.ones(1, dtype=torch.bfloat16)], 512)  # 256 + 1 is 256 in bf16
     0.5
@@ -53,14 +56,15 @@ def accumulation_error(terms: list[torch.Tensor], steps: int) -> float:
     for i in range(steps):
         total += terms[i % len(terms)]
         exact += terms[i % len(terms)]
-    return float((total.double() - exact).norm() / (exact.norm() or 1.0))
+    error, size = cast(torch.Tensor, (total.double() - exact).norm()), cast(torch.Tensor, exact.norm())
+    return float(error) / (float(size) or 1.0)
 
 
 def step_counted(rig: Rig, ramp: Schedule | None, horizon_steps: int | None, budget: int | None) -> list[Finding]:
-    """Whether the task's optimizer moves its own learning rate with every step, and what a ramp does to that.
+    """Whether the task's optimizer changes its learning rate with every step, and what a ramp does to that.
 
-    A Task holds no scheduler: one that it brings along is stepped by the optimizer itself, in a hook. So the optimizer
-    is stepped without gradients, which changes no parameter, and its rates are watched.
+    A Task has no scheduler, but a hook of its optimizer may step one. So this steps the optimizer without gradients, which
+    changes no parameter, and compares its learning rates.
     """
     before, after = _rates(rig)
     moved = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
@@ -68,18 +72,18 @@ def step_counted(rig: Rig, ramp: Schedule | None, horizon_steps: int | None, bud
         return []
     what = f"the learning rate's horizon is given in steps ({horizon_steps})"
     if moved:
-        what = f"the optimizer moves its learning rate with every step (from {moved[0][0]:.4g} to {moved[0][1]:.4g} in {STEPS})"
+        what = f"the optimizer changes its learning rate with every step (from {moved[0][0]:.4g} to {moved[0][1]:.4g} in {STEPS})"
     remedy = (
         "Count in samples: `step.apply(optimizer, learning_rate=lambda sample: ...)` with a `SampleSchedule`, which ends at "
-        "the same sample whatever the batch does."
+        "the same sample for any batch size."
     )
     if ramp is None or len(ramp.segments) < 2:
-        text = f"{what}. That holds as long as the batch stays as it is; a ramp (`--ramp`) would stretch it. {remedy}"
+        text = f"{what}. That is correct while the batch size is constant; a ramp (`--ramp`) would stretch it. {remedy}"
         return [Finding("step-counted-schedule", "note", text)]
     first, last = ramp.segments[0].global_batch_size, ramp.segments[-1].global_batch_size
     text = (
-        f"{what}, and the batch ramps from {first} to {last} samples: {STEPS} steps are {STEPS * first:,} samples at first and "
-        f"{STEPS * last:,} at the end, so warm-up and decay end at another sample than without the ramp."
+        f"{what}, and the batch ramps from {first} to {last} samples: {STEPS} steps are {STEPS * first:,} samples at the start "
+        f"and {STEPS * last:,} at the end, so warm-up and decay end at another sample than without the ramp."
     )
     if horizon_steps is not None:
         text += f" Here {check_horizon(ramp.segments, budget or horizon_steps * last, steps=horizon_steps).message}"
@@ -88,7 +92,7 @@ def step_counted(rig: Rig, ramp: Schedule | None, horizon_steps: int | None, bud
 
 def _rates(rig: Rig) -> tuple[list[float], list[float]]:
     model = copy.deepcopy(rig.model)
-    with users_code("making the optimizer"), warnings.catch_warnings():
+    with users_code("building the optimizer failed"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer: Any = rig.task.optimizer(model.parameters())
         optimizer.zero_grad(set_to_none=True)
@@ -96,6 +100,6 @@ def _rates(rig: Rig) -> tuple[list[float], list[float]]:
         try:
             for _ in range(STEPS):
                 optimizer.step()
-        except TypeError:  # one that wants a closure (LBFGS)
+        except TypeError:  # the optimizer needs a closure (LBFGS)
             return before, before
         return before, [float(group["lr"]) for group in optimizer.param_groups]

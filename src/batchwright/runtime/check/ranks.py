@@ -1,8 +1,8 @@
-"""The same batch on several real processes: gloo and DDP, one subprocess per rank, talking files.
+"""The same batch on several processes: gloo and DDP, one subprocess per rank, which exchange files.
 
     python -m batchwright.runtime.check.ranks SPEC.json RANK
 
-A rank that dies takes the others down with it, instead of leaving them in a collective; what it printed is shown.
+If a rank fails, the others are killed, since they would wait in a collective; the error shows the output of that rank.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.core.errors import RunError
+from batchwright.runtime.state.generators import set_seeds
 from batchwright.runtime.task import load_task
 
-from .gradients import Gradient, Rig, Variant, set_seeds
+from .gradients import Gradient, Rig, Variant
 
-# A rank waits this long for another in a collective, and the parent that long in all: an assumption.
-PATIENCE = 600.0
+# The limit of one collective, and of all ranks together: an assumption.
+TIMEOUT_SECONDS = 600.0
 
 Key = tuple[int, int]  # a micro batch size and the index of a variant
 
@@ -37,14 +38,20 @@ Key = tuple[int, int]  # a micro batch size and the index of a variant
 def on_ranks(
     source: tuple[str, Mapping[str, Any]], rig: Rig, ranks: int, sizes: Sequence[int], variants: Sequence[Variant]
 ) -> dict[Key, Gradient]:
-    """The gradient of each micro batch size in each variant, as `ranks` processes compute it together."""
+    """The gradient of each micro batch size in each variant, computed by `ranks` processes."""
     with tempfile.TemporaryDirectory(prefix="batchwright-check-") as folder:
         torch.save(rig.model.state_dict(), Path(folder, "model.pt"))
         spec = {
-            "target": source[0], "args": dict(source[1]), "ranks": ranks, "sizes": list(sizes), "seed": rig.seed,
-            "global_batch_size": rig.size, "variants": [asdict(v) for v in variants], "folder": folder,
+            "target": source[0],
+            "args": dict(source[1]),
+            "ranks": ranks,
+            "sizes": list(sizes),
+            "seed": rig.seed,
+            "global_batch_size": rig.size,
+            "variants": [asdict(v) for v in variants],
+            "folder": folder,
             "accumulate_dtype": str(rig.accumulate_dtype).removeprefix("torch.") if rig.accumulate_dtype else None,
-        }  # fmt: skip
+        }
         Path(folder, "spec.json").write_text(json.dumps(spec), encoding="utf-8")
         _run(folder, ranks)
         saved = torch.load(Path(folder, "gradients.pt"), weights_only=True)
@@ -55,7 +62,7 @@ def _run(folder: str, ranks: int) -> None:
     command = [sys.executable, "-m", "batchwright.runtime.check.ranks", str(Path(folder, "spec.json"))]
     logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
     processes: list[subprocess.Popen[bytes]] = []
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     try:
         for rank, log in enumerate(logs):
             with log.open("wb") as file:
@@ -64,7 +71,7 @@ def _run(folder: str, ranks: int) -> None:
             if any(p.poll() for p in processes) or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        time.sleep(0.1 if any(p.poll() for p in processes) else 0)  # the one at fault may be the one that ends second
+        time.sleep(0.1 if any(p.poll() for p in processes) else 0)  # the rank at fault may be the second to exit
         codes = [p.poll() for p in processes]
     finally:
         for process in processes:
@@ -73,35 +80,35 @@ def _run(folder: str, ranks: int) -> None:
             process.wait()
     if any(codes) or None in codes:
         rank = next((r for r, code in enumerate(codes) if code), 0)
-        said = logs[rank].read_text(encoding="utf-8", errors="replace").strip()
-        how = f"exit code {codes[rank]}" if codes[rank] else f"no answer within {PATIENCE:.0f} s"
+        output = logs[rank].read_text(encoding="utf-8", errors="replace").strip()
+        how = f"exit code {codes[rank]}" if codes[rank] else f"no result within {TIMEOUT_SECONDS:.0f} s"
         raise RunError(
-            f"rank {rank} of {ranks} failed ({how}), while one process runs the same batch. It said:\n{said[-4000:]}",
+            f"rank {rank} of {ranks} failed ({how}), but one process runs the same batch. Its output:\n{output[-4000:]}",
             field="ranks",
             given=ranks,
         )
 
 
 def main(spec_file: str, rank: int) -> None:
-    """One rank: every size in every variant; rank 0 writes the gradients."""
+    """Run one rank: every size in every variant; rank 0 writes the gradients."""
     spec = json.loads(Path(spec_file).read_text(encoding="utf-8"))
     folder, ranks = Path(spec["folder"]), spec["ranks"]
     torch.set_num_threads(1)
     set_seeds(spec["seed"])
     kind = getattr(torch, spec["accumulate_dtype"]) if spec["accumulate_dtype"] else None
     rig = Rig(load_task(spec["target"], spec["args"]), spec["global_batch_size"], spec["seed"], kind)
-    # A model made outside of a factory is made anew in every process: take the weights that the others take.
+    # If Task.model is a module, each process has built its own: load the weights of the parent.
     rig.model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     store = dist.FileStore(str(folder / "store"), ranks)  # pyright: ignore[reportPrivateImportUsage]
-    patience = timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     found: dict[str, Gradient] = {}
     for index, variant in enumerate(Variant(**v) for v in spec["variants"]):
         for size in spec["sizes"]:
             found[f"{size}/{index}"] = rig.split(variant, size, rank, ranks, DistributedDataParallel)
     if rank == 0:
         torch.save(found, folder / "gradients.pt")
-    dist.barrier()
+    dist.barrier()  # pyright: ignore[reportUnknownMemberType]
     dist.destroy_process_group()
 
 
@@ -110,6 +117,6 @@ if __name__ == "__main__":
         main(sys.argv[1], int(sys.argv[2]))
     except RunError as fault:
         if fault.__cause__ is not None:
-            traceback.print_exception(fault.__cause__)  # the user's own, as it would look in their loop
+            traceback.print_exception(fault.__cause__)  # the user's own exception
         print(f"error: {fault}", file=sys.stderr)
         sys.exit(fault.exit_code)

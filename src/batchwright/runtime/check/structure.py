@@ -1,45 +1,50 @@
-"""What kind of number a loss returns, found by experiment: what becomes of it when a micro batch is doubled or joined.
+"""What kind of number a loss returns, by experiment: how its gradient changes if a micro batch is doubled or joined.
 
-With G(X) the gradient of what the loss returns for the samples X, and XX those samples twice:
+Let G(X) be the gradient of the loss for the samples X, and XX the same samples twice:
 
     G(XX) = 2 G(X)   it grows with the batch: a sum          G(XX) = G(X)   it does not: a mean
-    A = G(XX) - G(X) is the part that is a sum               M = 2 G(X) - G(XX) the part that is a mean
+    A = G(XX) - G(X) is the part that is a sum               M = 2 G(X) - G(XX) is the part that is a mean
 
-and with two different pieces P and Q, a loss that can be split at all has G(PQ) in the span of what P and Q give alone.
-Where it is not, a sample's gradient depends on which others it meets.
+For two different pieces P and Q, a loss that can be split has G(PQ) in the span of G(P) and G(Q). If it is not in the
+span, a sample's gradient depends on the other samples in its micro batch.
 """
+
+# pyright: reportUnknownMemberType=false
+# torch's annotations are incomplete.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm, users_code
+from batchwright.runtime.task import users_code
+
+from .gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm
 
 Kind = Literal["sum", "mean", "mixed", "other", "zero"]
-# A piece has at most so many samples; two of them, three times, make the largest micro batch that is tried.
+# The samples of a piece, at most. The largest micro batch in the experiments is two pieces three times.
 LARGEST_PIECE = 4
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What the experiments say of a loss and its weight; factors are those of a doubled batch."""
+    """What the experiments show about a loss and its weight; factors are those of a doubled batch."""
 
     loss: Kind
     loss_factor: float
     weight_factor: float
-    weight_joined: float  # w(PQ) / (w(P) + w(Q)): 1 where weights add up
-    shares: tuple[float, ...]  # G(PQ) = shares[0] G(P) + shares[1] G(Q), where it is such a sum
-    apart: float  # how far G(PQ) is from all such sums, relative to itself
-    mean_modules: tuple[str, ...]  # where the mean inside a sum has its gradient
-    padding: bool | None  # whether `apart` vanishes between samples that need no padding; None: not known
+    weight_joined: float  # w(PQ) / (w(P) + w(Q)): 1 if weights add up
+    shares: tuple[float, ...]  # the best fit G(PQ) = shares[0] G(P) + shares[1] G(Q)
+    residual: float  # the distance of G(PQ) from that fit, relative to G(PQ)
+    mean_modules: tuple[str, ...]  # the modules with the gradient of the mean inside a sum
+    padding: bool | None  # whether `residual` is zero for samples that need no padding; None: unknown
     auxiliary: Kind | None
-    auxiliary_joined: float  # how far the auxiliary of PQ is from the weighted mean of P's and Q's
+    auxiliary_joined: float  # the relative distance of the auxiliary of PQ from the weighted mean of P's and Q's
 
 
 def structure(rig: Rig, variant: Variant, tolerance: float) -> Structure:
@@ -50,16 +55,16 @@ def structure(rig: Rig, variant: Variant, tolerance: float) -> Structure:
     one, two, joined = (rig.piece(variant, rows) for rows in (first, second, both))
     doubled = rig.piece(variant, both * 2)
     kind, factor = kind_of(joined.loss, doubled.loss, tolerance)
-    if kind == "mixed":  # a sum and a mean: three times the samples add to twice what twice added to once
+    if kind == "mixed":  # a sum plus a mean grows linearly with the number of copies: its second difference is zero
         tripled = rig.piece(variant, both * 3).loss
-        bend = norm(combine((1.0, tripled), (-2.0, doubled.loss), (1.0, joined.loss)))
-        kind = "mixed" if bend <= tolerance * norm(doubled.loss) else "other"
+        second_difference = norm(combine((1.0, tripled), (-2.0, doubled.loss), (1.0, joined.loss)))
+        kind = "mixed" if second_difference <= tolerance * norm(doubled.loss) else "other"
     basis = [one.loss, two.loss]
     mean_part = combine((2.0, joined.loss), (-1.0, doubled.loss))
-    if kind == "mixed":  # each piece then has two parts that grow differently
+    if kind == "mixed":  # each piece has two parts that grow differently
         twice = [rig.piece(variant, rows * 2).loss for rows in (first, second)]
         basis += [combine((1.0, t), (-1.0, g)) for t, g in zip(twice, basis, strict=True)]
-    shares, apart = fit(joined.loss, basis)
+    shares, residual = fit(joined.loss, basis)
     auxiliary, auxiliary_joined = None, 0.0
     if joined.auxiliary is not None and doubled.auxiliary is not None:
         auxiliary, _ = kind_of(joined.auxiliary, doubled.auxiliary, tolerance)
@@ -73,16 +78,16 @@ def structure(rig: Rig, variant: Variant, tolerance: float) -> Structure:
         doubled.weight / joined.weight if joined.weight else 0.0,
         joined.weight / ((one.weight + two.weight) or 1.0),
         tuple(shares[:2]),
-        apart,
+        residual,
         tuple(list(group_errors(mean_part, {}, norm(joined.loss)))[:3]) if kind == "mixed" else (),
-        _padding(rig, variant, tolerance) if apart > tolerance and kind != "mixed" else None,
+        _padding(rig, variant, tolerance) if residual > tolerance and kind != "mixed" else None,
         auxiliary,
         auxiliary_joined,
     )
 
 
 def kind_of(single: Gradient, doubled: Gradient, tolerance: float) -> tuple[Kind, float]:
-    """Sum, mean, or both at once, from the gradients of a batch and of the same batch twice.
+    """Sum, mean, or a mixture, from the gradients of a batch and of the same batch twice.
 
     >>> g = {"a": torch.tensor([3.0, 4.0])}
     >>> kind_of(g, combine((2.0, g)), 1e-8), kind_of(g, g, 1e-8)
@@ -101,11 +106,11 @@ def kind_of(single: Gradient, doubled: Gradient, tolerance: float) -> tuple[Kind
 
 
 def fit(target: Gradient, basis: Sequence[Gradient]) -> tuple[list[float], float]:
-    """The factors with which the basis comes nearest to the target, and how far it stays, relative to the target.
+    """The factors of the least-squares fit of the target, and the norm of the rest relative to the target.
 
     >>> a, b = {"a": torch.tensor([1.0, 0.0])}, {"a": torch.tensor([0.0, 1.0])}
-    >>> factors, apart = fit({"a": torch.tensor([3.0, 4.0])}, [a, b])
-    >>> [round(f, 9) for f in factors], apart < 1e-12
+    >>> factors, residual = fit({"a": torch.tensor([3.0, 4.0])}, [a, b])
+    >>> [round(f, 9) for f in factors], residual < 1e-12
     ([3.0, 4.0], True)
     """
     size = norm(target)
@@ -115,16 +120,16 @@ def fit(target: Gradient, basis: Sequence[Gradient]) -> tuple[list[float], float
     gram = torch.tensor([[dot(a, b) for b in basis] for a in basis], dtype=torch.float64)
     scale = torch.tensor(sizes, dtype=torch.float64)
     right = torch.tensor([dot(b, target) for b in basis], dtype=torch.float64)
-    solution = torch.linalg.pinv(gram / torch.outer(scale, scale), hermitian=True, rtol=1e-12) @ (right / scale) / scale
-    factors = solution.tolist()
+    inverse = cast(Tensor, torch.linalg.pinv(gram / torch.outer(scale, scale), hermitian=True, rtol=1e-12))
+    factors = cast("list[float]", (inverse @ (right / scale) / scale).tolist())
     rest = combine((1.0, target), *((-f, b) for f, b in zip(factors, basis, strict=True)))
     return factors, norm(rest) / size
 
 
 def _padding(rig: Rig, variant: Variant, tolerance: float) -> bool | None:
-    """Whether two samples of one shape leave each other alone, while others do not: then it is their padding."""
+    """Whether two samples of the same shape do not affect each other, while others do: then padding is the cause."""
     rows = rig.rows[: 4 * LARGEST_PIECE]
-    with users_code("collating single samples"):
+    with users_code("collating single samples failed"):
         shapes = [_shapes(rig.collate([row])) for row in rows]
     pairs = [(i, j) for i in range(len(rows)) for j in range(i + 1, len(rows))]
     alike = next(((i, j) for i, j in pairs if shapes[i] == shapes[j]), None)

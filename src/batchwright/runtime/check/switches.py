@@ -1,8 +1,11 @@
-"""Switches for `check`: the same model without random draws, without batch statistics, and in fp64 throughout.
+"""Switches for `check`: the same model without random draws, without batch statistics, or in fp64 throughout.
 
-They act on what is called, not on what a module is named, so `F.dropout`, attention's `dropout_p`, noise drawn in the
-loss and casts inside the user's code are met as well.
+They replace torch functions as they are called, so they also work for `F.dropout`, attention's `dropout_p`, noise drawn
+in the loss, and casts in the user's code.
 """
+
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
+# torch's annotations are incomplete, and the base classes of its dropout and BatchNorm modules are private.
 
 from __future__ import annotations
 
@@ -18,19 +21,17 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 _LOW = {torch.float32, torch.float16, torch.bfloat16}
-_DROPOUTS: set[Any] = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-}  # fmt: skip
+_DROPOUTS: set[Any] = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 _RAW_DROPOUTS: set[Any] = {torch.dropout, torch.feature_dropout, torch.alpha_dropout}
 _BY_SIZE: set[Any] = {torch.rand, torch.randn, torch.randint}
 _LIKE: set[Any] = {torch.rand_like, torch.randn_like, torch.randint_like}
 _IN_PLACE: set[Any] = {Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.random_, Tensor.exponential_}
-_LONG = 1 << 14  # numbers drawn at least
+_LEAST_DRAWN = 1 << 14
 _CASTS: set[Any] = {Tensor.float, Tensor.half, Tensor.bfloat16}
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Turn off the dropout of modules."""
+    """Turn off the dropout modules."""
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.eval()
@@ -38,27 +39,26 @@ def without_dropout(model: nn.Module) -> None:
             module.dropout = 0.0
 
 
-def frozen_statistics(model: nn.Module) -> int:
-    """Let BatchNorm use its running statistics instead of its micro batch's; how many modules that are."""
-    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    for module in found:
-        module.eval()
-    return len(found)
+def freeze_statistics(model: nn.Module) -> None:
+    """Make BatchNorm use its running statistics instead of those of the micro batch."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.eval()
 
 
-class Still(TorchFunctionMode):
-    """Take the chance, or the batch statistics, out of whatever is called: nothing is dropped, and every row of a
-    batch draws the same numbers, however many rows there are."""
+class Deterministic(TorchFunctionMode):
+    """Remove random draws, or batch statistics, from all torch calls: dropout does nothing, and every row of a batch
+    draws the same numbers, for any number of rows."""
 
     def __init__(self, *, random: bool, statistics: bool) -> None:
         super().__init__()
         self.random, self.statistics = random, statistics
-        self.statistics_met = 0
+        self.statistics_uses = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is F.batch_norm and kwargs.get("training", len(args) > 5 and args[5]):
-            self.statistics_met += 1
+            self.statistics_uses += 1
             args, kwargs = _running(args, kwargs) if self.statistics else (args, kwargs)
         if not self.random:
             return func(*args, **kwargs)
@@ -74,10 +74,10 @@ class Still(TorchFunctionMode):
         return _drawn(func, args, kwargs)
 
 
-class Exact(TorchFunctionMode):
-    """Make every cast to a lower precision, and every tensor asked for in one, fp64; fp64 is not autocast's either."""
+class AllFp64(TorchFunctionMode):
+    """Replace lower precisions by fp64, in casts and in new tensors; autocast does not change fp64 tensors."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = {k: torch.float64 if _is_low(v) else v for k, v in (kwargs or {}).items()}
         if func in _CASTS:
             return args[0].double()
@@ -89,7 +89,7 @@ def _is_low(value: Any) -> bool:
 
 
 def _running(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of F.batch_norm without the batch: running statistics, or none to speak of."""
+    """The arguments of F.batch_norm with running statistics, or mean 0 and variance 1 if it has none."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = dict(zip(names, args, strict=False)) | kwargs
     channels, like = given["input"].shape[1], given["input"]
@@ -99,7 +99,7 @@ def _running(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A draw of one row, repeated for all: no row can tell how many others there are. Anything else as it is."""
+    """Draw one row and repeat it for all rows, so that no row depends on their number. Call any other function as is."""
     if func in _BY_SIZE:
         at = next((i for i, a in enumerate(args) if isinstance(a, (tuple, list))), None)
         if "size" in kwargs:
@@ -117,14 +117,14 @@ def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _rows(size: tuple[int, ...], draw: Callable[[int], Tensor]) -> Tensor:
-    """One row from a generator begun anew, repeated. It is the beginning of a long draw, so that a shorter row (less
-    padding) begins with the same numbers."""
+    """Draw one row from a newly seeded generator and repeat it. The row is the beginning of a long draw, so that a
+    shorter row (less padding) begins with the same numbers."""
     one = (1, *size[1:]) if size else ()
     wanted = prod(one)
     state = torch.get_rng_state()
     torch.manual_seed(0)
     try:
-        drawn = draw(-(-wanted // _LONG) * _LONG)
+        drawn = draw(-(-wanted // _LEAST_DRAWN) * _LEAST_DRAWN)
     finally:
         torch.set_rng_state(state)
     return drawn[:wanted].reshape(one).expand(size).clone()

@@ -52,7 +52,7 @@ class Micro(Slice):
 
 
 class Loader:
-    """Yields this rank's micro batches, as `Micro`, for every step of the sampler's schedule. It is this loop:
+    """Yields this rank's micro batches, as `Micro`, for every step of the sampler's schedule.
 
         for part in sampler:                                       # in `num_workers` processes, ahead of time
             ids = order.ids(part.positions)

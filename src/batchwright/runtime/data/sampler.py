@@ -74,7 +74,7 @@ def slices(step: Step, rank: int, ranks: int, micro_batch_size: int) -> Iterator
 
 @dataclass(frozen=True)
 class StepSampler:
-    """This rank's micro batches, for every step of a schedule from position `start` on. It is this loop:
+    """This rank's micro batches, for every step of a schedule from position `start` on.
 
         for step in steps of schedule from start:
             yield from slices(step, rank, ranks, micro_batch_size)

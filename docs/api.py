@@ -1,0 +1,95 @@
+"""Writes docs/api.md: every public name of `batchwright` and `batchwright.runtime`, grouped by idea.
+
+    python docs/api.py
+
+`page()` returns the text; a test compares it with the file. Every public name must be in one group.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import batchwright
+import batchwright.runtime
+
+PAGE = Path(__file__).with_name("api.md")
+HEAD = """# API
+
+All public names, with their signatures. `python docs/api.py` writes this page. Each name is imported on first use, so
+`import batchwright` is cheap. `batchwright.runtime` needs torch; `probe`, `estimate`, `check` and `train` need torch or
+JAX. [Bring your own loop](own_loop.md) shows the names of `batchwright.runtime` in use.
+"""
+GROUPS = {
+    batchwright: {
+        "Verbs": "plan nearby ramp rl probe estimate check train",
+        "Results": "Plan Nearby Ramp RLPlan",
+        "Rules of a ramp": "Constant Linear PerDevice Thresholds Doubling Rule",
+        "Schedules": "Schedule Segment SampleSchedule",
+        "Errors": "BatchwrightError PlanError ScheduleError ConfigError RunError NothingFitsError EnvironmentFault "
+        "MissingExtraError",
+    },
+    batchwright.runtime: {
+        "Task and device": "Task load_task to_device",
+        "Order, sampler, loader": "GlobalOrder StepSampler Slice Loader Micro windows",
+        "Step": "accumulate Accumulator GradientStep StepResult NoiseScale NoiseEstimate",
+        "Checkpoint and ledger": "Checkpoints Ledger next_launch audit LedgerAudit",
+        "Loop": "train Settings read_events",
+        "Ranks": "Ranks discover data_parallel",
+    },
+}
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for module, groups in GROUPS.items():
+        listed = [name for names in groups.values() for name in names.split()]
+        public = [name for name in dir(module) if not name.startswith("_")]
+        if sorted(listed) != sorted(public):
+            raise SystemExit(f"{module.__name__}: not in exactly one group: {sorted(set(listed) ^ set(public))}")
+        parts.append(f"## {module.__name__}\n")
+        for title, names in groups.items():
+            parts.append(f"### {title}\n")
+            parts += [entry(module, name) for name in names.split()]
+    return "\n".join(parts)
+
+
+def entry(module: ModuleType, name: str) -> str:
+    """One name: its signature, the first line of its docstring, and its methods."""
+    # Not getattr: once the package `batchwright.probe` is imported, it hides the function.
+    value = module.__getattr__(name)
+    lines = ["```text", signature(name, value), "```", "", (inspect.getdoc(value) or "").split("\n")[0]]
+    methods = [f"`{n}`" for n, m in vars(value).items() if inspect.isfunction(m) and not n.startswith("_")]
+    if isinstance(value, type) and methods:
+        lines += ["", f"Methods: {', '.join(methods)}."]
+    return "\n".join([*lines, ""])
+
+
+def signature(name: str, value: Any) -> str:
+    """A call on one line if it fits, else one parameter per line; errors and abstract classes with their bases."""
+    error = isinstance(value, type) and issubclass(value, Exception) and "__init__" not in vars(value)
+    if error or inspect.isabstract(value):
+        return f"class {name}({', '.join(base.__name__ for base in value.__bases__)})"
+    found = inspect.signature(value)
+    parameters: list[str] = []
+    kinds = [p.kind for p in found.parameters.values()]
+    for index, p in enumerate(found.parameters.values()):
+        if p.kind is p.KEYWORD_ONLY and not {p.KEYWORD_ONLY, p.VAR_POSITIONAL} & set(kinds[:index]):
+            parameters.append("*")
+        stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        default = "" if p.default is p.empty else " = ..." if inspect.isroutine(p.default) else f" = {p.default!r}"
+        parameters.append(f"{stars}{p.name}: {annotation(p.annotation)}{default}")
+    end = "" if isinstance(value, type) else f" -> {annotation(found.return_annotation)}"
+    line = f"{name}({', '.join(parameters)}){end}"
+    return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {p},\n" for p in parameters) + f"){end}"
+
+
+def annotation(given: Any) -> str:
+    return given if isinstance(given, str) else inspect.formatannotation(given)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
