@@ -1,4 +1,4 @@
-"""What supervising costs, what a boundary costs, and torture: random kills of a real run, each with an exact audit.
+"""What the supervisor and a boundary cost; and random kills of a real run, with an exact audit at the end.
 
 python benchmarks/bench_run.py [ROUNDS] [SEED]        # default: 8 rounds
 """
@@ -34,7 +34,7 @@ def wait(found, seconds: float = 300.0):
         except (OSError, ValueError):
             pass
         time.sleep(0.05)
-    raise TimeoutError("waited in vain")
+    raise TimeoutError(f"nothing found in {seconds:.0f} s")
 
 
 def newest(run: Path) -> Path | None:
@@ -42,13 +42,13 @@ def newest(run: Path) -> Path | None:
 
 
 def supervisor_share(folder: Path, seconds: float = 20.0) -> float:
-    """CPU of the supervisor over a stretch of training that reports twenty times a second."""
+    """CPU time of the supervisor during training that reports twenty times a second."""
     run = folder / "share"
+    flags = ("--global-batch-size", "8", "--samples", "1M", "--dir", str(run))
+    trainer = (sys.executable, str(TESTS / "trainer.py"), "8", "{start_sample}", "{end_sample}", "slow=0.05")
     process = subprocess.Popen(
-        [*BATCHWRIGHT, "--global-batch-size", "8", "--samples", "1M", "--dir", str(run), "--", sys.executable,
-         str(TESTS / "trainer.py"), "8", "{start_sample}", "{end_sample}", "slow=0.05"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [*BATCHWRIGHT, *flags, "--", *trainer], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         wait(lambda: list(run.glob("launches/*/status.json")))
         time.sleep(2)
@@ -61,39 +61,37 @@ def supervisor_share(folder: Path, seconds: float = 20.0) -> float:
 
 
 class Torture:
-    """One run of the tiny task on two ranks, and somebody who does not want it to end."""
+    """One run of the tiny task on two ranks, which is disturbed again and again."""
 
     def __init__(self, folder: Path, rounds: int, seed: int) -> None:
-        self.mark, self.run, self.rounds, self.draw = (
-            folder / "hang",
-            folder / 'it\'s a "run"',
-            rounds,
-            random.Random(seed),
+        self.mark, self.run = folder / "hang", folder / 'it\'s a "run"'
+        self.rounds, self.draw = rounds, random.Random(seed)
+        flags = (
+            f"--samples {256 + 96 * rounds} --nodes 2 --devices-per-node 1 --node-policy constant-work --retry-seconds 0.1 "
+            "--stall-seconds 10 --checkpoint-samples 32 --max-retries 20 --arg slow=0.05"
         )
-        self.begin = (
-            f"{TESTS / 'tiny.py'}:task", "--thresholds", "0:8 96:16", "--samples", str(256 + 96 * rounds), "--nodes", "2",
-            "--devices-per-node", "1", "--node-policy", "constant-work", "--dir", str(self.run), "--retry-seconds", "0.1",
-            "--stall-seconds", "10", "--checkpoint-samples", "32", "--max-retries", "20",
-            "--arg", "slow=0.05", "--arg", f"hang={self.mark}",
-        )  # fmt: skip
+        place = (f"{TESTS / 'tiny.py'}:task", "--thresholds", "0:8 96:16", "--dir", str(self.run))
+        self.begin = (*place, *flags.split(), "--arg", f"hang={self.mark}")
         self.process = self.start(*self.begin)
         self.done: list[str] = []
 
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*BATCHWRIGHT, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*BATCHWRIGHT, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def steps(self, launch: Path) -> int:
         path = self.run / "events" / f"launch-{int(launch.name):05d}.jsonl"
         return path.read_text().count('"kind": "step"') if path.exists() else 0
 
     def strike(self) -> bool:
-        """Wait for a launch that trains, then do one thing to it; False when the run has ended first."""
+        """Wait for a launch that trains, then disturb it once; False if the run has ended before."""
 
         def training():
             launch = newest(self.run)
             return self.process.poll() is not None or (
-                launch is not None and self.steps(launch) >= self.draw.randint(1, 5) and not (launch / "ending.json").exists()
-            )  # fmt: skip
+                launch is not None
+                and self.steps(launch) >= self.draw.randint(1, 5)
+                and not (launch / "ending.json").exists()
+            )
 
         wait(training)
         launch = newest(self.run)
@@ -120,7 +118,7 @@ class Torture:
                     file = self.draw.choice([p for p in last.rglob("*") if p.is_file()])
                     os.truncate(file, file.stat().st_size // 2)
                 self.process = self.start("--resume", str(self.run))
-        except (ProcessLookupError, FileNotFoundError):  # it was quicker
+        except (ProcessLookupError, FileNotFoundError):  # it has just ended
             return True
         self.done.append(what)
         number = int(launch.name)
@@ -133,21 +131,20 @@ class Torture:
             if not self.strike():
                 break
         code = self.process.wait(600)
-        told = subprocess.run([*BATCHWRIGHT, "--status", str(self.run), "--json"], capture_output=True, check=True)
-        return {"code": code, **json.loads(told.stdout)}
+        status = subprocess.run([*BATCHWRIGHT, "--status", str(self.run), "--json"], capture_output=True, check=True)
+        return {"code": code, **json.loads(status.stdout)}
 
 
 def main() -> None:
-    rounds, seed = (
-        (int(word) for word in [*sys.argv[1:], "8", "1"][:2]) if len(sys.argv) != 2 else (int(sys.argv[1]), 1)
-    )
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     broken: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         share = supervisor_share(folder)
         print(f"| the supervisor | |\n|---|---|\n| CPU, of one core | {share:.2%} |")
         if share > 0.01:
-            broken.append(f"the supervisor takes {share:.2%} of a core, promised 1%")
+            broken.append(f"the supervisor takes {share:.2%} of a core, more than 1%")
         torture = Torture(folder, rounds, seed)
         try:
             document = torture.finish()

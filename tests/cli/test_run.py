@@ -144,8 +144,8 @@ def test_what_does_not_work_out_is_refused_before_anything_starts(words, kind, f
 
 def test_a_command_that_is_not_given_its_batch_is_told_so():
     told = run(*RAMP, *WORLD, "--dry-run", "--", "train", "{end_sample}")
-    assert "The command has no place for its batch" in told and "{global_batch_size}" in told
-    assert "no place for its batch" not in run(*RAMP, *WORLD, "--dry-run", *SCRIPT)
+    assert "The command has no placeholder for its batch" in told and "{global_batch_size}" in told
+    assert "no placeholder for its batch" not in run(*RAMP, *WORLD, "--dry-run", *SCRIPT)
     assert "no place" not in run("--global-batch-size", "8", "--samples", "64", "--dry-run", "--", "train")
 
 

@@ -19,12 +19,12 @@ import pytest
 HERE = Path(__file__).resolve().parent
 TRAINER = (sys.executable, str(HERE / "trainer.py"), "{global_batch_size}", "{start_sample}", "{end_sample}")
 TASK = f"{HERE / 'tiny.py'}:task"
-PATIENCE = 900.0  # for a machine that is busy with other things
+PATIENCE = 900.0  # seconds: the machine may be busy
 
 
 @pytest.fixture(autouse=True)
 def _signals_as_at_a_terminal() -> Iterator[None]:
-    """Whatever the suite was started with: nohup ignores SIGHUP, and what a test starts would inherit that."""
+    """Default handlers: under nohup SIGHUP is ignored, and the processes of a test would inherit that."""
     before = {
         number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
     }
@@ -39,59 +39,59 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.process: subprocess.Popen[str] | None = None
-        self._said: dict[int, Any] = {}
+        self._errors: dict[int, Any] = {}
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
         """`batchwright run …` in the background."""
         errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "batchwright", "run", *words], stdout=subprocess.PIPE, stderr=errors, text=True,
+            [sys.executable, "-m", "batchwright", "run", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
             cwd=self.directory.parent,
-        )  # fmt: skip
-        self._said[self.process.pid] = errors
+        )
+        self._errors[self.process.pid] = errors
         return self.process
 
-    def said(self) -> str:
-        """Its diagnostics so far."""
+    def stderr(self) -> str:
+        """Its stderr so far."""
         assert self.process is not None
-        file = self._said[self.process.pid]
+        file = self._errors[self.process.pid]
         return os.pread(file.fileno(), 1 << 20, 0).decode()
 
     def finish(self) -> tuple[int, str, str]:
-        """Wait for it: exit code, output, diagnostics."""
+        """Wait for it: exit code, stdout, stderr."""
         assert self.process is not None
         out, _ = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, out, self.said()
+        return self.process.returncode, out, self.stderr()
 
     def close(self) -> None:
-        """Put the diagnostics away."""
-        for file in self._said.values():
+        """Close the files of stderr."""
+        for file in self._errors.values():
             file.close()
 
-    def __call__(self, *words: str) -> tuple[int, str, str]:
-        self.start(*words)
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        self.start(*arguments)
         return self.finish()
 
     @contextmanager
     def held(self) -> Iterator[str]:
-        """The script's word for a trainer that waits after its third step, until this is left."""
+        """The script argument for a trainer that waits after its third step until this context ends."""
         with tempfile.NamedTemporaryFile(prefix="hold-") as file:
             yield f"hold={file.name}"
 
     def scripted(self, *script: str, flags: tuple[str, ...] = (), ramp: str = "0:8 64:16 192:32") -> tuple[str, ...]:
-        """The words of a run of the scripted trainer over three stages on 1, 2 and 4 nodes."""
-        return (
-            "--thresholds", ramp, "--samples", "512", "--nodes", "4", "--devices-per-node", "1", "--node-policy",
-            "constant-work", "--dir", str(self.directory), "--retry-seconds", "0.1", *flags, "--", *TRAINER, *script,
-        )  # fmt: skip
+        """The arguments for a run of the scripted trainer over three stages on 1, 2 and 4 nodes."""
+        place = ("--thresholds", ramp, "--dir", str(self.directory))
+        fixed = "--samples 512 --nodes 4 --devices-per-node 1 --node-policy constant-work --retry-seconds 0.1".split()
+        return (*place, *fixed, *flags, "--", *TRAINER, *script)
 
     def task(self, *flags: str, ramp: str, samples: int, nodes: int, args: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """The words of a run of the tiny task in the real loop."""
-        return (
-            TASK, "--thresholds", ramp, "--samples", str(samples), "--nodes", str(nodes), "--devices-per-node", "1",
-            "--node-policy", "constant-work", "--dir", str(self.directory), "--retry-seconds", "0.1", *flags,
-            *(word for arg in args for word in ("--arg", arg)),
-        )  # fmt: skip
+        """The arguments for a run of the tiny task in the real loop."""
+        place = (TASK, "--thresholds", ramp, "--dir", str(self.directory))
+        fixed = f"--samples {samples} --nodes {nodes} --devices-per-node 1 --node-policy constant-work".split()
+        return (*place, *fixed, "--retry-seconds", "0.1", *flags, *(f"--arg={arg}" for arg in args))
 
     def resume(self, *flags: str) -> tuple[int, str, str]:
         return self("--resume", str(self.directory), *flags)
@@ -116,18 +116,18 @@ class Run:
         return self.until(lambda: json.loads(path.read_text())["pid"] if path.exists() else None)
 
     def position(self) -> int:
-        """As the newest launch's own files tell."""
+        """From the files of the newest launch."""
         launch = self.newest()
-        told = launch / "status.json"
-        if told.exists():
-            return json.loads(told.read_text())["consumed_samples"]
+        status = launch / "status.json"
+        if status.exists():
+            return json.loads(status.read_text())["consumed_samples"]
         events = self.directory / "events" / f"launch-{int(launch.name):05d}.jsonl"
         lines = events.read_text().splitlines() if events.exists() else []
         steps = [json.loads(line)["samples"] for line in lines if '"kind": "step"' in line and line.endswith("}")]
         return max(steps, default=0)
 
     def until(self, found: Callable[[], Any], seconds: float = PATIENCE, *, ended: bool = True) -> Any:
-        """Wait until something is there."""
+        """Wait until `found` gives something."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
@@ -137,32 +137,32 @@ class Run:
             if value:
                 return value
             if ended and self.process is not None and self.process.poll() is not None:
-                raise AssertionError(f"the supervisor ended meanwhile:\n{self.said()}")
+                raise AssertionError(f"the supervisor ended before that:\n{self.stderr()}")
             time.sleep(0.02)
-        raise AssertionError(f"waited for {seconds:.0f} s in vain")
+        raise AssertionError(f"nothing found in {seconds:.0f} s")
 
     def processes(self) -> list[str]:
-        """Everything that runs with this run's directory in its command line or environment."""
-        mark, found = str(self.directory).encode(), []
+        """All processes with this run's directory in their command line or environment."""
+        own, found = str(self.directory).encode(), []
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:
-                words = Path(f"/proc/{name}/cmdline").read_bytes()
+                command = Path(f"/proc/{name}/cmdline").read_bytes()
                 state = Path(f"/proc/{name}/stat").read_bytes().rsplit(b")", 1)[1].split()[0]
-                about = words + Path(f"/proc/{name}/environ").read_bytes()
+                about = command + Path(f"/proc/{name}/environ").read_bytes()
             except OSError:
                 continue
-            if mark in about and int(name) != os.getpid() and state != b"Z" and b"pytest" not in words:
-                found.append(f"{name} {words.replace(bytes(1), b' ').decode(errors='replace')[:200]}")
+            if own in about and int(name) != os.getpid() and state != b"Z" and b"pytest" not in command:
+                found.append(f"{name} {command.replace(bytes(1), b' ').decode(errors='replace')[:200]}")
         return found
 
     def assert_nothing_left(self) -> None:
-        """No orphan, whatever happened."""
+        """No process of the run is left."""
         self.until(lambda: not self.processes(), ended=False)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """A run in a directory whose name is as awkward as they come."""
+    """A run in a directory whose name has quotes, spaces and $(…)."""
     made = Run(tmp_path / 'a run\'s "own" $(touch x) dir')
     yield made
     if made.process is not None and made.process.poll() is None:

@@ -24,13 +24,12 @@ from batchwright.launch import directory as files
 from batchwright.launch import interrupts
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Poll, RankLog
-from batchwright.launch.eta import Speeds, remaining_seconds
 from batchwright.launch.failure import explain, memory_advice, stuck
-from batchwright.launch.loop_spec import Follower, position
 from batchwright.launch.plan import begin, build, refit
-from batchwright.launch.records import Ending, Failure, Manifest, Options, Progress, RunPlan
+from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest, Options, RunPlan
 from batchwright.launch.settings import read_options
-from batchwright.launch.show import Bar, Lines, describe
+from batchwright.launch.show import BarDisplay, LineDisplay, Speeds, describe, remaining_seconds
+from batchwright.launch.work import LoopFollower, TaskWork
 from batchwright.rundir.files import digest_of
 
 TRACE = """step 3
@@ -65,7 +64,7 @@ def rank_log(
     return RankLog(rank, 100 + rank, state, code, ended, Path(f"rank-{rank}.log"), tail)
 
 
-def test_the_time_left_knows_the_ramp(plan):
+def test_the_time_left_follows_the_ramp(plan):
     assert remaining_seconds(plan, 0, {}) is None
     # Stage 1 at 8 samples/s on one rank: 8 s. The rest is as fast per rank: 128/16 + 320/32 = 18 s. Two boundaries.
     assert remaining_seconds(plan, 0, {0: 8.0}, boundary_seconds=5.0) == pytest.approx(8 + 8 + 10 + 2 * 5)
@@ -81,11 +80,11 @@ def test_speed_is_counted_within_a_stage_and_a_launch():
     speeds.restart()
     speeds.seen(0, 40, 150.0)
     assert speeds.by_stage == {0: 10.0}
-    speeds.seen(1, 50, 151.0, told=100.0)
+    speeds.seen(1, 50, 151.0, reported=100.0)
     assert speeds.by_stage[1] == 100.0
 
 
-def test_the_first_to_go_is_the_reason_not_those_who_noticed():
+def test_the_rank_that_failed_first_is_the_reason():
     ranks = (
         rank_log(0, code=1, ended=5.1, tail="Traceback\nRuntimeError: Connection closed by peer"),
         rank_log(1, code=-9, ended=5.2, tail="step 7\n"),
@@ -93,12 +92,12 @@ def test_the_first_to_go_is_the_reason_not_those_who_noticed():
     )
     failure = explain(Poll("ended", 1), ranks, "")
     assert failure.reason == "rank 1 was killed by SIGKILL" and failure.lines == ("step 7",)
-    failure = explain(Poll("ended", -9), (), "the launcher's last words")
+    failure = explain(Poll("ended", -9), (), "the launcher's last line")
     assert failure.reason == "torchrun was killed by SIGKILL, and its ranks with it"
-    assert failure.lines == ("the launcher's last words",)
+    assert failure.lines == ("the launcher's last line",)
 
 
-def test_the_rank_that_ran_out_of_memory_is_the_reason_wherever_it_comes():
+def test_a_rank_out_of_memory_is_the_reason_even_if_another_failed_first():
     ranks = (
         rank_log(0, code=-6, ended=5.0, tail="RuntimeError: Connection closed by peer"),
         rank_log(1, code=1, ended=5.2, tail="torch.OutOfMemoryError: CUDA out of memory."),
@@ -108,7 +107,7 @@ def test_the_rank_that_ran_out_of_memory_is_the_reason_wherever_it_comes():
     assert failure.reason == "rank 1 exited with 1: OutOfMemoryError: CUDA out of memory."
 
 
-def test_a_stuck_rank_is_the_one_that_is_not_in_a_collective():
+def test_the_stuck_rank_is_the_one_outside_a_collective():
     waiting = TRACE.format(file="/venv/torch/distributed/distributed_c10d.py", name="all_reduce")
     busy = TRACE.format(file="/home/me/train.py", name="loss")
     after = (rank_log(0, tail=waiting), rank_log(1, tail=busy), rank_log(2, tail=waiting))
@@ -118,18 +117,18 @@ def test_a_stuck_rank_is_the_one_that_is_not_in_a_collective():
     failure = stuck((rank_log(0, state="S"), rank_log(1, state="T")), after, 600)
     assert "rank 1 (process 101) is stopped" in failure.reason
     failure = stuck((), (rank_log(0, tail=waiting), rank_log(1)), 600)
-    assert failure.rank is None and failure.lines[1] == "rank 1: left no stack"
+    assert failure.rank is None and failure.lines[1] == "rank 1: no stack"
 
 
 def test_advice_keeps_the_global_batch(plan):
-    text = memory_advice(plan.stages[1], "'a run'")
-    assert "micro_batch_size 8 × accumulation_steps 1 × data_parallel_size 2 does not fit" in text
+    text = memory_advice(plan, plan.stages[1], "'a run'")
+    assert "micro_batch_size 8 × accumulation_steps 1 × data_parallel_size 2 does not fit in memory" in text
     assert "4 × 2 × 2 or 2 × 4 × 2" in text and "--resume 'a run' --max-micro-batch-size 4" in text
     least = replace(plan.stages[1], micro_batch_size=1, accumulation_steps=8)
-    assert "the smallest micro batch" in memory_advice(least, "r")
+    assert "the smallest legal micro batch" in memory_advice(plan, least, "r")
 
 
-def test_a_smaller_micro_batch_changes_no_stage_otherwise(plan):
+def test_a_smaller_micro_batch_changes_only_the_split(plan):
     smaller = refit(plan, 3)
     for before, after in zip(plan.stages, smaller.stages, strict=True):
         assert after.micro_batch_size <= 3
@@ -137,7 +136,7 @@ def test_a_smaller_micro_batch_changes_no_stage_otherwise(plan):
     assert smaller.schedule == plan.schedule and smaller.launches == plan.launches
 
 
-def test_plans_and_records_survive_their_files(plan, tmp_path):
+def test_plans_and_records_are_read_as_they_were_written(plan, tmp_path):
     directory = RunDirectory(tmp_path / "r")
     write_json(directory.path / "plan.json", plan)
     assert directory.plan() == plan
@@ -150,7 +149,7 @@ def test_plans_and_records_survive_their_files(plan, tmp_path):
     assert directory.ending(1) is None
 
 
-def test_the_lock_has_one_holder_and_looking_does_not_disturb(tmp_path):
+def test_the_lock_has_one_holder_and_status_does_not_disturb_it(tmp_path):
     first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
     assert second.supervisor() is None
     first.lock()
@@ -158,38 +157,38 @@ def test_the_lock_has_one_holder_and_looking_does_not_disturb(tmp_path):
     with pytest.raises(EnvironmentFault, match=f"another supervisor \\(process {os.getpid()} on "):
         second.lock()
     first.unlock()
-    with open(tmp_path / "lock") as looking:  # as --status does for an instant
+    with open(tmp_path / "lock") as looking:  # as --status does for a moment
         fcntl.flock(looking, fcntl.LOCK_SH)
         fcntl.flock(looking, fcntl.LOCK_UN)
         second.lock()
     second.unlock()
 
 
-def test_a_file_system_without_locks_is_run_on(tmp_path, monkeypatch):
+def test_a_run_works_on_a_file_system_without_locks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     directory = RunDirectory(tmp_path)
     directory.lock()
-    assert RunDirectory(tmp_path).supervisor() == os.getpid()  # what the file says, as long as that process is there
+    assert RunDirectory(tmp_path).supervisor() == os.getpid()  # from the file, while that process runs
     directory.unlock()
     assert RunDirectory(tmp_path).supervisor() is None
 
 
 RANK = """
 import signal, sys, time
-heard = []
+received = []
 for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda n, frame: (heard.append(n), print(signal.Signals(n).name, flush=True)))
+    signal.signal(number, lambda n, frame: (received.append(n), print(signal.Signals(n).name, flush=True)))
 print("ready", flush=True)
-while len(set(heard)) < 2:
+while len(set(received)) < 2:
     time.sleep(0.01)
 """
 
 
 def test_a_signal_to_a_ranks_parent_alone_reaches_the_rank(tmp_path):
-    """As Slurm sends it where it tracks processes by cgroup."""
+    """As Slurm sends it with proctrack/cgroup."""
     log = tmp_path / "logs" / "rank-0.log"
     parent = subprocess.Popen(
         [sys.executable, "-P", "-m", "batchwright.launch.rank", tmp_path, "SLURM_PROCID", sys.executable, "-c", RANK]
@@ -197,14 +196,14 @@ def test_a_signal_to_a_ranks_parent_alone_reaches_the_rank(tmp_path):
     until = time.monotonic() + 60
     for word, number in (("ready", signal.SIGUSR1), ("SIGUSR1", signal.SIGTERM)):
         while not log.exists() or word not in log.read_text():
-            assert time.monotonic() < until, "waited in vain"
+            assert time.monotonic() < until, f"no {word} in the log"
             time.sleep(0.02)
         parent.send_signal(number)
     assert parent.wait(60) == 0
     assert log.read_text().split() == ["ready", "SIGUSR1", "SIGTERM"]
 
 
-def test_a_plan_is_written_by_the_one_who_holds_the_lock(plan, tmp_path, monkeypatch):
+def test_only_the_holder_of_the_lock_writes_a_plan(plan, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
     first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
     first.lock()  # about to write
@@ -212,15 +211,15 @@ def test_a_plan_is_written_by_the_one_who_holds_the_lock(plan, tmp_path, monkeyp
         begin(second, plan)
     assert not second.exists
     begin(first, plan)
-    first.lock()  # as a supervisor does: it is held already
-    with pytest.raises(ConfigError, match="holds a run already"):
+    first.lock()  # as a supervisor does: it already holds it
+    with pytest.raises(ConfigError, match="already holds a run"):
         begin(second, plan)
     first.unlock()
     second.lock()
     second.unlock()
 
 
-def test_without_file_locks_a_supervisor_that_lives_here_is_still_seen(tmp_path, monkeypatch):
+def test_without_file_locks_a_supervisor_on_this_host_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_try_lock", lambda descriptor, how: None)  # Lustre without -o flock
     monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
     first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
@@ -235,20 +234,20 @@ def test_without_file_locks_a_supervisor_that_lives_here_is_still_seen(tmp_path,
     second.lock()  # it is gone
     second.unlock()
     host = files.socket.gethostname()
-    (tmp_path / "lock").write_text(f"{os.getppid()} {host} 1\n")  # its number is another process's now
+    (tmp_path / "lock").write_text(f"{os.getppid()} {host} 1\n")  # the number of another process now
     assert first.supervisor() is None
     first.lock()
     first.unlock()
 
 
-def test_a_wish_to_stop_is_for_who_has_the_lock_when_it_is_made(tmp_path):
+def test_a_stop_request_is_for_the_current_holder_of_the_lock(tmp_path):
     directory = RunDirectory(tmp_path)
     stop = tmp_path / "stop.json"
     stop.touch()
     directory.lock(fresh=True)
-    assert not stop.exists()  # it was for the one before
+    assert not stop.exists()  # it was for the holder before
     stop.touch()
-    directory.lock(fresh=True)  # as the supervisor does when it begins: the lock is held already
+    directory.lock(fresh=True)  # as a supervisor does at its start: it already holds the lock
     assert stop.exists()
     directory.unlock()
 
@@ -256,23 +255,26 @@ def test_a_wish_to_stop_is_for_who_has_the_lock_when_it_is_made(tmp_path):
 def test_nohup_outlives_its_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interrupts.Interrupts() as heard:
+        with interrupts.Interrupts() as interrupted:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert heard.stop_requests == 0
+            assert interrupted.stop_requests == 0
             os.kill(os.getpid(), signal.SIGTERM)
-            assert heard.stop_requests == 1
+            assert interrupted.stop_requests == 1
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_only_a_later_ctrl_c_is_a_second_wish(monkeypatch):
+def test_only_a_later_ctrl_c_is_a_second_request(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
     with interrupts.Interrupts() as interrupted:
         for number, at, expected in (
-            (signal.SIGHUP, 0.0, 1), (signal.SIGINT, 0.5, 1), (signal.SIGTERM, 5.0, 1), (signal.SIGINT, 6.0, 2),
-        ):  # fmt: skip
+            (signal.SIGHUP, 0.0, 1),
+            (signal.SIGINT, 0.5, 1),
+            (signal.SIGTERM, 5.0, 1),
+            (signal.SIGINT, 6.0, 2),
+        ):
             now[0] = 100.0 + at
             signal.raise_signal(number)
             assert interrupted.stop_requests == expected
@@ -282,7 +284,7 @@ def test_waits_between_retries_grow_up_to_a_limit():
     assert [Options().retry_after(n) for n in (1, 2, 3, 10, 10_000)] == [5, 10, 20, 300, 300]
 
 
-def test_all_that_is_wrong_with_settings_is_said_at_once():
+def test_one_error_lists_everything_that_is_wrong_with_settings():
     with pytest.raises(ConfigError) as caught:
         read_options({"threads": "none", "keep": 0, "strategy": "zero", "nope": 1})
     assert [v.field for v in caught.value.violations] == ["threads", "keep", "strategy", "launch.nope"]
@@ -301,21 +303,21 @@ def checkpoint(folder: Path, step: int, launch: int, at: int) -> Path:
     return path
 
 
-def test_the_position_is_that_of_the_newest_checkpoint_that_is_whole(tmp_path):
-    directory = RunDirectory(tmp_path)
-    assert position(directory) == 0
+def test_the_position_is_that_of_the_newest_complete_checkpoint(plan, tmp_path):
+    task = TaskWork(RunDirectory(tmp_path), plan)
+    assert task.position() == 0
     checkpoint(tmp_path, 4, 1, 64)
-    newer = checkpoint(tmp_path, 3, 2, 48)  # a later launch that went on from before: its lineage counts
-    assert position(directory) == 48
-    assert position(directory, verify=True) == 0  # none has the hash it should have
+    newer = checkpoint(tmp_path, 3, 2, 48)  # a later launch continued from before step 4: its lineage counts
+    assert task.position() == 48
+    assert task.position(verify=True) == 0  # none has the right hash
     (newer / "w").write_text("weig")
-    assert position(directory) == 64
+    assert task.position() == 64
 
 
-def test_events_are_read_on_from_where_the_last_look_ended(plan, tmp_path):
+def test_events_are_read_on_from_the_last_call(plan, tmp_path):
     directory = RunDirectory(tmp_path)
-    follower = Follower(directory, manifest_of(plan))
-    assert follower.read() == Progress(0)
+    follower = LoopFollower(directory, manifest_of(plan))
+    assert follower.read() == LaunchProgress(0)
     path = tmp_path / "events" / "launch-00001.jsonl"
     path.parent.mkdir()
     lines = [
@@ -333,13 +335,13 @@ def test_events_are_read_on_from_where_the_last_look_ended(plan, tmp_path):
     assert (seen.saved, seen.saved_position, seen.load_seconds) == (13.0, 16, 0.5)
 
 
-def test_lines_and_bar_tell_the_same(plan):
+def test_lines_and_bar_show_the_same(plan):
     manifest = manifest_of(plan, 2, 1)
-    progress = Progress(96, samples_per_second=100.0, loss=1.25)
+    progress = LaunchProgress(96, samples_per_second=100.0, loss=1.25)
     text = describe(plan, manifest, progress, 30.0)
     assert text == "stage 2/3 · batch 16 · 2 ranks · 100 samples/s · loss 1.2500 · 30 s left"
     failed = Ending(2, "failed", 80, 1010.0, 1, Failure("rank 0 exited with 1: ValueError: [x]", 0, 1, ("[last]",)))
-    for kind in (Lines, Bar):
+    for kind in (LineDisplay, BarDisplay):
         stream = io.StringIO()
         shown = kind(stream)
         shown.launched(plan, manifest)
@@ -352,23 +354,23 @@ def test_lines_and_bar_tell_the_same(plan):
         assert "  rank 0 exited with 1: ValueError: [x]" in stream.getvalue() and "  | [last]" in stream.getvalue()
 
 
-def test_where_nobody_reads_the_run_goes_on(plan):
+def test_a_closed_stream_does_not_stop_a_run(plan):
     stream = io.StringIO()
     stream.close()
-    Lines(stream).note("into the void")
+    LineDisplay(stream).note("nobody reads this")
     assert codec.encode(plan)["kind"] == "command"
 
 
-def test_what_of_a_site_does_not_concern_a_command_is_said():
+def test_a_command_notes_the_site_settings_that_are_for_tasks():
     request = Request(nodes=2, devices_per_node=1, max_micro_batch_size=8)
     wanted = read_ramp({"thresholds": "0:8 64:16", "samples": "512"})
     options = Options(engine="slurm", slurm={"container": "image.sif", "partition": "gpu"})
     plan, _ = build(request, wanted, options, command=["train", "{end_sample}"])
-    assert "A command is started as it stands, without launch.slurm's container." in plan.notes
+    assert "A command is started unchanged: launch.slurm.container is for tasks only." in plan.notes
 
 
-def test_files_are_never_written_through_a_link_that_somebody_put_there(tmp_path, monkeypatch):
-    """In a directory that others may write to: at the temporary name, at the lock, at what is appended to."""
+def test_files_are_never_written_through_a_link(tmp_path, monkeypatch):
+    """In a directory that others may write to: links at the temporary name, at the lock and at the events."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""The supervisor against scripted trainers: every way to fail, real processes, no torch."""
+"""The supervisor with scripted trainers that fail in every way: real processes, no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from .conftest import PATIENCE
 
 
-def test_three_stages_become_three_launches_that_meet_exactly(run):
+def test_three_stages_become_three_adjacent_launches(run):
     code, out, err = run(*run.scripted())
     assert code == 0, err
     assert "complete: 512 of 512 samples" in out
@@ -20,7 +20,7 @@ def test_three_stages_become_three_launches_that_meet_exactly(run):
     assert starts == [(0, 64, 1), (64, 192, 2), (192, 512, 4)]
     document = run.status()
     assert (document["state"], document["restarts"], document["step"]) == ("complete", 0, 26)
-    assert document["ledger"] == {"ok": None, "gaps": None, "repeats": None}  # a command keeps none: nothing is claimed
+    assert document["ledger"] == {"ok": None, "gaps": None, "repeats": None}  # a command has no ledger
     assert [p.name for p in run.directory.parent.iterdir()] == [run.directory.name]  # no file outside, no injection
 
 
@@ -39,11 +39,11 @@ def test_a_kill_is_named_by_its_signal(run):
     assert "rank 0 was killed by SIGKILL" in err
 
 
-def test_an_exit_code_of_zero_before_the_end_is_no_end(run):
+def test_an_exit_code_of_0_before_the_end_does_not_end_the_run(run):
     code, _, err = run(*run.scripted("leave@96", flags=("--max-retries", "0")))
     assert code == 0
-    assert "ended without an error, and before its end" in err
-    assert "retry" not in err  # it saved and left, as before a time limit: what it began is gone on with
+    assert "the command exited with code 0 before end_sample" in err
+    assert "retry" not in err  # it saved and exited, as at a time limit: no failure
     assert run.status()["consumed_samples"] == 512
 
 
@@ -58,13 +58,13 @@ def test_retries_are_capped_and_the_failure_is_the_exit_code(run):
     assert "ValueError: the shelf is empty" in document["reason"]
 
 
-def test_out_of_memory_names_numbers_that_need_less_and_a_resume_takes_them(run):
+def test_out_of_memory_names_smaller_splits_and_a_resume_takes_them(run):
     flags = ("--max-micro-batch-size", "8")
     code, _, err = run(*run.scripted("oom@80!", flags=flags))
     assert code == 5
-    assert "micro_batch_size 8 × accumulation_steps 1 × data_parallel_size 2 does not fit" in err
+    assert "micro_batch_size 8 × accumulation_steps 1 × data_parallel_size 2 does not fit in memory" in err
     assert "4 × 2 × 2 or 2 × 4 × 2" in err and "--max-micro-batch-size 4" in err
-    assert len(run.events("launch")) == 3  # once more, in case it was somebody else's memory; not a third time
+    assert len(run.events("launch")) == 3  # one retry, in case another process used the memory; not two
     plan = run.directory / "plan.json"
     plan.write_text(plan.read_text().replace("oom@80!", "slow=0.001"))
     code, _, err = run.resume("--max-micro-batch-size", "4")
@@ -75,26 +75,26 @@ def test_out_of_memory_names_numbers_that_need_less_and_a_resume_takes_them(run)
 def test_a_command_that_trains_past_its_end_is_stopped_at_once(run):
     code, _, err = run(*run.scripted("over=8"))
     assert code == 5
-    assert "trained to sample 72, 8 past its end at 64" in err
+    assert "trained to sample 72, 8 past its end_sample 64" in err
     assert len(run.events("launch")) == 1
 
 
-def test_no_progress_is_stopped_by_the_watchdog_with_the_place_it_hangs_at(run):
+def test_a_launch_without_progress_is_ended_and_the_line_where_it_hangs_is_named(run):
     code, _, err = run(*run.scripted("hang@96", flags=("--stall-seconds", "1.5")))
     assert code == 0, err
     assert "no progress for" in err and "rank 0 is stuck at" in err and "trainer.py" in err and "_happen" in err
 
 
-def test_a_machine_that_stood_still_is_no_stall(run):
+def test_a_suspended_machine_is_no_stall(run):
     process = run.start(*run.scripted("slow=0.1", flags=("--stall-seconds", "8")))
     run.until(lambda: run.position() > 16)
     trainer = json.loads((run.newest() / "ranks" / "0.json").read_text())["pid"]
     os.kill(trainer, signal.SIGSTOP)
-    time.sleep(1)  # the supervisor has seen its last step
+    time.sleep(1)  # the supervisor has read its last step
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(9)
     os.kill(process.pid, signal.SIGCONT)
-    time.sleep(1)  # the supervisor looks first
+    time.sleep(1)  # the supervisor polls first
     os.kill(trainer, signal.SIGCONT)
     code, _, err = run.finish()
     assert code == 0 and "no progress" not in err, err
@@ -106,13 +106,13 @@ def test_a_stopped_process_is_named(run):
     assert "rank 0 (process " in err and "is stopped" in err
 
 
-def test_a_command_that_hangs_after_its_end_is_not_waited_for_beyond_the_stall_limit(run):
+def test_a_command_that_hangs_after_its_end_is_ended_at_the_stall_limit(run):
     code, _, err = run(*run.scripted("tail", flags=("--stall-seconds", "1", "--grace-seconds", "0.1")))
     assert code == 0, err
     assert len(run.events("launch")) == 3
 
 
-def test_a_command_may_take_longer_than_the_grace_for_what_it_does_after_its_end(run):
+def test_a_command_may_work_longer_than_grace_seconds_after_its_end(run):
     code, _, err = run(*run.scripted("export=1", flags=("--grace-seconds", "0.1")))
     assert code == 0, err
     assert {p.name for p in run.directory.glob("exported-*")} == {"exported-64", "exported-192", "exported-512"}
@@ -138,7 +138,7 @@ def test_grandchildren_are_ended_with_their_launch(run):
     run.assert_nothing_left()
 
 
-def test_the_supervisor_may_be_killed_and_resumed_at_any_time(run):
+def test_a_killed_supervisor_is_resumed(run):
     with run.held() as hold:
         process = run.start(*run.scripted(hold, "child"))
         run.until(lambda: run.position() == 24)
@@ -151,10 +151,10 @@ def test_the_supervisor_may_be_killed_and_resumed_at_any_time(run):
     assert code == 0, err
     document = run.status()
     assert (document["state"], document["consumed_samples"], document["restarts"]) == ("complete", 512, 1)
-    assert any("its supervisor went away" in (e["failure"] or {}).get("reason", "") for e in run.events("ended"))
+    assert any("its supervisor ended" in (e["failure"] or {}).get("reason", "") for e in run.events("ended"))
 
 
-def test_a_second_supervisor_is_refused_and_the_first_goes_on(run):
+def test_a_second_supervisor_is_refused_and_the_first_continues(run):
     with run.held() as hold:
         first = run.start(*run.scripted(hold))
         run.until(lambda: run.position())
@@ -165,13 +165,13 @@ def test_a_second_supervisor_is_refused_and_the_first_goes_on(run):
         assert document["state"] == "running" and document["supervisor"] == first.pid
         assert document["consumed_samples"] > 0
         code, _, err = run(*run.scripted())
-        assert code == 2 and "holds a run already" in err
+        assert code == 2 and "already holds a run" in err
     run.process = first
     code, _, err = run.finish()
     assert code == 0, err
 
 
-def test_stop_saves_and_ends_and_resume_goes_on(run):
+def test_stop_saves_and_ends_and_resume_continues(run):
     with run.held() as hold:
         first = run.start(*run.scripted(hold))
         run.until(lambda: run.position() > 16)
@@ -181,7 +181,7 @@ def test_stop_saves_and_ends_and_resume_goes_on(run):
         assert first.wait(PATIENCE) == 130
         first.communicate()
     document = run.status()
-    assert document["state"] == "stopped" and document["consumed_samples"] == 32  # with the step that it was in
+    assert document["state"] == "stopped" and document["consumed_samples"] == 32  # with the step in progress
     assert run.resume()[0] == 0
     assert run.status()["state"] == "complete"
 
@@ -195,21 +195,21 @@ def test_one_interrupt_saves_and_stops(run):
     assert code == 130 and "a checkpoint first" in err and "stopped: " in out
 
 
-def test_two_interrupts_stop_now_even_a_command_that_does_not_listen(run):
+def test_two_interrupts_stop_now_even_a_command_that_ignores_sigterm(run):
     with run.held() as hold:
-        process = run.start(*run.scripted(hold, "deaf", flags=("--grace-seconds", "600")))
+        process = run.start(*run.scripted(hold, "ignore", flags=("--grace-seconds", "600")))
         run.until(lambda: run.position() > 16)
         process.send_signal(signal.SIGINT)
-        run.until(lambda: "a checkpoint first" in run.said())  # it was heard
-        time.sleep(1.2)  # together they would be one wish
+        run.until(lambda: "a checkpoint first" in run.stderr())  # the first one has arrived
+        time.sleep(1.2)  # within a second both would count as one
         process.send_signal(signal.SIGINT)
         code, _, _ = run.finish()
     assert code == 130
-    assert run.status()["consumed_samples"] == 24  # it never came to the next step
+    assert run.status()["consumed_samples"] == 24  # no further step
     run.assert_nothing_left()
 
 
-def test_a_command_is_told_once_and_a_closing_terminal_is_one_wish(run):
+def test_a_command_gets_one_stop_signal_and_a_closing_terminal_counts_as_one_request(run):
     with run.held() as hold:
         process = run.start(*run.scripted(hold, "save=2"))
         run.until(lambda: run.position() > 16)
@@ -221,7 +221,7 @@ def test_a_command_is_told_once_and_a_closing_terminal_is_one_wish(run):
     assert run.status()["consumed_samples"] == 32
 
 
-def test_what_a_stop_without_a_checkpoint_costs_is_said(run):
+def test_the_samples_lost_by_a_stop_without_a_checkpoint_are_named(run):
     with run.held() as hold:
         process = run.start(*run.scripted(hold, flags=("--position-command", "echo 0")))
         run.until(lambda: run.position() > 16)
@@ -232,10 +232,10 @@ def test_what_a_stop_without_a_checkpoint_costs_is_said(run):
 
 
 def test_a_shell_script_can_trap_its_stop_signal(run):
-    told = '"$BATCHWRIGHT_STATUS_FILE"'
-    script = f"trap 'echo 24 > {told}; exit' USR1; echo 16 > {told}; while :; do sleep 0.05; done"
-    words = run.scripted(flags=("--stop-signal", "SIGUSR1"))
-    process = run.start(*words[: words.index("--")], "--", "sh", "-c", script, "{global_batch_size}")
+    status = '"$BATCHWRIGHT_STATUS_FILE"'
+    script = f"trap 'echo 24 > {status}; exit' USR1; echo 16 > {status}; while :; do sleep 0.05; done"
+    arguments = run.scripted(flags=("--stop-signal", "SIGUSR1"))
+    process = run.start(*arguments[: arguments.index("--")], "--", "sh", "-c", script, "{global_batch_size}")
     run.until(lambda: (run.newest() / "status.json").read_text().strip() == "16")
     process.send_signal(signal.SIGINT)
     code, _, err = run.finish()
@@ -243,7 +243,7 @@ def test_a_shell_script_can_trap_its_stop_signal(run):
     assert run.status()["consumed_samples"] == 24
 
 
-def test_the_seed_of_a_run_stays(run):
+def test_the_seed_of_a_run_cannot_be_changed(run):
     assert run(*run.scripted("crash@96!", flags=("--max-retries", "0")))[0] == 5
     before = (run.directory / "plan.json").read_text()
     code, _, err = run.resume("--seed", "7")
@@ -254,7 +254,7 @@ def test_the_seed_of_a_run_stays(run):
 
 
 def test_an_old_launch_cannot_move_the_run(run):
-    """Its status file is its own: a survivor that writes there later is not believed."""
+    """Each launch has its own status file: an old launch that still writes does not change the position."""
     process = run.start(*run.scripted("slow=0.05"))
     run.until(lambda: run.position() > 64)
     (run.directory / "launches" / "0001" / "status.json").write_text('{"consumed_samples": 500}')
@@ -264,7 +264,7 @@ def test_an_old_launch_cannot_move_the_run(run):
     assert process.returncode == 0
 
 
-def test_files_that_hold_the_environment_are_for_their_owner(run):
+def test_files_with_environment_values_are_readable_by_their_owner_only(run):
     code, _, err = run(*run.scripted(flags=("--env", 'TOKEN=it\'s $(secret) "x"')))
     assert code == 0, err
     manifest = run.directory / "launches" / "0001" / "manifest.json"
@@ -274,7 +274,7 @@ def test_files_that_hold_the_environment_are_for_their_owner(run):
     assert {stat.S_IMODE(p.stat().st_mode) for p in holding} == {0o600}
 
 
-def test_a_position_command_tells_where_the_run_is(run):
+def test_a_position_command_gives_the_position(run):
     memory = run.directory.parent / "memory"
     memory.write_text("0")
     tell = f"{sys.executable} -c \"print('so far:'); print(open('{memory}').read())\""
@@ -283,7 +283,7 @@ def test_a_position_command_tells_where_the_run_is(run):
     assert [e["start_sample"] for e in run.events("launch")] == [0, 64, 80, 192]
 
 
-def test_a_position_command_that_fails_now_and_then_is_asked_again(run):
+def test_a_position_command_that_fails_is_retried(run):
     where = run.directory.parent / "where.py"
     where.write_text(
         "import os, sys\n"
@@ -298,19 +298,19 @@ def test_a_position_command_that_fails_now_and_then_is_asked_again(run):
     script = ("silent", f"memory={where.with_name('memory')}")
     code, _, err = run(*run.scripted(*script, flags=("--position-command", f"{sys.executable} {where}")))
     assert code == 0, err
-    assert "the bucket does not answer" in err and "Asked again in 0.1 s (1 of 3)" in err
+    assert "the bucket does not answer" in err and "Retry in 0.1 s (1 of 3)" in err
     assert len(run.events("launch")) == 3
 
 
-def test_a_position_command_without_an_answer_is_an_error(run):
+def test_a_position_command_without_a_number_is_an_error(run):
     code, _, err = run(*run.scripted(flags=("--position-command", f"{sys.executable} -c 'print(\"here\")'")))
     assert code == 5 and "(3 of 3)" in err
-    assert "did not say where the run is" in err and "'here'" in err
+    assert "did not print a position" in err and "'here'" in err
 
 
-def test_stages_share_a_launch_unless_the_command_is_given_its_batch(run):
-    words = run.scripted()
-    plain = tuple("16" if w == "{global_batch_size}" else w for w in words)
+def test_stages_share_a_launch_unless_the_command_has_a_placeholder_for_its_batch(run):
+    arguments = run.scripted()
+    plain = tuple("16" if w == "{global_batch_size}" else w for w in arguments)
     constant = tuple("constant" if w == "constant-work" else w for w in plain)
     code, _, err = run(*constant)
     assert code == 0, err
@@ -329,7 +329,7 @@ def test_boundaries_are_timed(run):
     assert run.status()["lost_seconds"] > 0
 
 
-def test_a_command_that_never_says_how_far_it_got_is_told_how_to(run):
+def test_a_command_that_never_reports_its_position_gets_advice(run):
     code, _, err = run(*run.scripted("silent", flags=("--max-retries", "0")))
-    assert code == 5 and "before its end" in err
+    assert code == 5 and "before end_sample" in err
     assert "BATCHWRIGHT_STATUS_FILE names" in err and "--position-command" in err

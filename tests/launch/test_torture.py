@@ -1,4 +1,4 @@
-"""The real loop under the real torchrun: a ramp over 1, 2 and 4 ranks, and every way to be killed on the way."""
+"""The real loop under torchrun: a ramp over 1, 2 and 4 ranks, and processes that are killed or stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RAMP = "0:8 64:16 192:32"
 
 
 def losses(directory: Path) -> dict[int, float]:
-    """Loss by step along the lineage: of a step that was done again, the last time counts."""
+    """The loss of each step; of a repeated step, the last one."""
     found: dict[int, float] = {}
     for path in sorted((directory / "events").glob("launch-*.jsonl")):
         for line in path.read_text().splitlines():
@@ -33,7 +33,7 @@ def losses(directory: Path) -> dict[int, float]:
 
 
 def assert_exact(out: str) -> dict:
-    """What `--json` printed at the end: complete, and every sample in exactly one step."""
+    """The output of `--json`: complete, and every sample is in exactly one step."""
     document = json.loads(out)
     assert document["state"] == "complete", document
     ledger = document["ledger"]
@@ -47,8 +47,10 @@ def test_a_ramp_over_1_2_and_4_ranks_trains_what_one_uninterrupted_process_does(
     assert code == 0, err
     document = assert_exact(out)
     assert [(s["ranks"], s["start_sample"], s["position"]) for s in document["history"]] == [
-        (1, 0, 64), (2, 64, 192), (4, 192, 512),
-    ]  # fmt: skip
+        (1, 0, 64),
+        (2, 64, 192),
+        (4, 192, 512),
+    ]
     assert document["ledger"]["discarded_samples"] == 0
     assert len(document["boundaries"]) == 2 and document["lost_seconds"] > 0
     assert [p.name for p in run.directory.parent.iterdir()] == [run.directory.name]
@@ -59,9 +61,12 @@ def test_a_ramp_over_1_2_and_4_ranks_trains_what_one_uninterrupted_process_does(
     spec["settings"] |= {"directory": str(alone / "run"), "launch": 1, "end_sample": None}
     (alone / "spec.json").write_text(json.dumps(spec))
     subprocess.run(
-        [sys.executable, "-m", "batchwright.runtime.loop", str(alone / "spec.json")], check=True, timeout=900,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "batchwright.runtime.loop", str(alone / "spec.json")],
+        check=True,
+        timeout=900,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+    )
     ours, theirs = losses(run.directory), losses(alone / "run")
     assert sorted(ours) == sorted(theirs) == list(range(26))
     assert ours == pytest.approx(theirs, rel=1e-5)
@@ -69,11 +74,19 @@ def test_a_ramp_over_1_2_and_4_ranks_trains_what_one_uninterrupted_process_does(
 
 def test_rank_torchrun_and_supervisor_killed_a_rank_stopped_a_checkpoint_cut(run):
     draw = random.Random(os.environ.get("TORTURE_SEED", "7"))
-    words = run.task(
-        "--stall-seconds", "6", "--checkpoint-samples", "32", "--max-retries", "6", ramp="0:16", samples=1280, nodes=2,
+    arguments = run.task(
+        "--stall-seconds",
+        "6",
+        "--checkpoint-samples",
+        "32",
+        "--max-retries",
+        "6",
+        ramp="0:16",
+        samples=1280,
+        nodes=2,
         args=("slow=0.05",),
-    )  # fmt: skip
-    run.start(*words)
+    )
+    run.start(*arguments)
     seen = 0
 
     def trains(more: int = 32) -> Path:
@@ -81,7 +94,7 @@ def test_rank_torchrun_and_supervisor_killed_a_rank_stopped_a_checkpoint_cut(run
         nonlocal seen
 
         def found() -> Path | None:
-            """The newest: on a busy machine one may be taken for stalled before it has trained so much."""
+            """The newest: on a busy machine an earlier one may have counted as stalled."""
             launch = run.newest()
             begun = json.loads((launch / "manifest.json").read_text())["start_sample"]
             return launch if int(launch.name) > seen and run.position() >= begun + more else None
@@ -91,7 +104,7 @@ def test_rank_torchrun_and_supervisor_killed_a_rank_stopped_a_checkpoint_cut(run
         return launch
 
     def hit(who: Callable[[Path], int], number: signal.Signals) -> None:
-        """A process of a launch that trains; the next one's where that was ended meanwhile, as on a busy machine."""
+        """Signal a process of a launch that trains; of the next launch, if that one has just ended."""
         while True:
             try:
                 return os.kill(who(trains()), number)
@@ -102,19 +115,19 @@ def test_rank_torchrun_and_supervisor_killed_a_rank_stopped_a_checkpoint_cut(run
         wrapper = json.loads((launch / "ranks" / "0.json").read_text())["parent"]
         return int(Path(f"/proc/{wrapper}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
-    struck, stopped = draw.randrange(2), draw.randrange(2)
-    hit(lambda launch: run.rank_pid(struck, launch), signal.SIGKILL)
+    killed, stopped = draw.randrange(2), draw.randrange(2)
+    hit(lambda launch: run.rank_pid(killed, launch), signal.SIGKILL)
     hit(torchrun, signal.SIGKILL)
     hit(lambda launch: run.rank_pid(stopped, launch), signal.SIGSTOP)
     trains(48)
     supervisor = run.process
-    said = run.said()
+    stderr = run.stderr()
     supervisor.kill()
     supervisor.communicate()
     run.assert_nothing_left()
-    assert "was killed by SIGKILL" in said
-    assert "torchrun was killed by SIGKILL, and its ranks with it" in said
-    assert f"rank {stopped} (process " in said and "is stopped" in said
+    assert "was killed by SIGKILL" in stderr
+    assert "torchrun was killed by SIGKILL, and its ranks with it" in stderr
+    assert f"rank {stopped} (process " in stderr and "is stopped" in stderr
 
     newest = max((run.directory / "checkpoints").glob("step-*"), key=lambda p: p.name.split("-launch-")[::-1])
     damaged = max(newest.glob("tensors/*.distcp"), key=lambda p: p.stat().st_size)
@@ -122,12 +135,12 @@ def test_rank_torchrun_and_supervisor_killed_a_rank_stopped_a_checkpoint_cut(run
     code, out, err = run.resume("--json")
     assert code == 0, err
     document = assert_exact(out)
-    assert document["restarts"] >= 4  # a busy machine may stand still for as long as a stall
+    assert document["restarts"] >= 4  # a busy machine may look stalled once more
     assert document["ledger"]["discarded_samples"] > 0
     assert [p.name for p in run.directory.parent.iterdir()] == [run.directory.name]
 
 
-def test_an_interrupt_saves_the_step_in_work_and_nothing_is_done_twice(run):
+def test_an_interrupt_saves_the_step_in_progress_and_nothing_is_repeated(run):
     process = run.start(
         *run.task("--json", "--checkpoint-samples", "640", ramp="0:16", samples=640, nodes=1, args=("slow=0.2",))
     )
@@ -155,7 +168,7 @@ def test_a_full_disk_during_a_save(run):
         missing(f"no tmpfs here: {mounted.stderr.decode()[:80]}")
     try:
         run.directory = disk / "run"
-        words = run.task(
+        arguments = run.task(
             "--json",
             "--checkpoint-samples",
             "32",
@@ -166,7 +179,7 @@ def test_a_full_disk_during_a_save(run):
             nodes=1,
             args=("slow=0.1", "width=256"),
         )
-        run.start(*words)
+        run.start(*arguments)
         run.until(lambda: run.position() >= 32 and any((run.directory / "checkpoints").glob("step-*")))
         ballast = disk / "ballast"
         with open(ballast, "wb", buffering=0) as file:
@@ -175,7 +188,7 @@ def test_a_full_disk_during_a_save(run):
                     pass
             except OSError:
                 pass
-        run.until(lambda: "failed at sample" in run.said() or "No space left" in run.said())
+        run.until(lambda: "failed at sample" in run.stderr() or "No space left" in run.stderr())
         ballast.unlink()
         code, out, err = run.finish()
         assert code == 0, err

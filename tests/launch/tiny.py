@@ -1,4 +1,4 @@
-"""A task that is small enough to be started many times: a linear model on fixed samples. `slow` seconds per batch."""
+"""A task that starts fast: a small model on fixed samples. `slow`: seconds per micro batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def task(slow: float = 0.0, hang: str = "", size: int = 4096, width: int = 8, oo
         x, y = batch
         if slow:
             time.sleep(slow)
-        # `hang` names a file: while it is there, the rank it holds never comes back from its loss.
+        # `hang` is a file with a rank in it: that rank hangs in its loss while the file exists.
         if hang and os.path.exists(hang) and open(hang).read().strip() == os.environ.get("RANK"):
             while os.path.exists(hang):
                 time.sleep(0.05)

@@ -1,12 +1,12 @@
-"""A scripted trainer: counts samples as a training script would, and fails as its SCRIPT says, once or for ever.
+"""A trainer that counts samples instead of training, and fails as its SCRIPT says.
 
     python trainer.py BATCH START END [SCRIPT...]
 
-SCRIPT words: `crash@96`, `kill@96`, `oom@96`, `hang@96`, `stop@96`, `leave@96` happen once per run directory; with
-`!` after them, every time. `over=8` trains past the end; `slow=0.1` sleeps per step; `deaf` ignores SIGTERM; `silent`
-writes no status; `child` leaves a grandchild behind; `tail` hangs after the end is saved; `export=2` works on for so
-long after it; `save=2` takes so long to save when it is to stop, and gives up when it is told twice; `hold=FILE`
-waits after its third step as long as the file is there and nobody asks it to stop.
+SCRIPT: `crash@96`, `kill@96`, `oom@96`, `hang@96`, `stop@96`, `leave@96` happen once per run directory, with a `!` at the
+end every time. `over=8` trains 8 samples past the end; `slow=0.1` sleeps per step; `ignore` ignores SIGTERM; `silent`
+writes no status; `child` leaves a grandchild; `tail` hangs after the last save; `export=2` works 2 s after the last save;
+`save=2` needs 2 s for a save on SIGTERM and exits on a second one; `hold=FILE` waits after the third step while the file
+exists and there is no SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import time
 
 
 def main() -> None:
-    batch, position, end = (int(word) for word in sys.argv[1:4])
+    batch, position, end = (int(argument) for argument in sys.argv[1:4])
     script = sys.argv[4:]
     options = dict(word.partition("=")[::2] for word in script)
     path = os.environ["BATCHWRIGHT_STATUS_FILE"]
     stopping = []
 
-    def told(*_: object) -> None:
+    def on_term(*_: object) -> None:
         if stopping and "save" in options:
-            sys.exit("told twice")
-        if "deaf" not in options:
+            sys.exit("a second SIGTERM")
+        if "ignore" not in options:
             stopping.append(1)
 
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, on_term)
     end += int(options.get("over", 0))
 
     def save() -> None:

@@ -34,7 +34,7 @@ _world_options = stack(
     number("--devices", "All processes, where nodes do not matter."),
 )
 _launch_options = stack(
-    number("--engine", "local | slurm | kubernetes (manifests of a --dry-run).  [default: local]", "NAME"),
+    number("--engine", "local | slurm.  [default: local]", "NAME"),
     number("--site", "Slurm: a file with what the cluster always needs, the keys of launch.slurm.", "FILE.yaml"),
     click.option("--detach", is_flag=True, help="Slurm: leave at once; the jobs submit one another."),
     click.option("--elastic", is_flag=True, help="Slurm: rather fewer nodes than a long wait."),
@@ -99,7 +99,6 @@ def command(
     run directory. Ctrl-C once: checkpoint and stop; twice: stop now.
     """
     from batchwright.launch.directory import RunDirectory
-    from batchwright.launch.engine import engine
     from batchwright.launch.plan import begin
 
     chosen = [name for name, value in {"--resume": resume, "--status": status_of, "--stop": stop_of}.items() if value]
@@ -128,8 +127,6 @@ def command(
         if dry_run:
             _dry_run(directory, plan, made, as_json)
             return
-        if plan.options.engine == "kubernetes":
-            engine(plan.options.engine)  # says why not
         try:
             begin(directory, plan)
             ctx.exit(_detach(directory, plan, as_json) if flags["detach"] else _supervise(directory, plan, as_json))
@@ -282,10 +279,10 @@ def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
 def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
     """Bring it to its end; the exit code says how that went."""
     from batchwright.launch.engine import engine
-    from batchwright.launch.show import listener
+    from batchwright.launch.show import display
     from batchwright.launch.supervisor import Supervisor
 
-    shown = listener()
+    shown = display()
     for note in plan.notes:
         shown.note(f"note: {note}")
     shown.note(f"run directory: {directory.path}")
@@ -303,11 +300,10 @@ def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
 
 
 def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, plan: RunPlan | None = None) -> None:
-    from batchwright.launch import summary
-    from batchwright.launch.status import status
+    from batchwright.launch import status as shown
 
     plan = plan or directory.plan()
-    now, jobs = status(directory, plan), None
+    now, jobs = shown.status(directory, plan), None
     if plan.options.engine == "slurm":
         from batchwright.launch.slurm.control import seen
 
@@ -316,15 +312,15 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
     if as_json:
         print_json(now.to_json(ledger) | ({"chain": jobs.to_json(plan)} if jobs else {}))
         return
-    lines = [summary.headline(plan, now)]
+    lines = [shown.headline(plan, now)]
     if now.reason:
         lines += [f"reason: {now.reason}"]
-    if rows := summary.launch_rows(now):
-        lines += ["", *text.table(rows, head=summary.LAUNCH_HEAD, right=range(7))]
+    if rows := shown.launch_rows(now):
+        lines += ["", *text.table(rows, head=shown.LAUNCH_HEAD, right=range(7))]
     if jobs:
         lines += ["", *text.table(jobs.cells(), head=jobs.head, right=(0, 1, *range(3, 9))), f"  {jobs.sum(plan)}"]
-    if rows := summary.boundary_rows(now.boundaries):
-        lines += ["", "time lost at boundaries:", *text.table(rows, head=summary.BOUNDARY_HEAD, right=range(6))]
+    if rows := shown.boundary_rows(now.boundaries):
+        lines += ["", "time lost at boundaries:", *text.table(rows, head=shown.BOUNDARY_HEAD, right=range(6))]
     if ledger.get("ok") is not None:
         lines += ["", f"ledger: {'ok' if ledger['ok'] else 'NOT ok'}, {ledger['gaps']} gaps, {ledger['repeats']} repeats, "
                   f"{ledger['discarded_samples']} samples discarded and done again"]  # fmt: skip
@@ -335,7 +331,7 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
         series = {"global batch": [s.global_batch_size for s in plan.stages], "nodes": [s.nodes for s in plan.stages]}
         lines += ["", staircase(edges, series, xlabel="samples", height=9, color=text.color())]
     verbs = [verb for group in GROUPS.values() for verb in group]
-    if steps := summary.next_steps(plan, now, ledger, verbs):
+    if steps := shown.next_steps(plan, now, ledger, verbs):
         lines += ["", "next:", *text.notes(steps)]
     click.echo("\n".join(lines))
 
@@ -378,11 +374,14 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
 
 def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) -> None:
     """Every launch as it would be started from its first sample."""
-    from batchwright.launch.slurm.dry_run import dry_records
+    if plan.options.engine == "slurm":
+        from batchwright.launch.slurm.control import dry_run
+    else:
+        from batchwright.launch.work import dry_run
 
     from .ramp import render
 
-    records = dry_records(directory, plan)
+    records = dry_run(directory, plan)
     if as_json:
         print_json({"schema": codec.SCHEMA, "dir": str(directory.path), "launches": records, "stages": made.stages()})
         return
@@ -393,7 +392,7 @@ def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) 
         lines += ["", f"launch {record['index'] + 1}: {where}, {span}"]
         lines += [f"  {key}={shlex.quote(value)}" for key, value in record["environment"].items()]
         lines += ["  $ " + " ".join(shlex.quote(_near(word)) for word in record["command"])]
-        lines += [f"  {key}: {_near(record[key])}" for key in ("script", "test", "manifest") if key in record]
+        lines += [f"  {key}: {_near(record[key])}" for key in ("script", "test") if key in record]
     click.echo("\n".join(lines))
 
 

@@ -1,7 +1,7 @@
-"""What the supervisor asks of an engine: start, poll, signal, logs. A second engine is a second class of this shape.
+"""What the supervisor needs of an engine: start, poll, signal, logs.
 
-A handle is plain JSON. It is recorded in the launch's manifest, so that a new supervisor can ask about a launch that an
-old one started.
+A handle is plain JSON. The manifest of the launch holds it, so that a new supervisor can ask about a launch that an
+earlier one started.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from batchwright.core.errors import ConfigError
-from batchwright.rundir.files import find_json
+from batchwright.rundir.files import find_object
 
 Handle = Mapping[str, Any]
 Action = Literal["checkpoint", "trace", "kill"]
 
-ENGINES = ("local", "slurm", "kubernetes")
+ENGINES = ("local", "slurm")
 TAIL_BYTES = 64 * 1024  # enough for any traceback
 
 
 @dataclass(frozen=True)
 class Job:
-    """One launch for an engine: what each rank runs (or, when `direct`, the one command), where, and on how much."""
+    """One launch for an engine: what each rank runs (if `direct`: the one command), where, and with how many ranks."""
 
     name: str
-    directory: Path  # of this launch: ranks/ and logs/ are made in it
+    directory: Path  # of this launch: the engine makes ranks/ and logs/ in it
     nodes: int
     ranks_per_node: int
     argv: tuple[str, ...]
@@ -40,7 +40,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Poll:
-    """Whether a launch waits, runs or has ended; `code` is only ever shown, never believed."""
+    """Whether a launch waits, runs or has ended; `code` is shown, and decides nothing about the position."""
 
     state: Literal["pending", "running", "ended"]
     code: int | None = None
@@ -49,7 +49,7 @@ class Poll:
 
 @dataclass(frozen=True)
 class RankLog:
-    """One rank as its files and the kernel show it; `state` is the letter of /proc, `code` None while it lives."""
+    """One rank, from its files and /proc; `state` is the letter of /proc, `code` is None while it runs."""
 
     rank: int
     pid: int | None
@@ -66,19 +66,19 @@ class Engine(Protocol):
     name: str
 
     def command(self, job: Job) -> tuple[str, ...]:
-        """The command that `start` would run, for people to read."""
+        """The command that `start` would run, for a dry run."""
         ...
 
     def start(self, job: Job) -> Handle:
-        """Start a launch; what is returned finds it again."""
+        """Start a launch; the handle finds it again."""
         ...
 
     def poll(self, handle: Handle) -> Poll:
-        """Whether it waits, runs or has ended."""
+        """Whether the launch waits, runs or has ended."""
         ...
 
     def signal(self, handle: Handle, action: Action) -> None:
-        """Ask every rank to save and stop, to leave a stack trace in its log, or end it all now."""
+        """Ask every rank to save and stop (checkpoint) or to write its stack (trace), or end all of them (kill)."""
         ...
 
     def logs(self, handle: Handle) -> tuple[RankLog, ...]:
@@ -96,23 +96,36 @@ def engine(name: str) -> Engine:
         from .slurm.engine import SlurmEngine
 
         return SlurmEngine()
-    if name == "kubernetes":
-        raise ConfigError(
-            "engine=kubernetes has manifests to look at and runs nothing: give --dry-run.", field="engine", given=name
-        )
     raise ConfigError(
         f"engine={name[:40]!r} is not one of {', '.join(ENGINES)}.", field="engine", given=name[:40], nearest=ENGINES
     )
 
 
+def torchrun(python: str, job: Job, *rendezvous: str, ranks: int, shutdown_seconds: int) -> tuple[str, ...]:
+    """torchrun for `ranks` processes on one node; the command of a rank follows."""
+    return (
+        python,
+        "-m",
+        "torch.distributed.run",
+        *rendezvous,
+        f"--nproc-per-node={ranks}",
+        "--max-restarts=0",  # the supervisor restarts: from a checkpoint, with a new launch number
+        # Without this, SIGUSR1 ends torchrun and leaves its ranks without a parent.
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        f"--shutdown-timeout={shutdown_seconds}",
+        f"--log-dir={job.directory / 'torchrun'}",
+        "--no-python",
+    )
+
+
 def rank_logs(directory: Path, *, alive: bool = True) -> tuple[RankLog, ...]:
-    """The ranks of a launch from the files that `rank.py` writes; the kernel's view only where they run here."""
+    """The ranks of a launch, from the files that `rank.py` writes; with `alive`, their state from /proc."""
     folder = directory / "ranks"
     found: list[RankLog] = []
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for rank in sorted(int(n[:-5]) for n in names if n.endswith(".json") and n[:-5].isdigit()):
-        begun = find_json(folder / f"{rank}.json") or {}
-        ended = find_json(folder / f"{rank}.exit.json") or {}
+        begun = find_object(folder / f"{rank}.json") or {}
+        ended = find_object(folder / f"{rank}.exit.json") or {}
         pid = begun.get("pid")
         state = process_state(pid, begun.get("start_time")) if alive and pid and "code" not in ended else None
         path = directory / "logs" / f"rank-{rank}.log"
@@ -121,7 +134,7 @@ def rank_logs(directory: Path, *, alive: bool = True) -> tuple[RankLog, ...]:
 
 
 def tail(path: Path, size: int = TAIL_BYTES) -> str:
-    """The last output in a log."""
+    """The end of a log."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - size))
@@ -131,7 +144,7 @@ def tail(path: Path, size: int = TAIL_BYTES) -> str:
 
 
 def process_state(pid: int, start_time: int | None) -> str | None:
-    """The kernel's letter for a process (R, S, D, T, Z), or None when it is gone or its number is another's now."""
+    """The letter of a process in /proc (R, S, D, T, Z); None if it is gone or its number was given to another one."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rsplit(b")", 1)[1].split()

@@ -1,4 +1,4 @@
-"""Why a launch failed: the first rank to go, how, its last words; and, where memory ran out, numbers that need less."""
+"""Why a launch failed: the rank that failed first, how, its last lines; after out-of-memory, splits that need less."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ import signal
 from collections.abc import Sequence
 
 from batchwright.core.nodes.policies import Stage
-from batchwright.core.numbers import divisors
 from batchwright.processes.endings import from_exit
 
 from .engine import Poll, RankLog
-from .records import Failure
+from .records import Failure, RunPlan
 
 LINES = 12
-REFUSED = 2  # our loop: the request does not work out, so a retry will not either
-# Where a healthy rank stands while another keeps it waiting.
+REFUSED = 2  # the loop's exit code for a request that it refuses: a retry would be refused, too
+# The innermost frame of a healthy rank that waits for another one.
 _WAITING = re.compile(r"/torch/(distributed|autograd)/|/torch/_tensor\.py|/multiprocessing/|/threading\.py")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 def died(code: int | None) -> str:
-    """An exit code in words.
+    """An exit code as text.
 
     >>> died(-9), died(137), died(1)
     ('was killed by SIGKILL', 'was killed by SIGKILL', 'exited with 1')
     """
     if code is None:
-        return "ended without a word"
+        return "ended with an unknown exit code"
     number = -code if code < 0 else code - 128 if code > 128 else 0
     try:
         return f"was killed by {signal.Signals(number).name}" if number else f"exited with {code}"
@@ -36,30 +35,31 @@ def died(code: int | None) -> str:
 
 
 def last_lines(text: str, most: int = LINES) -> tuple[str, ...]:
-    """The last lines that say something."""
+    """The last lines that are not empty."""
     return tuple(line[:400] for line in text.splitlines() if line.strip())[-most:]
 
 
 def _out_of_memory(rank: RankLog) -> bool:
-    """By the taxonomy of trials, but for signals: here anybody may have sent SIGKILL, so alone it is no evidence."""
+    """As for the trials of a probe, but without signals: here anyone may have sent SIGKILL."""
     return from_exit(1, rank.tail).status == "oom"
 
 
 def explain(poll: Poll, ranks: Sequence[RankLog], launcher: str, who: str = "torchrun") -> Failure:
-    """The failure behind an ended launch: the rank that went first, else the launcher itself."""
-    gone = sorted((r for r in ranks if r.code not in (None, 0)), key=lambda r: r.ended or 0.0)
-    if gone:
-        # A rank that reports its peer's death is not the cause: a signal, where there was one, came first.
-        first = next((r for r in gone if r.code is not None and r.code < 0 and -r.code != signal.SIGTERM), gone[0])
-        out = next((r for r in gone if _out_of_memory(r)), None)
-        told, kind = out or first, "oom" if out else "crash"
-        lines = last_lines(told.tail)
-        raised = _raised(told.tail)
-        reason = f"rank {told.rank} {died(told.code)}" + (f": {raised}" if raised else "")
-        kind = "refused" if kind == "crash" and who == "torchrun" and told.code == REFUSED else kind
-        return Failure(reason, told.rank, told.code, lines, kind)
+    """The failure of an ended launch: of the rank that failed first, else of the launcher."""
+    failed = sorted((r for r in ranks if r.code not in (None, 0)), key=lambda r: r.ended or 0.0)
+    if failed:
+        # A rank that lost its connection to another one is not the cause: a rank that a signal ended failed first.
+        first = next((r for r in failed if r.code is not None and r.code < 0 and -r.code != signal.SIGTERM), failed[0])
+        out = next((r for r in failed if _out_of_memory(r)), None)
+        cause, kind = out or first, "oom" if out else "crash"
+        lines = last_lines(cause.tail)
+        raised = _raised(cause.tail)
+        reason = f"rank {cause.rank} {died(cause.code)}" + (f": {raised}" if raised else "")
+        kind = "refused" if kind == "crash" and who == "torchrun" and cause.code == REFUSED else kind
+        return Failure(reason, cause.rank, cause.code, lines, kind)
     if any(r.code == 0 for r in ranks) or poll.code == 0:
-        return Failure("it ended without an error, and before its end", None, poll.code, _of(ranks, launcher))
+        early = who if poll.code == 0 else "a rank"
+        return Failure(f"{early} exited with code 0 before end_sample", None, poll.code, _of(ranks, launcher))
     return Failure(f"{who} {died(poll.code)}, and its ranks with it", None, poll.code, _of(ranks, launcher))
 
 
@@ -78,7 +78,7 @@ def _raised(text: str) -> str | None:
 
 
 def stuck(before: Sequence[RankLog], after: Sequence[RankLog], seconds: float) -> Failure:
-    """Who kept the others waiting: a stopped process, else the rank whose last stack is not in a collective."""
+    """The rank that the others waited for: a stopped process, else one whose last stack is not in a collective."""
     stopped = [r for r in before if r.state in ("T", "t")]
     if stopped:
         one = stopped[0]
@@ -91,12 +91,12 @@ def stuck(before: Sequence[RankLog], after: Sequence[RankLog], seconds: float) -
         others = {1: "", 2: "; the other waits for it"}.get(len(after), f"; {len(after) - 1} others wait for it")
         reason = f"no progress for {seconds:.0f} s: rank {rank} is stuck at {places[rank]}{others}"
         return Failure(reason, rank, None, (), "stalled")
-    where = tuple(f"rank {rank}: {place or 'left no stack'}" for rank, place in places.items())
-    return Failure(f"no progress for {seconds:.0f} s, and no rank stands out", None, None, where, "stalled")
+    where = tuple(f"rank {rank}: {place or 'no stack'}" for rank, place in places.items())
+    return Failure(f"no progress for {seconds:.0f} s, and no single rank is the cause", None, None, where, "stalled")
 
 
 def _place(text: str) -> str | None:
-    """The innermost Python frame of the main thread in the trace that faulthandler leaves on SIGABRT."""
+    """The innermost Python frame of the main thread in the trace that faulthandler writes on SIGABRT."""
     start = text.rfind("Fatal Python error: Aborted")
     if start < 0:
         return None
@@ -105,20 +105,23 @@ def _place(text: str) -> str | None:
     return f"{found[1]}:{found[2]} in {found[3]}" if found else None
 
 
-def memory_advice(stage: Stage, directory: str) -> str:
-    """Numbers of the same global batch that need less memory per rank; none of them is measured."""
-    ranks, micro = stage.data_parallel_size, stage.micro_batch_size
-    share = -(-stage.global_batch_size // ranks)
-    smaller = [n for n in reversed(divisors(share)) if n < micro][:2] or ([micro // 2] if micro > 1 else [])
-    batch = f"micro_batch_size {micro} × accumulation_steps {stage.accumulation_steps} × data_parallel_size {ranks}"
+def memory_advice(plan: RunPlan, stage: Stage, directory: str) -> str:
+    """Splits of the same global batch that need less memory per rank, as `--max-micro-batch-size` would make them."""
+    # The flag applies to every stage, so a limit that another stage does not allow is left out.
+    least = max(plan.smaller(other)[-1].micro_batch_size for other in plan.stages)
+    smaller = [made for made in plan.smaller(stage)[1:] if made.micro_batch_size >= least][:2]
+    batch = (
+        f"micro_batch_size {stage.micro_batch_size} × accumulation_steps {stage.accumulation_steps} × "
+        f"data_parallel_size {stage.data_parallel_size}"
+    )
     if not smaller:
         return (
-            f"{batch} is out of memory at the smallest micro batch there is: shorten sequences, recompute activations, or "
-            "shard the model (--strategy fsdp2)."
+            f"{batch} is out of memory at the smallest legal micro batch: shorten sequences, recompute activations, "
+            "or shard the model (--strategy fsdp2)."
         )
-    options = " or ".join(f"{n} × {-(-share // n)} × {ranks}" for n in smaller)
+    options = " or ".join(f"{s.micro_batch_size} × {s.accumulation_steps} × {s.data_parallel_size}" for s in smaller)
     return (
-        f"{batch} does not fit. The same global batch of {stage.global_batch_size} with less memory: {options} (not "
-        f"measured here; batchwright probe measures). Go on: batchwright run --resume {directory} "
-        f"--max-micro-batch-size {smaller[0]}"
+        f"{batch} does not fit in memory. The same global batch of {stage.global_batch_size} with less memory: {options} (not "
+        f"measured; batchwright probe measures). Continue: batchwright run --resume {directory} "
+        f"--max-micro-batch-size {smaller[0].micro_batch_size}"
     )

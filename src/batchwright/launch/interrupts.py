@@ -1,4 +1,4 @@
-"""Signals to the supervisor: the first asks for a checkpoint and a stop, a later Ctrl-C stops now. It sleeps between them."""
+"""Signals to the supervisor: the first requests a checkpoint and a stop, a later Ctrl-C an immediate stop."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_APART = 1.0  # seconds: a terminal that closes, or a launcher that ends us, sends several signals at once
+_APART = 1.0  # seconds: a closing terminal, or a launcher, sends several signals at once
 
 
 class Interrupts:
-    """While entered, counts the wishes to stop; `sleep` ends early on one, and when a child ends."""
+    """Counts the requests to stop while entered; `sleep` ends early on a request and when a child ends."""
 
     def __init__(self) -> None:
         self.stop_requests = 0
@@ -32,7 +32,7 @@ class Interrupts:
             self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             for number in (*_STOPPING, signal.SIGCHLD):
                 if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # nohup: it is to outlive its terminal
+                    continue  # nohup: the run outlives its terminal
                 self._before[number] = signal.signal(number, self._came)
         return self
 
@@ -51,11 +51,11 @@ class Interrupts:
             return
         if not self.stop_requests:
             self.stop_requests, self._first = 1, time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self._first > _APART:  # somebody means it
+        elif number == signal.SIGINT and time.monotonic() - self._first > _APART:
             self.stop_requests += 1
 
     def sleep(self, seconds: float) -> None:
-        """Wait, at most so long."""
+        """Wait at most this long."""
         if self._pipe is None:
             threading.Event().wait(seconds)
             return

@@ -3,11 +3,11 @@
     supervisor -> guard -> torchrun -> rank.py -> the rank, once per rank
     supervisor -> guard -> rank.py -> COMMAND                       where the command starts its own ranks
 
-Each arrow ends what is below it when it breaks. Signals go to the ranks themselves: torchrun would pass them to the
-ranks' whole groups, loader workers too, and then ends by SIGKILL whoever takes longer than its timeout. A command is asked
-to stop once: torchrun, and others, take a second signal as the wish to stop without a save.
+When a process of this tree ends, everything below it is killed. Signals go to the ranks themselves: torchrun would pass
+them to the process groups of its ranks, loader workers included, and kill those that take longer than its timeout. A
+command gets the stop signal once: torchrun and others take a second signal as a request to stop without a save.
 
-When the guard itself is killed, what a command started goes on: it comes to the supervisor, which ends it.
+When the guard itself is killed, processes that a command started continue; the supervisor inherits and kills them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,9 @@ from batchwright.core.errors import EnvironmentFault, MissingExtraError
 from batchwright.processes.guard import adopt_orphans, foreign_children, kill_below, kill_orphans, start_time
 from batchwright.rundir import atomic
 
-from .engine import Action, Handle, Job, Poll, RankLog, process_state, rank_logs
+from .engine import Action, Handle, Job, Poll, RankLog, process_state, rank_logs, torchrun
 
 _GUARD = (sys.executable, "-I", "-S", batchwright.processes.guard.__file__)
-# Each of these was found the hard way (see docs/run.md):
-TORCHRUN = (
-    "--standalone",  # a rendezvous on a free port
-    "--max-restarts=0",  # restarts are the supervisor's: from a checkpoint, with a new launch number
-    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # a bare SIGUSR1 would kill it and orphan its ranks
-    "--shutdown-timeout=15",
-)
-ENVIRONMENT = {
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restart reads the old store's addresses
-    "PYTHONFAULTHANDLER": "1",  # a rank that hangs leaves its stack when it is ended
-    "PYTHONUNBUFFERED": "1",
-    "PYTHONDONTWRITEBYTECODE": "1",  # nothing is written outside the run directory
-}
 
 
 class LocalEngine:
@@ -50,17 +37,18 @@ class LocalEngine:
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
-        self._others: set[int] = set()  # children that were there before a launch
-        self._asked: set[tuple[str, int]] = set()  # commands that heard that they are to stop
+        self._others: set[int] = set()  # children that existed before a launch
+        self._asked: set[tuple[str, int]] = set()  # commands that got their stop signal
 
     def command(self, job: Job) -> tuple[str, ...]:
-        """What the guard runs: torchrun, or the command itself."""
+        """What the guard runs: torchrun or the command, with `rank.py` as the parent of each rank."""
         wrapper = (sys.executable, "-P", "-m", "batchwright.launch.rank", str(job.directory))
         if job.direct:
             return (*wrapper, "0", *job.argv)
         ranks = job.nodes * job.ranks_per_node
-        torchrun = (sys.executable, "-m", "torch.distributed.run", *TORCHRUN, f"--nproc-per-node={ranks}")
-        return (*torchrun, f"--log-dir={job.directory / 'torchrun'}", "--no-python", *wrapper, "RANK", *job.argv)
+        # --standalone: a rendezvous on a free port.
+        launcher = torchrun(sys.executable, job, "--standalone", ranks=ranks, shutdown_seconds=15)
+        return (*launcher, *wrapper, "RANK", *job.argv)
 
     def start(self, job: Job) -> Handle:
         """Start a launch under a guard; it ends with this process."""
@@ -84,7 +72,7 @@ class LocalEngine:
                     stdout=log,
                     stderr=log,
                     pass_fds=[reading],
-                    start_new_session=True,  # Ctrl-C is for the supervisor; what it means for a rank is ours to say
+                    start_new_session=True,  # Ctrl-C is for the supervisor, which decides what a rank gets
                 )
         except OSError as error:
             os.close(writing)
@@ -103,11 +91,11 @@ class LocalEngine:
         }
 
     def poll(self, handle: Handle) -> Poll:
-        """Whether it runs; one that another supervisor started is looked up by its process."""
+        """Whether it runs; a launch of another supervisor is found by its process."""
         known = self._running.get(handle["pid"])
         if known is None:
             state = process_state(handle["pid"], handle["start_time"]) if handle["boot"] == _boot() else None
-            return Poll("ended" if state in (None, "Z") else "running", detail="left by another supervisor")
+            return Poll("ended" if state in (None, "Z") else "running", detail="started by another supervisor")
         guard, writing = known
         code = guard.poll()
         if code is None:
@@ -120,11 +108,11 @@ class LocalEngine:
         return Poll("ended", code)
 
     def signal(self, handle: Handle, action: Action) -> None:
-        """Ask every rank, or end everything below the guard."""
+        """Signal every rank, or kill everything below the guard."""
         if action == "kill":
             known = self._running.get(handle["pid"])
             if known is None:
-                # The guard's death is the end of ranks and commands, not of what a command started: that goes first.
+                # Ranks and commands end with the guard. What a command started does not: it is killed first.
                 if handle["boot"] == _boot() and process_state(handle["pid"], handle["start_time"]):
                     kill_below(handle["pid"])
                     _send(handle["pid"], signal.SIGKILL)
@@ -139,7 +127,7 @@ class LocalEngine:
                     self._asked.add((handle["directory"], rank.pid))
                 _send(rank.pid, signal.SIGABRT if action == "trace" else signal.Signals[handle["stop_signal"]])
                 if action == "trace":
-                    _send(rank.pid, signal.SIGCONT)  # one that was stopped leaves its trace when it goes on
+                    _send(rank.pid, signal.SIGCONT)  # a stopped process writes its trace when it continues
 
     def logs(self, handle: Handle) -> tuple[RankLog, ...]:
         """Every rank's state and last output."""
@@ -149,7 +137,7 @@ class LocalEngine:
 def _write(pipe: int) -> None:
     try:
         os.write(pipe, b"x")
-    except OSError:  # the guard has just ended by itself
+    except OSError:  # the guard has just ended
         pass
 
 
@@ -161,7 +149,7 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _boot() -> str:
-    """Which start of which machine this is: process numbers mean nothing elsewhere."""
+    """The boot of this machine: process numbers are valid within one boot only."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

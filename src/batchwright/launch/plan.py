@@ -1,4 +1,4 @@
-"""From a ramp to the plan of a run: what is checked before anything is started."""
+"""From a ramp to the plan of a run, with everything that can be checked before a start."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from batchwright.core.batch.request import Request
-from batchwright.core.errors import ConfigError, EnvironmentFault, ScheduleError
-from batchwright.core.nodes.policies import Stage
-from batchwright.core.numbers import divisors
+from batchwright.core.errors import ConfigError, EnvironmentFault, PlanError, ScheduleError
 from batchwright.core.ramp.ramp import Ramp, ramp
 from batchwright.core.ramp.request import RampRequest
 from batchwright.processes.target import task_file
 from batchwright.rundir import names
 
-from . import template
 from .directory import RunDirectory, write_json
 from .records import COMMAND, TASK, Options, RunPlan
+from .work import BATCH_PLACEHOLDERS, check_placeholders, placeholders
 
 
 def build(
@@ -33,72 +31,76 @@ def build(
     position_command: Sequence[str] = (),
     working_directory: str | None = None,
 ) -> tuple[RunPlan, Ramp]:
-    """The plan of a run and the ramp it follows; a task or a command, never both."""
+    """The plan of a run, of a task or of a command, and the ramp that it follows."""
     if bool(target) == bool(command):
         what = "both" if target else "neither"
         raise ConfigError(
-            f"{what} given: a run takes a task (FILE.py:function) or a command after --.", field="task", given=target
+            f"{what} given: a run takes either a task (FILE.py:function) or a command after --.",
+            field="task",
+            given=target,
         )
-    template.check(command)
-    template.check(position_command, "position_command")
-    beyond = template.places(position_command) - {"run_dir"}
+    check_placeholders(command)
+    check_placeholders(position_command, "position_command")
+    beyond = placeholders(position_command) - {"run_dir"}
     if beyond:
         raise ConfigError(
-            f"the position command may have {{run_dir}} only: {', '.join(sorted(beyond))} belong to one launch.",
+            f"the position command may use {{run_dir}} only: {', '.join(sorted(beyond))} differ between launches.",
             field="position_command",
         )
     notes: list[str] = []
     request = _placed(request, notes)
     if target and max(request.tensor_parallel, request.pipeline_parallel, request.context_parallel) > 1:
         raise ConfigError(
-            "a task is data-parallel: splitting a model over devices is your framework's business. Leave tensor, pipeline "
-            "and context parallelism out, or run your own script: batchwright run … -- COMMAND.",
+            "a task is data-parallel only. Leave out tensor, pipeline and context parallelism, or run your own script: "
+            "batchwright run … -- COMMAND.",
             field="tensor_parallel",
             given=request.tensor_parallel,
             nearest=(1,),
         )
-    if template.places(command) & set(template.BATCH_PLACES) and not wanted.stop_every_stage:
+    if placeholders(command) & set(BATCH_PLACEHOLDERS) and not wanted.stop_every_stage:
         wanted = replace(wanted, stop_every_stage=True)
-        notes.append("The command is given its batch, so every stage is a launch of its own.")
+        notes.append("The command has a placeholder for its batch, so every stage is a launch of its own.")
     ours = [name for name in ("container", "container_mounts", "python", "srun", "launcher") if options.slurm.get(name)]
     if command and ours:
-        notes.append(f"A command is started as it stands, without launch.slurm's {', '.join(ours)}.")
+        notes.append(f"A command is started unchanged: launch.slurm.{', launch.slurm.'.join(ours)} is for tasks only.")
     if target and wanted.lr_scaling:
         options = replace(options, settings={"lr_scaling": wanted.lr_scaling, **options.settings})
     made = ramp(request, wanted)
     if made.schedule.total_samples is None:
         raise ScheduleError(
-            "a run needs an end: the last stage is open. Give the budget, --samples N or --tokens N.", field="samples"
+            "a run needs an end, and the last stage is open. Give a budget: --samples N or --tokens N.", field="samples"
         )
-    assert made.placement is not None  # _placed saw to that
+    assert made.placement is not None  # `_placed` gives the request a world
     sizes = {stage.global_batch_size for stage in made.placement.stages}
-    if command and len(sizes) > 1 and not template.places(command) & set(template.BATCH_PLACES):
+    if command and len(sizes) > 1 and not placeholders(command) & set(BATCH_PLACEHOLDERS):
         notes.append(
-            "The command has no place for its batch, so it trains every stage with whatever it does by itself: write "
-            f"{', '.join(f'{{{name}}}' for name in template.BATCH_PLACES)} where they belong."
+            "The command has no placeholder for its batch, so every stage trains with the command's own batch: write "
+            f"{', '.join(f'{{{name}}}' for name in BATCH_PLACEHOLDERS)} where they belong."
         )
     stage = made.placement.stages[0]
     replica = request.tensor_parallel * request.pipeline_parallel * request.context_parallel
     per_node = request.devices_per_node or stage.data_parallel_size * replica // stage.nodes
     plan = RunPlan(
-        TASK if target else COMMAND,
-        "{}:{}".format(*task_file(target)) if target else command[0],  # by its full path: resumed from anywhere
-        dict(arguments or {}),
-        tuple(command),
-        tuple(position_command),
-        working_directory or os.getcwd(),
-        made.schedule,
-        made.placement.stages,
-        made.placement.launches,
-        per_node,
-        options,
-        tuple(notes),
+        kind=TASK if target else COMMAND,
+        # With an absolute path: a run is resumed from anywhere.
+        target="{}:{}".format(*task_file(target)) if target else command[0],
+        arguments=dict(arguments or {}),
+        command=tuple(command),
+        position_command=tuple(position_command),
+        working_directory=working_directory or os.getcwd(),
+        schedule=made.schedule,
+        stages=made.placement.stages,
+        launches=made.placement.launches,
+        devices_per_node=per_node,
+        rules=made.placement.rules,
+        options=options,
+        notes=tuple(notes),
     )
     return plan, replace(made, notes=(*notes, *made.notes))
 
 
 def _placed(request: Request, notes: list[str]) -> Request:
-    """A world: that of the request, or one process."""
+    """The request with a world: its own, or one process."""
     known = (request.nodes, request.devices, request.data_parallel_size)
     if any(value is not None for value in known):
         return request
@@ -106,23 +108,32 @@ def _placed(request: Request, notes: list[str]) -> Request:
     return replace(request, nodes=1, devices_per_node=request.devices_per_node or 1)
 
 
-def refit(plan: RunPlan, max_micro_batch_size: int) -> RunPlan:
-    """The same samples in smaller micro batches: a free choice at any time, as the gradient is the global batch's."""
-    return replace(plan, stages=tuple(_refit(stage, max_micro_batch_size) for stage in plan.stages))
-
-
-def _refit(stage: Stage, limit: int) -> Stage:
-    if stage.micro_batch_size <= limit:
-        return stage
-    share = -(-stage.global_batch_size // stage.data_parallel_size)
-    micro = limit if stage.ragged else max(n for n in divisors(share) if n <= limit)
-    return replace(stage, micro_batch_size=micro, accumulation_steps=-(-share // micro))
+def refit(plan: RunPlan, limit: int) -> RunPlan:
+    """The same samples in micro batches of at most `limit`: the global batch, and so the gradient, does not change."""
+    made = [s if s.micro_batch_size <= limit else plan.resplit(s, s.nodes, limit) for s in plan.stages]
+    refused = [before for before, after in zip(plan.stages, made, strict=True) if after is None]
+    if not refused:
+        return replace(plan, stages=tuple(stage for stage in made if stage is not None))
+    nearest = max(plan.smaller(stage)[-1].micro_batch_size for stage in refused)
+    stage, rule = refused[0], plan.rules.pipeline
+    pieces = plan.rules.inner_microbatches
+    why = f" that {rule.schedule} with {rule.stages} pipeline stages allows" if rule else ""
+    raise PlanError(
+        f"max_micro_batch_size={limit}: stage {stage.index + 1} has no split{why}: global_batch_size "
+        f"{stage.global_batch_size} / data_parallel_size {stage.data_parallel_size} = "
+        f"{stage.global_batch_size / stage.data_parallel_size:g} samples per rank"
+        + (f", and every accumulation step is {pieces} equal microbatches" if pieces else "")
+        + f". Nearest: {nearest}.",
+        field="max_micro_batch_size",
+        given=limit,
+        nearest=(nearest,),
+    )
 
 
 def begin(directory: RunDirectory, plan: RunPlan) -> None:
-    """Write the plan, where there is none yet; the run's lock is held from here on, so nobody writes another."""
+    """Write the plan of a new run. The lock is held from here on, so no other process can write one."""
     taken = ConfigError(
-        f"{directory.path} holds a run already. Go on with batchwright run --resume "
+        f"{directory.path} already holds a run. Continue it with batchwright run --resume "
         f"{shlex.quote(str(directory.path))}, or give another --dir.",
         field="dir",
         given=str(directory.path),

@@ -1,14 +1,14 @@
-"""The parent of one rank: gives it a log and a death wish, and writes down how it ended, which torchrun loses.
+"""The parent of one rank: gives it a log and records its exit code, which torchrun loses. Used by every engine.
 
 Run once per rank:
 
     python -P -m batchwright.launch.rank DIRECTORY RANK COMMAND...
 
-RANK is a number, or the name of the variable that holds it. Below DIRECTORY: `logs/rank-N.log`, `ranks/N.json` (its
-process), `ranks/N.exit.json` (its end), `ranks/N.told.json` (a command that was sent SIGTERM with this parent of it). The
-kernel kills the rank when this process dies, and this one when its parent does. A rank of our loop, whose number is in a
-variable, ignores SIGUSR1 until it asks for it: a wish to stop that comes while torch is imported is not its death. A
-command of the user's own does not: a shell cannot trap what it was born deaf to.
+RANK is a number, or the name of the variable that holds it. It writes below DIRECTORY: `logs/rank-N.log`, `ranks/N.json`
+(the process), `ranks/N.exit.json` (its exit code), `ranks/N.told.json` (this parent got SIGTERM, and so did the command).
+The kernel kills the rank when this process ends, and this process when its parent ends. A rank of our loop, whose number
+is in a variable, starts with SIGUSR1 ignored: a request to stop while torch is imported must not kill it. A command does
+not: a shell cannot trap a signal that is ignored when it starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def _write(path: str, document: dict[str, object]) -> None:
-    """Whole or not at all; a full disk costs the record, not the rank."""
+    """Atomic; on a full disk the record is lost and the rank continues."""
     try:
         atomic.write(Path(path), json.dumps(document), sync=False)
     except OSError:
@@ -37,7 +37,7 @@ def _write(path: str, document: dict[str, object]) -> None:
 
 
 def _await_others(folder: str) -> None:
-    """Ranks that leave their stacks go together: srun takes all along with the first, even one that is still writing."""
+    """Wait until all ranks have written their stacks: srun kills the others when the first one ends."""
     deadline = time.monotonic() + _TRACE_SECONDS
     while time.monotonic() < deadline:
         names = os.listdir(folder)
@@ -46,10 +46,11 @@ def _await_others(folder: str) -> None:
         time.sleep(0.02)
 
 
-def main(words: list[str]) -> None:
-    """Run the rank; see the module's text."""
-    directory, place, command = words[0], words[1], words[2:]
-    rank = int(place) if place.isdigit() else int(os.environ.get(place, "0"))
+def main(arguments: list[str]) -> None:
+    """Run the rank; see the text of this module."""
+    directory, number_or_variable, command = arguments[0], arguments[1], arguments[2:]
+    is_command = number_or_variable.isdigit()
+    rank = int(number_or_variable) if is_command else int(os.environ.get(number_or_variable, "0"))
     parent, me = os.getppid(), os.getpid()
     die_with(parent)
     for folder in ("ranks", "logs"):
@@ -59,24 +60,25 @@ def main(words: list[str]) -> None:
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []
 
-    def heard(number: int, frame: object) -> None:
-        # This process stays until the rank has gone. torchrun asks the rank's whole group; Slurm, where it tracks processes
-        # by cgroup, the first one of a task alone. Our loop may hear a wish twice; a command may not, and is asked itself.
-        if place.isdigit() and number == signal.SIGTERM:
-            _write(f"{record}.told.json", {"time": time.time()})  # the command is, too: see slurm_step.py
-        if number not in ((signal.SIGTERM,) if place.isdigit() else _PASSED_ON):
+    def on_signal(number: int, frame: object) -> None:
+        # This process stays until the rank has ended. torchrun signals the process group of the rank; Slurm, if it tracks
+        # processes by cgroup, only the first process of a task. Our loop may get a signal twice, so it is passed on. A
+        # command may not: the engine signals it.
+        if is_command and number == signal.SIGTERM:
+            _write(f"{record}.told.json", {"time": time.time()})  # the command got it, too: see slurm/step.py
+        if number not in ((signal.SIGTERM,) if is_command else _PASSED_ON):
             return
         if child is None:
             early.append(number)
-        elif not place.isdigit():
+        elif not is_command:
             child.send_signal(number)
 
     for number in (*_PASSED_ON, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
-        signal.signal(number, heard)
+        signal.signal(number, on_signal)
 
     def prepare() -> None:
         die_with(me)
-        if not place.isdigit():
+        if not is_command:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     log = open(os.path.join(directory, "logs", f"rank-{rank}.log"), "ab", buffering=0, opener=atomic.no_follow)

@@ -1,12 +1,13 @@
-"""What a run is made of: its plan, one manifest per launch, and how a launch ended. All of it is JSON on disk."""
+"""The records of a run: its plan, one manifest per launch, how a launch ended. All are JSON files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchwright.core import codec
+from batchwright.core.nodes.feasibility import StageRules
 from batchwright.core.nodes.policies import Launch, Stage
 from batchwright.core.ramp.schedule import Schedule
 
@@ -15,33 +16,33 @@ TASK, COMMAND = "task", "command"
 
 @dataclass(frozen=True)
 class Options:
-    """How a run is launched and looked after; every field is a flag of the same name."""
+    """How a run is launched and supervised; every field is a flag or a key of the same name."""
 
     engine: str = "local"
-    threads: int = 1  # of a rank: more ranks than cores are common on one machine
+    threads: int = 1  # per rank: one machine often has more ranks than cores
     max_retries: int = 3  # in a row, without a new checkpoint
     retry_seconds: float = 5.0  # before the first retry; doubled for each further one
     longest_retry_seconds: float = 300.0
     stall_seconds: float | None = 600.0  # without progress; None: never
-    start_seconds: float = 1800.0  # until the first sign of life: compiling and loading may take long
-    grace_seconds: float = 60.0  # from asking for a checkpoint to ending the processes
-    stop_signal: str = "SIGTERM"  # what a command takes as the wish to save and stop; a task gets SIGUSR1
+    start_seconds: float = 1800.0  # until the first change of a file: compiling and loading may take long
+    grace_seconds: float = 60.0  # from the request for a checkpoint to the kill
+    stop_signal: str = "SIGTERM"  # asks a command to save and stop; a task gets SIGUSR1
     checkpoint_samples: int | None = None  # None: at boundaries, and about twenty times in all
     keep: int = 3  # checkpoints
     strategy: str = "auto"
     seed: int = 0
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the loop, by its own names
-    slurm: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what the cluster wants to hear (slurm_site.py)
+    slurm: Mapping[str, Any] = field(default_factory=dict[str, Any])  # settings of the site: launch/slurm/site.py
 
     def retry_after(self, failures: int) -> float:
-        """How long to wait after so many failures in a row."""
+        """How long to wait after `failures` failures in a row."""
         return min(self.longest_retry_seconds, self.retry_seconds * 2 ** min(failures - 1, 60))
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """All that a supervisor needs to begin or to go on: what to train, along which stages, in which launches."""
+    """All that a supervisor needs to start or to continue: what to train, in which stages, in which launches."""
 
     kind: str
     target: str  # FILE.py:function with an absolute path, or the program's name
@@ -53,6 +54,7 @@ class RunPlan:
     stages: tuple[Stage, ...]
     launches: tuple[Launch, ...]
     devices_per_node: int
+    rules: StageRules  # how a stage may be split anew: fewer nodes, smaller micro batches
     options: Options
     notes: tuple[str, ...] = ()
     schema: int = codec.SCHEMA
@@ -71,23 +73,47 @@ class RunPlan:
         return next((s for s in self.stages if s.end_sample is None or position < s.end_sample), self.stages[-1])
 
     def stage_before(self, position: int, start: int = 0) -> Stage:
-        """The stage of the last sample trained; at a boundary that is the one that just ended."""
+        """The stage of the last trained sample; at a boundary, the one that just ended."""
         return self.stage_at(max(position - 1, start))
 
     def step_at(self, position: int) -> int:
-        """How many optimizer steps are behind `position`."""
+        """The number of optimizer steps before `position`."""
         if position >= self.total_samples:
             return self.schedule.total_steps or 0
         return self.schedule.at_sample(position).step
 
+    def resplit(self, stage: Stage, nodes: int, limit: int) -> Stage | None:
+        """The same global batch on `nodes` in micro batches of at most `limit`, or None where no split is legal."""
+        fit = self.rules.resplit(stage.global_batch_size, nodes, limit)
+        if fit is None:
+            return None
+        return replace(
+            stage,
+            nodes=fit.nodes,
+            data_parallel_size=fit.data_parallel_size,
+            micro_batch_size=fit.micro_batch_size,
+            accumulation_steps=fit.accumulation_steps,
+            ragged=fit.ragged,
+            step_seconds=None,
+            hours=None,
+            node_hours=None,
+        )
+
+    def smaller(self, stage: Stage) -> list[Stage]:
+        """The stage, then its splits on the same nodes in smaller and smaller micro batches, down to the smallest legal."""
+        found = [stage]
+        while made := self.resplit(stage, stage.nodes, found[-1].micro_batch_size - 1):
+            found.append(made)
+        return found
+
     def ranks(self, launch: Launch) -> int:
-        """Processes of a launch."""
+        """The number of processes of a launch."""
         return launch.nodes * self.devices_per_node
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One started launch. `number` counts every start of the run, retries too: it is what the fence compares."""
+    """One started launch. `number` counts every start of the run, retries included; the fence compares it."""
 
     number: int
     launch: int
@@ -116,7 +142,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a launch ended, written once it has: done, stopped or failed, and where that leaves the run."""
+    """How a launch ended: done, stopped or failed, and the position of the run after it."""
 
     number: int
     outcome: str
@@ -124,19 +150,19 @@ class Ending:
     ended: float
     code: int | None = None
     failure: Failure | None = None
-    first_step: float | None = None  # when its first step was over
-    last_step: float | None = None  # when its last one was
+    first_step: float | None = None  # when its first step ended
+    last_step: float | None = None  # when its last step ended
     saved: float | None = None  # when its last checkpoint was complete
     loaded: float | None = None  # when it was ready to train
-    load_seconds: float | None = None  # of which it took so long to load a checkpoint
+    load_seconds: float | None = None  # spent on loading the checkpoint before that
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a running launch is; times are seconds since the epoch, and None where nobody told."""
+class LaunchProgress:
+    """How far a running launch is; times are seconds since the epoch, None where unknown."""
 
     position: int
-    changed: float | None = None  # the last sign of life
+    changed: float | None = None  # when its files last changed
     first_step: float | None = None
     last_step: float | None = None
     saved: float | None = None

@@ -1,4 +1,4 @@
-"""The settings of a launch, read strictly: from the file's `launch` section, `launch.key=value` and flags alike."""
+"""The settings of a launch, read strictly: from the `launch` section of a file, `launch.key=value` and flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 import signal
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from batchwright.core.batch.request import choice, unknown_key
 from batchwright.core.errors import ConfigError, Violation, raise_violations
@@ -26,44 +26,48 @@ def _stall(value: Any, name: str) -> float | None:
 
 
 def _signal(value: Any, name: str) -> str:
-    word = str(value).upper()
-    word = word if word.startswith("SIG") else f"SIG{word}"
-    if word not in signal.Signals.__members__:
+    wanted = str(value).upper()
+    wanted = wanted if wanted.startswith("SIG") else f"SIG{wanted}"
+    if wanted not in signal.Signals.__members__:
         raise ConfigError(
             f"{name}={str(value)[:40]!r} is not a signal.",
             field=name,
             given=str(value)[:40],
             nearest=("SIGTERM", "SIGUSR1"),
         )
-    return word
+    return wanted
 
 
 def _environment(value: Any, name: str) -> dict[str, str]:
-    """From a mapping, or from KEY=VALUE words."""
-    words = [] if isinstance(value, Mapping) else [str(word) for word in value]
-    pairs = value.items() if isinstance(value, Mapping) else [word.partition("=")[::2] for word in words]
-    if bare := next((word for word in words if "=" not in word), None):
-        raise ConfigError(f"{name}: {bare[:60]!r} has no value. Write KEY=VALUE.", field=name, given=bare[:60])
-    made: dict[str, str] = {}
+    """From a mapping, or from KEY=VALUE arguments."""
+    pairs: list[tuple[str, str]]
+    if isinstance(value, Mapping):
+        pairs = [(str(key), str(text)) for key, text in cast("Mapping[Any, Any]", value).items()]
+    else:
+        pairs = []
+        for argument in map(str, value):
+            key, equals, text = argument.partition("=")
+            if not equals:
+                raise ConfigError(
+                    f"{name}: {argument[:60]!r} has no value. Write KEY=VALUE.", field=name, given=argument[:60]
+                )
+            pairs.append((key, text))
     for key, text in pairs:
-        if not str(key).strip() or {"=", "\0", " ", "\n"} & set(str(key)) or "\0" in str(text):
-            raise ConfigError(f"{name}: {str(key)[:60]!r} is not the name of a variable. Write KEY=VALUE.", field=name)
-        made[str(key)] = str(text)
-    return made
+        if not key.strip() or {"=", "\0", " ", "\n"} & set(key) or "\0" in text:
+            raise ConfigError(f"{name}: {key[:60]!r} is not the name of a variable. Write KEY=VALUE.", field=name)
+    return dict(pairs)
 
 
 def _mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} has to be a mapping of the loop's settings.", field=name, given=str(value)[:40])
-    return dict(value)
+        raise ConfigError(f"launch.{name} must be a mapping.", field=name, given=str(value)[:40])
+    return dict(cast("Mapping[str, Any]", value))
 
 
 def _slurm(value: Any, name: str) -> dict[str, Any]:
-    """Kept as it was given, once all of it can be read."""
-    if not isinstance(value, Mapping):
-        raise ConfigError("launch.slurm has to be a mapping.", field=name, given=str(value)[:40])
-    read_site(value)
-    return dict(value)
+    """The mapping as given, after a check of all of it."""
+    read_site(made := _mapping(value, name))
+    return made
 
 
 TASK_KEYS = ("target", "args", "settings")  # of the section `task`
@@ -90,7 +94,7 @@ READERS: Mapping[str, Callable[[Any, str], Any]] = {
 
 
 def read_options(values: Mapping[str, Any], base: Options | None = None) -> Options:
-    """Options from raw values, on top of `base`; all that is wrong with them is said at once.
+    """Options from raw values, on top of `base`; one error lists everything that is wrong.
 
     >>> read_options({"max_retries": "5", "stall_seconds": "never"}).max_retries
     5
@@ -115,12 +119,12 @@ def read_options(values: Mapping[str, Any], base: Options | None = None) -> Opti
 
 
 def split_command(given: Any) -> tuple[str, ...]:
-    """A command from a list of words, or from one line as a shell would read it; no shell ever runs it.
+    """A command from a list of arguments, or from one line, split as a shell does; no shell runs it.
 
     >>> split_command("where 'my run'")
     ('where', 'my run')
     """
     try:
-        return tuple(shlex.split(given)) if isinstance(given, str) else tuple(str(word) for word in given)
+        return tuple(shlex.split(given)) if isinstance(given, str) else tuple(str(argument) for argument in given)
     except ValueError as error:
         raise ConfigError(f"{given[:80]!r} is not a command: {error}.", field="command", given=given[:80]) from None

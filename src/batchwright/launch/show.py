@@ -1,20 +1,21 @@
-"""What a person sees while a run goes on: one bar over samples on a terminal, plain lines elsewhere."""
+"""What a person sees during a run: a bar on a terminal, plain lines elsewhere; and the time that is left."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from batchwright.core.numbers import human
 
-from .eta import duration
-from .records import Ending, Manifest, Progress, RunPlan
+from .records import Ending, LaunchProgress, Manifest, RunPlan
 
-LINE_SECONDS = 10.0  # between two lines where there is no terminal
+ASSUMED_BOUNDARY_SECONDS = 15.0  # local torchrun, until one is measured: 6 to 11 s are typical
+LINE_SECONDS = 10.0  # between two lines without a terminal
 
 
-def describe(plan: RunPlan, manifest: Manifest, progress: Progress, eta: float | None) -> str:
+def describe(plan: RunPlan, manifest: Manifest, progress: LaunchProgress, eta: float | None) -> str:
     """One line: stage, batch, ranks, speed, loss, time left."""
     stage = plan.stage_before(progress.position, manifest.start_sample)
     length = stage.sequence_length
@@ -37,7 +38,7 @@ def describe(plan: RunPlan, manifest: Manifest, progress: Progress, eta: float |
     return " · ".join(part for part in parts if part)
 
 
-class Lines:
+class LineDisplay:
     """Plain lines, to stderr by default."""
 
     def __init__(self, stream: TextIO | None = None, every: float = LINE_SECONDS) -> None:
@@ -53,8 +54,8 @@ class Lines:
         )
         self._last = time.monotonic()
 
-    def progress(self, plan: RunPlan, manifest: Manifest, progress: Progress, eta: float | None) -> None:
-        """It went on."""
+    def progress(self, plan: RunPlan, manifest: Manifest, progress: LaunchProgress, eta: float | None) -> None:
+        """The launch made progress."""
         if time.monotonic() - self._last >= self._every:
             self._last = time.monotonic()
             share = progress.position / max(1, plan.total_samples)
@@ -64,7 +65,7 @@ class Lines:
             )
 
     def ended(self, plan: RunPlan, manifest: Manifest, ending: Ending) -> None:
-        """It ended; where it failed, why."""
+        """The launch ended; if it failed, why."""
         seconds = ending.ended - manifest.started
         self._print(
             f"launch {ending.number} {ending.outcome} at sample {human(ending.position)} after {duration(seconds)}"
@@ -77,21 +78,21 @@ class Lines:
                 self._print(f"  {ending.failure.advice}")
 
     def note(self, text: str) -> None:
-        """Something else worth a line."""
+        """Any other line."""
         self._print(text)
 
     def close(self) -> None:
-        """Nothing to put away."""
+        """Nothing to close."""
 
     def _print(self, text: str) -> None:
         try:
             print(text, file=self._stream, flush=True)
-        except (OSError, ValueError):  # whoever read this has gone; the run has not
+        except (OSError, ValueError):  # the reader is gone; the run continues
             pass
 
 
-class Bar(Lines):
-    """The same with one bar over samples below the lines; rich is imported when it is drawn."""
+class BarDisplay(LineDisplay):
+    """The same, with a bar over samples below the lines; rich is imported only when the bar is drawn."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__(stream)
@@ -114,8 +115,8 @@ class Bar(Lines):
             self._bar.start()
         super().launched(plan, manifest)
 
-    def progress(self, plan: RunPlan, manifest: Manifest, progress: Progress, eta: float | None) -> None:
-        """It went on."""
+    def progress(self, plan: RunPlan, manifest: Manifest, progress: LaunchProgress, eta: float | None) -> None:
+        """The launch made progress."""
         if self._bar is not None:
             text = describe(plan, manifest, progress, eta)
             self._bar.update(self._task, completed=progress.position, description=text)
@@ -133,7 +134,66 @@ class Bar(Lines):
             super()._print(text)
 
 
-def listener(stream: TextIO | None = None) -> Lines:
-    """A bar where somebody watches, lines where nobody does."""
+def display(stream: TextIO | None = None) -> LineDisplay:
+    """A bar on a terminal, lines elsewhere."""
     out: TextIO = stream or sys.stderr
-    return Bar(out) if out.isatty() else Lines(out)
+    return BarDisplay(out) if out.isatty() else LineDisplay(out)
+
+
+def remaining_seconds(
+    plan: RunPlan, position: int, speeds: Mapping[int, float], boundary_seconds: float | None = None
+) -> float | None:
+    """Seconds from `position` to the end, from the samples per second of measured stages; None without any.
+
+    A stage that was not measured is assumed to be as fast per rank as the nearest measured one.
+    """
+    if not speeds:
+        return None
+    total = 0.0
+    for stage in plan.stages:
+        left = (stage.end_sample or plan.total_samples) - max(position, stage.start_sample)
+        if left <= 0:
+            continue
+        near = min(speeds, key=lambda index: (abs(index - stage.index), -index))
+        each = speeds[near] / plan.stages[near].data_parallel_size
+        total += left / (speeds[stage.index] if stage.index in speeds else each * stage.data_parallel_size)
+    ahead = sum(launch.start_sample > position for launch in plan.launches)
+    return total + ahead * (ASSUMED_BOUNDARY_SECONDS if boundary_seconds is None else boundary_seconds)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text.
+
+    >>> duration(7), duration(433), duration(100_000)
+    ('7 s', '7 min', '27 h 46 min')
+    """
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+class Speeds:
+    """Samples per second of each stage, from positions and their times, without the start of a launch."""
+
+    def __init__(self) -> None:
+        self.by_stage: dict[int, float] = {}
+        self._anchor: tuple[int, int, float] | None = None
+
+    def seen(self, stage: int, position: int, when: float, reported: float | None = None) -> None:
+        """A position in a stage. `reported` is the launch's own speed; without it the first position starts the clock."""
+        if reported:
+            self.by_stage[stage] = reported + 0.8 * (self.by_stage.get(stage, reported) - reported)
+            return
+        if self._anchor is None or self._anchor[0] != stage or position < self._anchor[1]:
+            self._anchor = (stage, position, when)
+            return
+        samples, seconds = position - self._anchor[1], when - self._anchor[2]
+        if samples > 0 and seconds > 0:
+            self.by_stage[stage] = samples / seconds
+
+    def restart(self) -> None:
+        """A new launch: the clock starts again."""
+        self._anchor = None

@@ -1,20 +1,26 @@
-"""Where a run is, from its files alone: anybody may look, from anywhere, whether a supervisor is there or not."""
+"""The state of a run, read from its files alone: from anywhere, with or without a supervisor; and its tables."""
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from batchwright.core import codec
 from batchwright.core.errors import EnvironmentFault
+from batchwright.core.numbers import human
 from batchwright.rundir import names
-from batchwright.rundir.files import find_json
+from batchwright.rundir.files import find_object
 
 from .directory import RunDirectory, write_json
 from .records import COMMAND, RunPlan
-from .work import work
+from .show import duration
+from .work import Work, work
+
+LAUNCH_HEAD = ("start", "launch", "nodes", "ranks", "from sample", "to sample", "time", "outcome")
+BOUNDARY_HEAD = ("at sample", "save", "stop", "start", "load", "lost")
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def status(directory: RunDirectory, plan: RunPlan | None = None) -> RunStatus:
     consumed = saved
     if supervisor is not None and numbers and (manifest := directory.manifest(numbers[-1])) is not None:
         consumed = max(saved, doing.progress(manifest).position)
-    left = find_json(directory.path / names.OUTCOME) or {}
+    left = find_object(directory.path / names.OUTCOME) or {}
     reason = None
     if supervisor is not None:
         state = "running"
@@ -71,9 +77,9 @@ def status(directory: RunDirectory, plan: RunPlan | None = None) -> RunStatus:
         state = "complete"
     else:
         state = "failed" if left.get("state") == "failed" else "stopped"
-        failure = left.get("failure") or {}
-        told = " ".join(part for part in (failure.get("reason"), failure.get("advice")) if part)
-        reason = told or (None if left else "its supervisor is gone" if numbers else "it was not begun")
+        failure: dict[str, Any] = left.get("failure") or {}
+        known = " ".join(part for part in (failure.get("reason"), failure.get("advice")) if part)
+        reason = known or (None if left else "its supervisor is gone" if numbers else "it was not started")
     starts = [_start(directory, number) for number in numbers]
     indices = {start["launch"] for start in starts}
     last = plan.launches[-1] if saved >= plan.total_samples else plan.launch_at(min(consumed, plan.total_samples - 1))
@@ -98,8 +104,8 @@ def status(directory: RunDirectory, plan: RunPlan | None = None) -> RunStatus:
     )
 
 
-def _saved(directory: RunDirectory, plan: RunPlan, doing: Any) -> int:
-    """Where the newest checkpoint is. Looking never runs a command: what a supervisor last heard is in the endings."""
+def _saved(directory: RunDirectory, plan: RunPlan, doing: Work) -> int:
+    """The position of the newest checkpoint. No position command is run: the endings have what it last printed."""
     if plan.kind != COMMAND or not plan.position_command:
         return doing.position()
     for number in reversed(directory.numbers()):
@@ -112,7 +118,7 @@ def _saved(directory: RunDirectory, plan: RunPlan, doing: Any) -> int:
 
 
 def _start(directory: RunDirectory, number: int) -> dict[str, Any]:
-    """One line of the history: what was started, and how it ended."""
+    """One start of the history: what was started, and how it ended."""
     manifest, ending = directory.manifest(number), directory.ending(number)
     record: dict[str, Any] = {"number": number, "launch": None, "nodes": None, "ranks": None, "start_sample": None}
     if manifest is not None:
@@ -127,7 +133,7 @@ def _start(directory: RunDirectory, number: int) -> dict[str, Any]:
 
 
 def stop(directory: RunDirectory, plan: RunPlan, now: bool = False) -> None:
-    """Ask the supervisor to end, with a checkpoint unless it is to be now, and wait until it has."""
+    """Ask the supervisor to save a checkpoint (unless `now`) and to end; wait until it has ended."""
     write_json(directory.path / names.STOP, {"now": now})
     patience = plan.options.grace_seconds + 60
     deadline = time.monotonic() + patience
@@ -140,3 +146,65 @@ def stop(directory: RunDirectory, plan: RunPlan, now: bool = False) -> None:
                 given=str(directory.path),
             )
         time.sleep(0.2)
+
+
+def headline(plan: RunPlan, now: RunStatus) -> str:
+    """State and position in one line."""
+    stage = plan.stages[now.stage]
+    share = now.consumed_samples / max(1, now.total_samples)
+    return (
+        f"{now.state}: {human(now.consumed_samples)} of {human(now.total_samples)} samples ({share:.0%}), step "
+        f"{now.step:,} of {now.total_steps:,}, stage {now.stage + 1} of {now.stages}, global batch "
+        f"{stage.global_batch_size}, {now.restarts} restart{'s' * (now.restarts != 1)}"
+    )
+
+
+def launch_rows(now: RunStatus, most: int = 16) -> list[tuple[str, ...]]:
+    """One row per start, at most the last `most`."""
+    rows: list[tuple[str, ...]] = []
+    for start in now.starts_list[-most:]:
+        position, seconds, launch = start["position"], start["seconds"], start["launch"]
+        rows.append(
+            (
+                str(start["number"]),
+                "-" if launch is None else str(launch + 1),
+                *("-" if start[key] is None else str(start[key]) for key in ("nodes", "ranks")),
+                "-" if start["start_sample"] is None else f"{start['start_sample']:,}",
+                "-" if position is None else f"{position:,}",
+                "-" if seconds is None else f"{seconds:.1f} s",
+                (start["outcome"] or ("running" if now.state == "running" else "unknown"))
+                + (f": {start['reason']}" if start["reason"] else ""),
+            )
+        )
+    return rows
+
+
+def boundary_rows(boundaries: Collection[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """What each change of launch cost, part by part."""
+    keys = ("save_seconds", "stop_seconds", "start_seconds", "load_seconds", "lost_seconds")
+    return [(f"{b['position']:,}", *(f"{b[key]:.1f} s" for key in keys)) for b in boundaries]
+
+
+def next_steps(plan: RunPlan, now: RunStatus, ledger: Mapping[str, Any], verbs: Collection[str]) -> list[str]:
+    """Commands to try next, of the verbs that are installed."""
+    place = shlex.quote(now.directory)
+    found: list[str] = []
+    if now.state == "running":
+        found.append(f"save and stop it: batchwright run --stop {place}")
+    elif now.state != "complete":
+        found.append(f"continue: batchwright run --resume {place}")
+    lost = sum(b["lost_seconds"] for b in now.boundaries)
+    spent = sum(start["seconds"] or 0.0 for start in now.starts_list)
+    if now.boundaries and spent and lost / spent > 0.1:
+        count = "1 boundary" if len(now.boundaries) == 1 else f"{len(now.boundaries)} boundaries"
+        found.append(
+            f"{count} cost {duration(lost)} of {duration(spent)}: fewer stages, or "
+            "--node-policy constant, would save most of it (batchwright ramp compares)"
+        )
+    if ledger.get("ok") is False and "check" in verbs:
+        found.append(f"see what is missing in the ledger: batchwright check --ledger {place}")
+    if now.state == "complete" and "report" in verbs:
+        found.append(f"read its report: batchwright report {place}")
+    if now.state == "complete" and plan.kind == "task" and "probe" in verbs:
+        found.append(f"find the fastest micro batch: batchwright probe {shlex.quote(plan.target)}")
+    return found

@@ -1,10 +1,10 @@
-"""The supervisor: launch after launch to the end of the ramp, through crashes, from what the files say.
+"""The supervisor: starts launch after launch until the end of the ramp, and retries after crashes.
 
     while position < end:
         fence, manifest, start;  watch until it has ended;  read the position;  done, stopped or failed
 
-Where the run is, is read from checkpoints and status files after every launch and at every start: never from an exit
-code, never from a log, never from memory. So a supervisor may die at any line, and the next one goes on.
+The position of the run is read from checkpoints and status files after every launch and at every start: never from an
+exit code, a log or memory. So a supervisor may be killed at any line, and the next one continues.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from typing import Protocol
 from batchwright.core.errors import BatchwrightError, RunError
 from batchwright.core.nodes.policies import Launch
 from batchwright.rundir import names
-from batchwright.rundir.files import find_json
+from batchwright.rundir.files import find_object
 
 from .directory import RunDirectory, write_json
-from .engine import Action, Engine, Handle, Poll, tail
-from .eta import Speeds, remaining_seconds
+from .engine import Action, Engine, Handle, Job, Poll, tail
 from .failure import explain, memory_advice, stuck
 from .interrupts import Interrupts
-from .records import COMMAND, Ending, Failure, Manifest, Progress, RunPlan
+from .records import COMMAND, Ending, Failure, LaunchProgress, Manifest, RunPlan
+from .show import Speeds, remaining_seconds
 from .work import Work, launch_end, work
 
 POLL_SECONDS = 0.5
-SOON_SECONDS = 0.1  # where the end is a matter of moments
-FULL_BYTES = 1 << 20  # less than this is what a failed save leaves
-ABSENT_SECONDS = 1.0  # more than that between two looks is no look
-TRACE_SECONDS = 3.0  # for ranks to write their stacks before they are ended
+ENDING_SECONDS = 0.1  # between two polls of a launch that has saved its last sample
+FULL_BYTES = 1 << 20  # with less free space the disk counts as full
+ABSENT_SECONDS = 1.0  # a longer delay of a poll: this process did not run
+TRACE_SECONDS = 3.0  # for ranks to write their stacks before they are killed
 SILENT = (
-    "It has not said how far it got: a command writes the samples it has trained and saved to the file that "
-    'BATCHWRIGHT_STATUS_FILE names, as a number or as {"consumed_samples": N}, or --position-command prints them.'
+    "The command has not reported its position: it must write the number of samples trained and saved to the file that "
+    'BATCHWRIGHT_STATUS_FILE names, as a number or as {"consumed_samples": N}, or --position-command must print it.'
 )
 
 
 class Listener(Protocol):
-    """Who is told what happens: a bar, lines, or nobody."""
+    """What the supervisor reports to: `show.py` has a bar and lines."""
 
     def launched(self, plan: RunPlan, manifest: Manifest) -> None: ...
-    def progress(self, plan: RunPlan, manifest: Manifest, progress: Progress, eta: float | None) -> None: ...
+    def progress(self, plan: RunPlan, manifest: Manifest, progress: LaunchProgress, eta: float | None) -> None: ...
     def ended(self, plan: RunPlan, manifest: Manifest, ending: Ending) -> None: ...
     def note(self, text: str) -> None: ...
 
 
 class Supervisor:
-    """Brings one run to its end, or says why not; `run` returns complete, stopped or failed."""
+    """Supervises one run; `run` returns complete, stopped or failed."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class Supervisor:
         self._last: Ending | None = None
 
     def run(self) -> str:
-        """Supervise until the end; the lock is held throughout."""
+        """Supervise until the end, with the lock held all the time."""
         self._directory.lock(fresh=True)
         try:
             with self._interrupts:
                 (self._directory.path / names.OUTCOME).unlink(missing_ok=True)
                 self._directory.event("supervising", launches=len(self._plan.launches))
                 try:
-                    state, failure = self._walk()
+                    state, failure = self._run_launches()
                 except BatchwrightError as error:
                     self._finish("failed", Failure(str(error)))
                     raise
@@ -83,11 +83,11 @@ class Supervisor:
         finally:
             self._directory.unlock()
 
-    def _walk(self) -> tuple[str, Failure | None]:
+    def _run_launches(self) -> tuple[str, Failure | None]:
         self._adopt()
         failures, furthest, doubt, before = 0, self._work.position(), True, None
         while True:
-            # After a failure, and at the start, the checkpoint is read through: it may be what failed.
+            # At the start and after a failure the checkpoint is read completely: it may be damaged.
             position = self._work.position(verify=doubt)
             if position >= self._plan.total_samples:
                 return "complete", None
@@ -95,7 +95,7 @@ class Supervisor:
                 return "stopped", None
             try:
                 ending = self._launch(self._plan.launch_at(position), position)
-            except OSError as error:  # a full disk under our own files
+            except OSError as error:  # such as a full disk
                 ending = Ending(0, "failed", position, self._clock(), failure=Failure(f"cannot write: {error}"))
                 self._listener.note(f"{error}")
             if ending.outcome == "stopped":
@@ -103,13 +103,13 @@ class Supervisor:
             if ending.outcome == "done":
                 failures, furthest, doubt = 0, max(furthest, ending.position), False
                 continue
-            failure = ending.failure or Failure("it failed")
+            failure = ending.failure or Failure("failed for an unknown reason")
             if ending.code == 0 and ending.position > furthest and failure.kind == "crash":
-                # A time limit, its own or the queue's: it saved, and left without an error. There is nothing to retry.
+                # A time limit, its own or the queue's: it saved and exited with 0. This does not count as a failure.
                 failures, furthest, doubt = 0, ending.position, True
                 continue
             failures = 0 if ending.position > furthest else failures
-            # What was out of memory, or refused, twice at one place will be so a third time.
+            # Out of memory or refused twice at one position: a third try would end the same way.
             hopeless = failure.kind == "overshot" or (
                 failure.kind in ("oom", "refused") and before == failure.kind and failures > 0
             )
@@ -120,14 +120,11 @@ class Supervisor:
             self._back_off(failures)
 
     def _launch(self, launch: Launch, position: int) -> Ending:
-        """Start one launch and see it end."""
+        """Start one launch and wait until it ends."""
         number = max(self._directory.numbers(), default=0) + 1
         job = self._work.job(launch, number, position)
-        manifest = Manifest(
-            number, launch.index, launch.nodes, self._plan.ranks(launch), position, launch_end(self._plan, launch),
-            job.argv, job.environment, str(job.working_directory), self._clock(),
-        )  # fmt: skip
-        # The fence first: from here on no older launch can save, whatever became of it.
+        manifest = self._manifest(number, launch, job, position)
+        # The fence first: from here on no older launch can save, even if it still runs.
         self._directory.fence(number)
         self._work.prepare(launch, number, position)
         write_json(self._directory.launch(number) / "manifest.json", manifest)
@@ -135,88 +132,111 @@ class Supervisor:
         try:
             manifest = replace(manifest, handle=handle)
             write_json(self._directory.launch(number) / "manifest.json", manifest)
-            stage = self._plan.stage_at(position)
-            self._directory.event(
-                "launch", number=number, launch=launch.index, stage=stage.index, nodes=launch.nodes,
-                ranks=manifest.ranks, start_sample=position, end_sample=manifest.end_sample,
-            )  # fmt: skip
-            self._listener.launched(self._plan, manifest)
-            self._speeds.restart()
-            return self._see_out(manifest, handle)
+            self._report_start(manifest)
+            return self._wait_for_end(manifest, handle)
         except BaseException:
             self._until_ended(handle, 30.0, "kill")
             raise
 
-    def _adopt(self) -> None:
-        """A launch that another supervisor left: see it out before anything is started."""
-        for number in self._directory.numbers()[-1:]:
-            manifest = self._directory.manifest(number)
-            if manifest is None or manifest.handle is None or self._directory.ending(number) is not None:
-                continue
-            there = self._engine.poll(manifest.handle).state != "ended"
-            if there:
-                self._listener.note(f"launch {number} is still there; seeing it out")
-            if there or self._engine.name == "slurm":  # a job outlives its supervisor, and says how it ended
-                self._see_out(manifest, manifest.handle)
-            else:
-                left = Failure("its supervisor went away, and it ended with it")
-                self._record(manifest, Poll("ended"), self._work.progress(manifest), left, stopping=False)
+    def _manifest(self, number: int, launch: Launch, job: Job, position: int, handle: Handle | None = None) -> Manifest:
+        return Manifest(
+            number=number,
+            launch=launch.index,
+            nodes=launch.nodes,
+            ranks=self._plan.ranks(launch),
+            start_sample=position,
+            end_sample=launch_end(self._plan, launch),
+            command=job.argv,
+            environment=job.environment,
+            working_directory=str(job.working_directory),
+            started=self._clock(),
+            handle=handle,
+        )
 
-    def _see_out(self, manifest: Manifest, handle: Handle) -> Ending:
+    def _report_start(self, manifest: Manifest) -> None:
+        self._directory.event(
+            "launch",
+            number=manifest.number,
+            launch=manifest.launch,
+            stage=self._plan.stage_at(manifest.start_sample).index,
+            nodes=manifest.nodes,
+            ranks=manifest.ranks,
+            start_sample=manifest.start_sample,
+            end_sample=manifest.end_sample,
+        )
+        self._listener.launched(self._plan, manifest)
+        self._speeds.restart()
+
+    def _adopt(self) -> None:
+        """Wait for the end of a launch that an earlier supervisor started and did not record."""
+        number = max(self._directory.numbers(), default=0)
+        manifest = self._directory.manifest(number)
+        if manifest is None or manifest.handle is None or self._directory.ending(number) is not None:
+            return
+        running = self._engine.poll(manifest.handle).state != "ended"
+        if running:
+            self._listener.note(f"launch {number} still runs; waiting until it ends")
+        if running or self._engine.name == "slurm":  # a job outlives its supervisor and records its own end
+            self._wait_for_end(manifest, manifest.handle)
+        else:
+            left = Failure("its supervisor ended, and the launch with it")
+            self._record(manifest, Poll("ended"), self._work.progress(manifest), left, stopping=False)
+
+    def _wait_for_end(self, manifest: Manifest, handle: Handle) -> Ending:
         progress, failure, stopping = self._watch(manifest, handle)
         return self._record(manifest, self._engine.poll(handle), progress, failure, stopping, handle)
 
-    def _watch(self, manifest: Manifest, handle: Handle) -> tuple[Progress, Failure | None, bool]:
-        """Look at a running launch until it has ended; end it when it stalls or somebody wishes so."""
+    def _watch(self, manifest: Manifest, handle: Handle) -> tuple[LaunchProgress, Failure | None, bool]:
+        """Watch a running launch until it has ended; end it if it stalls or a stop is requested."""
         options = self._plan.options
-        before = Progress(manifest.start_sample)
-        life, finished, asked = time.monotonic(), 0.0, 0.0
-        first: float | None = None  # when its first step was seen
-        told: set[str] = set()  # of why it does not run
-        looked, pause = life, 0.0
+        before = LaunchProgress(manifest.start_sample)
+        changed, finished, asked = time.monotonic(), 0.0, 0.0
+        first: float | None = None  # when its first step ended
+        noted: set[str] = set()  # the reasons why it waits
+        polled_at, pause = changed, 0.0
         while True:
             polled, progress, now = self._engine.poll(handle), self._work.progress(manifest), time.monotonic()
-            if (absent := now - looked - pause) > ABSENT_SECONDS and not self._plan.position_command:
-                # This machine stood still, and the ranks with it. A position command may just be slow.
-                life, asked, finished = life + absent, asked and asked + absent, finished and finished + absent
-            looked, pause = now, POLL_SECONDS
+            if (absent := now - polled_at - pause) > ABSENT_SECONDS and not self._plan.position_command:
+                # This machine was suspended, and the ranks with it. With a position command, that may just be slow.
+                changed, asked, finished = changed + absent, asked and asked + absent, finished and finished + absent
+            polled_at, pause = now, POLL_SECONDS
             if progress != before:
-                life, before = now, progress
+                changed, before = now, progress
                 if progress.position > manifest.start_sample and first is None:
                     first = progress.first_step or self._clock()
-                self._tell(manifest, progress)
+                self._show(manifest, progress)
             progress = replace(progress, first_step=first)
-            if polled.state == "ended":  # who is told to stop with its ranks may come to hear it after they have
+            if polled.state == "ended":  # a stop signal to the whole group may reach the ranks before this process
                 return progress, None, bool(asked or self._stop_requests())
             if polled.state == "pending":
-                life = now
-                if polled.detail and polled.detail not in told:
-                    told.add(polled.detail)
+                changed = now
+                if polled.detail and polled.detail not in noted:
+                    noted.add(polled.detail)
                     self._listener.note(polled.detail)
             stop_requests = self._stop_requests()
             if stop_requests > 1 or (asked and now - asked > options.grace_seconds):
                 self._engine.signal(handle, "kill")
             elif stop_requests:
-                # A task that has not taken a step has nothing to save. What a command has done, only it knows.
+                # A task has nothing to save before its first step. Of a command that is not known.
                 saves = first is not None or self._plan.kind == COMMAND
                 if not asked:
                     asked = now
                     grace = f": a checkpoint first (up to {options.grace_seconds:.0f} s)" if saves else ""
                     self._listener.note(f"stopping{grace}")
-                # Again: a rank may not have been listening. The engine sees to it that a command hears it once.
+                # On every poll: a rank may not handle the signal yet. The engine sends it to a command only once.
                 self._engine.signal(handle, "checkpoint" if saves else "kill")
             elif progress.saved_position >= manifest.end_sample and self._plan.kind != COMMAND:
-                # All is saved: whatever hangs on the way out is not waited for, nor a launcher whose ranks have gone.
-                # A command may have more to do, an export say: that is between it and stall_seconds.
-                finished, pause = finished or now, SOON_SECONDS
+                # Everything is saved: do not wait for a rank that hangs at its exit, or a launcher without ranks.
+                # A command may have more to do, such as an export; only stall_seconds limits it.
+                finished, pause = finished or now, ENDING_SECONDS
                 ranks = self._engine.logs(handle)
                 if now - finished > options.grace_seconds or (ranks and all(r.code is not None for r in ranks)):
                     self._engine.signal(handle, "kill")
             else:
                 stall = options.stall_seconds
                 limit = stall if first is not None or stall is None else max(options.start_seconds, stall)
-                if limit is not None and now - life > limit:
-                    return progress, self._end_stalled(handle, now - life), False
+                if limit is not None and now - changed > limit:
+                    return progress, self._end_stalled(handle, now - changed), False
             self._interrupts.sleep(pause)
 
     def _end_stalled(self, handle: Handle, seconds: float) -> Failure:
@@ -228,7 +248,7 @@ class Supervisor:
         return stuck(before, after, seconds)
 
     def _until_ended(self, handle: Handle, seconds: float, action: Action | None = None) -> None:
-        """Wait for its end; a wish is repeated, as it may not come through at once."""
+        """Wait for the end of a launch; the action is repeated, as a signal may come before its handler."""
         now = again = time.monotonic()
         deadline = now + seconds
         while self._engine.poll(handle).state != "ended" and (now := time.monotonic()) < deadline:
@@ -238,10 +258,15 @@ class Supervisor:
             time.sleep(0.05)
 
     def _record(
-        self, manifest: Manifest, polled: Poll, progress: Progress, failure: Failure | None, stopping: bool,
+        self,
+        manifest: Manifest,
+        polled: Poll,
+        progress: LaunchProgress,
+        failure: Failure | None,
+        stopping: bool,
         handle: Handle | None = None,
-    ) -> Ending:  # fmt: skip
-        """How a launch ended, by where its files say the run is now."""
+    ) -> Ending:
+        """Record how a launch ended, by the position that the files give now."""
         position = self._work.position()
         final = self._work.progress(manifest)
         progress = replace(final, first_step=progress.first_step or final.first_step)
@@ -259,34 +284,45 @@ class Supervisor:
                 failure = replace(failure, advice=SILENT)
             if failure.kind == "oom":
                 stage = self._plan.stage_at(max(position, progress.position))
-                failure = replace(failure, advice=memory_advice(stage, shlex.quote(str(self._directory.path))))
+                failure = replace(
+                    failure, advice=memory_advice(self._plan, stage, shlex.quote(str(self._directory.path)))
+                )
         if outcome == "stopped" and (lost := progress.position - position) > 0:
             self._listener.note(
-                f"no checkpoint was made: {lost:,} samples, from {position:,} to {progress.position:,}, are to be done again"
+                f"no checkpoint was made: {lost:,} samples, from {position:,} to {progress.position:,}, will be repeated"
             )
         ending = Ending(
-            manifest.number, outcome, position, self._clock(), polled.code, failure, progress.first_step,
-            progress.last_step, progress.saved, progress.loaded, progress.load_seconds,
-        )  # fmt: skip
+            number=manifest.number,
+            outcome=outcome,
+            position=position,
+            ended=self._clock(),
+            code=polled.code,
+            failure=failure,
+            first_step=progress.first_step,
+            last_step=progress.last_step,
+            saved=progress.saved,
+            loaded=progress.loaded,
+            load_seconds=progress.load_seconds,
+        )
         self._boundary_of(manifest, ending)
         try:
             write_json(self._directory.launch(manifest.number) / "ending.json", ending)
         except OSError as error:
             self._listener.note(f"{error}")
-        self._directory.event("ended", **{**vars(ending), "failure": failure})
+        self._directory.event("ended", **vars(ending))
         self._listener.ended(self._plan, manifest, ending)
         self._last = ending
         return ending
 
     def _overshot(self, manifest: Manifest, position: int) -> Failure:
         return Failure(
-            f"the command trained to sample {position:,}, {position - manifest.end_sample:,} past its end at "
-            f"{manifest.end_sample:,}: those samples had the batch of the stage before. It has to stop at {{end_sample}}",
+            f"the command trained to sample {position:,}, {position - manifest.end_sample:,} past its end_sample "
+            f"{manifest.end_sample:,}: those samples had the batch of the stage before. It must stop at {{end_sample}}",
             kind="overshot",
         )
 
     def _boundary_of(self, manifest: Manifest, ending: Ending) -> None:
-        """The time that the change to this launch cost: from the last step before it to the first one in it."""
+        """Record what the change to this launch cost: the time from the last step before it to its first step."""
         last = self._last or (self._directory.ending(manifest.number - 1) if manifest.number > 1 else None)
         if last is None or last.last_step is None or ending.first_step is None:
             return
@@ -310,7 +346,7 @@ class Supervisor:
             **parts,
         )
 
-    def _tell(self, manifest: Manifest, progress: Progress) -> None:
+    def _show(self, manifest: Manifest, progress: LaunchProgress) -> None:
         stage = self._plan.stage_before(progress.position, manifest.start_sample)
         when = progress.last_step or self._clock()
         self._speeds.seen(stage.index, progress.position, when, progress.samples_per_second)
@@ -318,12 +354,12 @@ class Supervisor:
         self._listener.progress(self._plan, manifest, progress, eta)
 
     def _stop_requests(self) -> int:
-        """0: go on; 1: save and stop; 2: stop now."""
+        """0: continue; 1: save and stop; 2: stop now."""
         stop_requests = min(2, self._interrupts.stop_requests)
         path = self._directory.path / names.STOP
         if stop_requests > 1 or not path.exists():
             return stop_requests
-        return 2 if (find_json(path) or {}).get("now") else 1
+        return 2 if (find_object(path) or {}).get("now") else 1
 
     def _back_off(self, failures: int) -> None:
         options = self._plan.options
@@ -331,7 +367,7 @@ class Supervisor:
         self._pause(wait, f"retry {failures} of {options.max_retries} in {wait:g} s, from the last checkpoint")
 
     def _pause(self, seconds: float, reason: str) -> bool:
-        """Say why, and wait; False where somebody wishes to stop."""
+        """Note the reason and wait; False if a stop is requested."""
         self._listener.note(reason)
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0 and not self._stop_requests():
@@ -344,4 +380,4 @@ class Supervisor:
             write_json(self._directory.path / names.OUTCOME, {"state": state, "failure": failure})
         except OSError as error:
             if state == "failed":
-                raise RunError(f"the run failed, and even that could not be written: {error}.") from None
+                raise RunError(f"the run failed, and its outcome could not be written: {error}.") from None

@@ -1,28 +1,48 @@
-"""What a launch runs and how far it got: a task in our loop, or anybody's command that says where it is."""
+"""What a launch runs and how far it got: a task in batchwright's loop, or a command that reports its position."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from batchwright.core.errors import BatchwrightError, RunError
-from batchwright.core.nodes.policies import Launch
+from batchwright.core import codec
+from batchwright.core.errors import BatchwrightError, ConfigError, RunError, Violation, raise_violations
+from batchwright.core.nodes.policies import Launch, Stage
 from batchwright.core.numbers import count
+from batchwright.rundir import names
+from batchwright.rundir.checkpoint import positions
+from batchwright.rundir.files import JsonLines
 
-from . import loop_spec
 from .directory import RunDirectory, write_json
-from .engine import Job
-from .local import ENVIRONMENT
-from .records import COMMAND, Manifest, Progress, RunPlan
-from .template import fill
+from .engine import Job, engine
+from .records import COMMAND, LaunchProgress, Manifest, RunPlan
 
+LOOP = "batchwright.runtime.loop"
+SAVES = 20  # checkpoints of a whole run where checkpoint_samples is not given; boundaries come on top
 POSITION_SECONDS = 120.0  # a position command may import a framework and list a bucket
+LOOP_ENVIRONMENT = {
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restart reads the old store's addresses
+    "PYTHONFAULTHANDLER": "1",  # a rank that hangs writes its stack when it is ended
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",  # nothing is written outside the run directory
+    "PYTHONSAFEPATH": "1",
+}
+# Known only to a launch of one stage: several stages have several batches.
+BATCH_PLACEHOLDERS = ("global_batch_size", "micro_batch_size", "accumulation_steps")
+PLACEHOLDERS = (
+    *BATCH_PLACEHOLDERS, "nodes", "devices_per_node", "devices", "data_parallel_size", "start_sample", "end_sample",
+    "first_step", "end_step", "samples", "steps", "stage", "launch", "run_dir", "status_file",
+)  # fmt: skip
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([a-z][a-z_]*)\}")
 
 
 class Work(Protocol):
@@ -33,19 +53,19 @@ class Work(Protocol):
         ...
 
     def prepare(self, launch: Launch, number: int, position: int) -> None:
-        """Write what the launch's processes read."""
+        """Write what the processes of the launch read."""
         ...
 
     def position(self, *, verify: bool = False) -> int:
-        """The first sample that no surviving checkpoint has trained on; to verify reads all of it."""
+        """The first sample that is not in the newest checkpoint; with `verify` the checkpoint is read completely."""
         ...
 
-    def progress(self, manifest: Manifest) -> Progress:
-        """How far a running launch is; cheap, as it is asked twice a second."""
+    def progress(self, manifest: Manifest) -> LaunchProgress:
+        """How far a running launch is; cheap, as the supervisor asks twice a second."""
         ...
 
 
-Pause = Callable[[float, str], bool]  # waits so long, for this reason; False where there is no time to
+Pause = Callable[[float, str], bool]  # waits for these seconds, for this reason; False if a stop was requested
 
 
 def _sleep(seconds: float, reason: str) -> bool:
@@ -64,48 +84,119 @@ def launch_end(plan: RunPlan, launch: Launch) -> int:
 
 
 class TaskWork:
-    """A task in our own loop: `loop_spec` knows the loop's files."""
+    """A task in batchwright's loop. This class alone knows the loop's files: its spec, its events, its checkpoints."""
 
     def __init__(self, directory: RunDirectory, plan: RunPlan) -> None:
         self._directory, self._plan = directory, plan
-        self._follow: loop_spec.Follower | None = None
+        self._follow: LoopFollower | None = None
 
     def job(self, launch: Launch, number: int, position: int) -> Job:
-        """One rank is our loop with a spec file; torchrun starts as many as there are."""
+        """Every rank runs the loop with one spec file."""
         folder = self._directory.launch(number)
         options = self._plan.options
-        made = {**ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads), "PYTHONSAFEPATH": "1", **options.environment}
-        argv = (sys.executable, "-m", loop_spec.MODULE, str(folder / "spec.json"))
         return Job(
-            f"launch {number}", folder, launch.nodes, self._plan.devices_per_node, argv, False, made,
-            Path(self._plan.working_directory), "SIGUSR1", options.grace_seconds,
-        )  # fmt: skip
+            name=f"launch {number}",
+            directory=folder,
+            nodes=launch.nodes,
+            ranks_per_node=self._plan.devices_per_node,
+            argv=(sys.executable, "-m", LOOP, str(folder / "spec.json")),
+            direct=False,
+            environment={**LOOP_ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads), **options.environment},
+            working_directory=Path(self._plan.working_directory),
+            stop_signal="SIGUSR1",
+            grace_seconds=options.grace_seconds,
+        )
 
     def prepare(self, launch: Launch, number: int, position: int) -> None:
-        """The spec file that every rank reads."""
-        end = launch_end(self._plan, launch)
-        spec = loop_spec.spec(self._directory, self._plan, launch, number, end)
+        """Write the spec file that every rank reads: `runtime.loop.settings.Spec`."""
+        plan, options = self._plan, self._plan.options
+        settings: dict[str, Any] = {
+            "checkpoint_every": options.checkpoint_samples or max(1, plan.total_samples // SAVES),
+            "keep": options.keep,
+            "strategy": options.strategy,
+            "seed": options.seed,
+            **options.settings,
+            "directory": str(self._directory.path),
+            "micro_batch_size": [stage.micro_batch_size for stage in plan.stages],
+            "allow_ragged": any(_has_ragged_step(stage) for stage in plan.stages),
+            "launch": number,
+            "end_sample": launch_end(plan, launch),
+        }
+        spec = {
+            "schema": codec.SCHEMA,
+            "task": plan.target,
+            "args": dict(plan.arguments),
+            "schedule": plan.schedule,
+            "settings": settings,
+        }
         write_json(self._directory.launch(number) / "spec.json", spec)
 
     def position(self, *, verify: bool = False) -> int:
-        """That of the newest complete checkpoint."""
-        return loop_spec.position(self._directory, verify=verify)
+        """The position of the newest complete checkpoint; 0 without one."""
+        return next(positions(self._directory.path / names.CHECKPOINTS, verify=verify), 0)
 
-    def progress(self, manifest: Manifest) -> Progress:
+    def progress(self, manifest: Manifest) -> LaunchProgress:
         """From the loop's events, read on from where the last call stopped."""
         if self._follow is None or self._follow.number != manifest.number:
-            self._follow = loop_spec.Follower(self._directory, manifest)
+            self._follow = LoopFollower(self._directory, manifest)
         return self._follow.read()
 
 
+def _has_ragged_step(stage: Stage) -> bool:
+    """Whether the stage is ragged, or its last step is cut by the end of the budget."""
+    if stage.ragged or stage.steps is None or stage.end_sample is None:
+        return stage.ragged
+    return stage.end_sample - stage.start_sample != stage.steps * stage.global_batch_size
+
+
+class LoopFollower:
+    """Reads the loop's events of one launch as they are written."""
+
+    def __init__(self, directory: RunDirectory, manifest: Manifest) -> None:
+        self.number = manifest.number
+        self._lines = JsonLines(directory.path / names.EVENTS / names.events(manifest.number))
+        self._progress = LaunchProgress(manifest.start_sample)
+
+    def read(self) -> LaunchProgress:
+        """The progress after all events so far."""
+        for event in self._lines.new():
+            try:
+                self._progress = _after(self._progress, event, float(event["time"]))
+            except (ValueError, KeyError, TypeError):  # not a line of the loop
+                continue
+        return self._progress
+
+
+def _after(known: LaunchProgress, event: Mapping[str, Any], when: float) -> LaunchProgress:
+    kind = event["kind"]
+    if kind == "launch":
+        return replace(
+            known, position=int(event["samples"]), changed=when, loaded=when, load_seconds=event["load_seconds"]
+        )
+    if kind == "step":
+        return replace(
+            known,
+            position=int(event["samples"]),
+            changed=when,
+            first_step=known.first_step or when,
+            last_step=when,
+            loss=event["loss"] if isinstance(event.get("loss"), float) else None,
+            tokens_per_second=event.get("tokens_per_second"),
+            samples_per_second=event.get("samples_per_second"),
+        )
+    if kind == "save":
+        return replace(known, changed=when, saved=when, saved_position=int(event["samples"]))
+    return replace(known, changed=when)
+
+
 class CommandWork:
-    """Anybody's command: places filled per launch; a status file, or a command of its own, says how far it got."""
+    """A command of the user: placeholders are filled per launch; a status file or a position command gives its position."""
 
     def __init__(self, directory: RunDirectory, plan: RunPlan, pause: Pause = _sleep) -> None:
         self._directory, self._plan, self._pause = directory, plan, pause
 
     def values(self, launch: Launch, number: int, position: int) -> dict[str, object]:
-        """What fills the command's places."""
+        """The values of all placeholders."""
         plan, end = self._plan, launch_end(self._plan, launch)
         stage = plan.stages[launch.stages[0]]
         first = plan.step_at(position)
@@ -133,57 +224,62 @@ class CommandWork:
         """The filled command, started once: it starts its own ranks."""
         values = self.values(launch, number, position)
         options = self._plan.options
-        made = {
-            "BATCHWRIGHT_RUN_DIR": str(self._directory.path),
-            "BATCHWRIGHT_LAUNCH": str(number),
-            "BATCHWRIGHT_STATUS_FILE": str(values["status_file"]),
-            "BATCHWRIGHT_FENCE_FILE": str(self._directory.path / "launch.json"),
-            "BATCHWRIGHT_START_SAMPLE": str(position),
-            "BATCHWRIGHT_END_SAMPLE": str(values["end_sample"]),
-            "PYTHONFAULTHANDLER": "1",
-            **options.environment,
-        }
         return Job(
-            f"launch {number}", self._directory.launch(number), launch.nodes, self._plan.devices_per_node,
-            fill(self._plan.command, values), True, made, Path(self._plan.working_directory), options.stop_signal,
-            options.grace_seconds,
-        )  # fmt: skip
+            name=f"launch {number}",
+            directory=self._directory.launch(number),
+            nodes=launch.nodes,
+            ranks_per_node=self._plan.devices_per_node,
+            argv=fill(self._plan.command, values),
+            direct=True,
+            environment={
+                "BATCHWRIGHT_RUN_DIR": str(self._directory.path),
+                "BATCHWRIGHT_LAUNCH": str(number),
+                "BATCHWRIGHT_STATUS_FILE": str(values["status_file"]),
+                "BATCHWRIGHT_FENCE_FILE": str(self._directory.path / names.FENCE),
+                "BATCHWRIGHT_START_SAMPLE": str(position),
+                "BATCHWRIGHT_END_SAMPLE": str(values["end_sample"]),
+                "PYTHONFAULTHANDLER": "1",
+                **options.environment,
+            },
+            working_directory=Path(self._plan.working_directory),
+            stop_signal=options.stop_signal,
+            grace_seconds=options.grace_seconds,
+        )
 
     def prepare(self, launch: Launch, number: int, position: int) -> None:
-        """Nothing: all it gets is its command line and environment."""
+        """Nothing: a command gets arguments and environment only."""
 
     def position(self, *, verify: bool = False) -> int:
-        """What the newest launch told, or where it began; or what the position command prints."""
+        """What the position command prints; without one, what the newest launch reported, else where it started."""
         if self._plan.position_command:
             return self._asked()
-        # Each launch has a status file of its own, so one that outlived its turn cannot move the run.
+        # Each launch has its own status file, so an old launch that still runs cannot move the run.
         for number in reversed(self._directory.numbers()):
-            told = read_position(self._status_file(number))
-            manifest = self._directory.manifest(number)
-            if told is not None or manifest is not None:
-                return told if told is not None else manifest.start_sample  # type: ignore[union-attr]
+            if (reported := read_position(self._status_file(number))) is not None:
+                return reported
+            if (manifest := self._directory.manifest(number)) is not None:
+                return manifest.start_sample
         return 0
 
-    def progress(self, manifest: Manifest) -> Progress:
-        """The status file's position; a growing log is a sign of life, too."""
-        folder = self._directory.launch(manifest.number)
-        told = read_position(self._status_file(manifest.number))
-        times = [_modified(self._status_file(manifest.number)), _modified(folder / "logs" / "rank-0.log")]
-        saved = times[0] if told is not None else None
-        return Progress(
-            manifest.start_sample if told is None else told,
+    def progress(self, manifest: Manifest) -> LaunchProgress:
+        """The status file's position; a growing log also counts as a change."""
+        log = self._directory.launch(manifest.number) / "logs" / "rank-0.log"
+        reported = read_position(self._status_file(manifest.number))
+        times = [_modified(self._status_file(manifest.number)), _modified(log)]
+        saved = times[0] if reported is not None else None
+        return LaunchProgress(
+            manifest.start_sample if reported is None else reported,
             max((t for t in times if t is not None), default=None),
-            first_step=None,
             last_step=saved,
             saved=saved,
-            saved_position=told or 0,
+            saved_position=reported or 0,
         )
 
     def _status_file(self, number: int) -> Path:
         return self._directory.launch(number) / "status.json"
 
     def _asked(self) -> int:
-        """What the position command says; a bucket that does not answer once is no reason to give a run up."""
+        """What the position command prints; it is retried, as storage may not answer for a moment."""
         options, failures = self._plan.options, 0
         while True:
             try:
@@ -193,35 +289,43 @@ class CommandWork:
                 if failures > options.max_retries:
                     raise
                 wait = options.retry_after(failures)
-                if not self._pause(wait, f"{error} Asked again in {wait:g} s ({failures} of {options.max_retries})"):
+                if not self._pause(wait, f"{error} Retry in {wait:g} s ({failures} of {options.max_retries})"):
                     raise
 
     def _ask(self) -> int:
-        words = fill(self._plan.position_command, {"run_dir": self._directory.path})
+        command = fill(self._plan.position_command, {"run_dir": self._directory.path})
         try:
             done = subprocess.run(
-                words, cwd=self._plan.working_directory, env={**os.environ, **self._plan.options.environment},
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=POSITION_SECONDS, check=False,
+                command,
+                cwd=self._plan.working_directory,
+                env={**os.environ, **self._plan.options.environment},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=POSITION_SECONDS,
+                check=False,
                 start_new_session=True,  # Ctrl-C is for the supervisor
-            )  # fmt: skip
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise RunError(f"the position command failed: {error}.", field="position_command", given=words[0]) from None
+            raise RunError(
+                f"the position command failed: {error}.", field="position_command", given=command[0]
+            ) from None
         lines = [line for line in done.stdout.splitlines() if line.strip()]
-        told = _parse(lines[-1]) if lines and done.returncode == 0 else None
-        if told is None:
+        position = _parse(lines[-1]) if lines and done.returncode == 0 else None
+        if position is None:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
             raise RunError(
-                f"the position command did not say where the run is: it ended with {done.returncode} and printed "
-                f"{(lines[-1] if lines else '')[:80]!r}{' / ' + last[0][:200] if last else ''}. Its last line has to be "
-                "the number of samples trained, 0 before the first.",
+                f"the position command did not print a position: it exited with {done.returncode} and printed "
+                f"{(lines[-1] if lines else '')[:80]!r}{' / ' + last[0][:200] if last else ''}. Its last line must be the "
+                "number of samples trained, 0 before the first.",
                 field="position_command",
-                given=words[0],
+                given=command[0],
             )
-        return told
+        return position
 
 
 def read_position(path: Path) -> int | None:
-    """Samples trained as a script's status file tells: a bare number, or JSON with `consumed_samples`."""
+    """The samples trained according to a script's status file: a number, or JSON with `consumed_samples`."""
     try:
         return _parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -234,9 +338,9 @@ def _parse(text: str) -> int | None:
     except ValueError:
         document = text.strip()
     if isinstance(document, Mapping):
-        document = document.get("consumed_samples")
+        document = cast("Mapping[str, Any]", document).get("consumed_samples")
     try:
-        return count(document, "consumed_samples", least=0)  # type: ignore[arg-type]
+        return count(document, "consumed_samples", least=0)
     except BatchwrightError:
         return None
 
@@ -246,3 +350,50 @@ def _modified(path: Path) -> float | None:
         return path.stat().st_mtime
     except OSError:
         return None
+
+
+def placeholders(command: Iterable[str]) -> set[str]:
+    """The placeholders in a command.
+
+    >>> sorted(placeholders(["train", "--batch={global_batch_size}", "--until", "{end_sample}"]))
+    ['end_sample', 'global_batch_size']
+    """
+    return {found[1] for argument in command for found in _PLACEHOLDER.finditer(argument) if found[1]}
+
+
+def fill(command: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
+    """Fill the placeholders, each argument by itself, without a shell. `{{name}}` becomes `{name}`; other braces stay.
+
+    >>> fill(["--batch={global_batch_size}", '{"a": 1}', "{{nodes}}"], {"global_batch_size": 64})
+    ('--batch=64', '{"a": 1}', '{nodes}')
+    """
+    return tuple(_PLACEHOLDER.sub(lambda m: str(values[m[1]]) if m[1] else m[0][0], argument) for argument in command)
+
+
+def check_placeholders(command: Sequence[str], field: str = "command") -> None:
+    """Refuse placeholders that have no value."""
+    wrong: list[Violation] = []
+    for name in sorted(placeholders(command) - set(PLACEHOLDERS)):
+        near = tuple(f"{{{n}}}" for n in get_close_matches(name, PLACEHOLDERS, n=2))
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(PLACEHOLDERS)}."
+        message = f"the {field} has an unknown placeholder {{{name}}}. {hint} Write {{{{{name}}}}} to keep the braces."
+        wrong.append(Violation(message, field, f"{{{name}}}", near))
+    raise_violations(ConfigError, wrong)
+
+
+def dry_run(directory: RunDirectory, plan: RunPlan) -> list[dict[str, Any]]:
+    """Every launch as it would be started from its first sample; nothing is written."""
+    doing, chosen = work(directory, plan), engine(plan.options.engine)
+    records: list[dict[str, Any]] = []
+    for launch in plan.launches:
+        job = doing.job(launch, launch.index + 1, launch.start_sample)
+        records.append(
+            {
+                **codec.encode(launch),
+                "ranks": plan.ranks(launch),
+                "command": list(chosen.command(job)),
+                "environment": dict(job.environment),
+                "working_directory": str(job.working_directory),
+            }
+        )
+    return records

@@ -1,4 +1,7 @@
-"""A small model for the real loop: linear regression on numbers that only depend on the sample."""
+"""A small model for the real loop: regression on numbers that depend on the sample only."""
+
+import os
+import time
 
 import torch
 
@@ -14,8 +17,12 @@ class Numbers(torch.utils.data.Dataset):
         return x, x.sum() + 0.1 * index
 
 
-def task() -> Task:
+def task(slow: str = "") -> Task:
+    """`slow`: while this file exists, a micro batch on two ranks takes seconds."""
+
     def loss(model, batch):
+        if slow and os.environ.get("WORLD_SIZE") == "2" and os.path.exists(slow):
+            time.sleep(2.0)
         x, y = batch
         return ((model(x).squeeze(-1) - y) ** 2).sum(), x.shape[0]
 

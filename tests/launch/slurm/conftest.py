@@ -1,4 +1,4 @@
-"""A real Slurm of four virtual nodes, started once for the session and ended with it (.ci/slurm_up, .ci/slurm_down)."""
+"""A real Slurm of four virtual nodes, started once per session and ended with it (.ci/slurm_up, .ci/slurm_down)."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ ROOT = Path(__file__).parents[3]
 TRAINER = Path(__file__).with_name("trainer.py")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = 4
-PATIENCE = 600.0  # for a machine that is busy with other things
+PATIENCE = 600.0  # for a busy machine
 
 
 def missing() -> str | None:
-    """Why there can be no Slurm here."""
+    """Why Slurm cannot start here; None if it can."""
     path = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
-    gone = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
-    if gone:
-        return f"{', '.join(gone)} not installed (apt-get install slurm-wlm slurmctld slurmd munge)"
+    absent = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed (apt-get install slurm-wlm slurmctld slurmd munge)"
     if os.getuid() != 0:
-        return "a Slurm of one's own is started by root only"
+        return "only root can start a Slurm for tests"
     return None
 
 
 class Cluster:
-    """The Slurm under test, and how to hurt it."""
+    """The Slurm under test, and its failures."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
 
-    def call(self, *words: str) -> str:
-        """What it prints; asked again where the controller is too busy to answer."""
+    def call(self, *command: str) -> str:
+        """The output of a command; repeated if the controller is too busy to answer."""
         deadline = time.monotonic() + PATIENCE
         while True:
-            done = subprocess.run(words, capture_output=True, text=True)
+            done = subprocess.run(command, capture_output=True, text=True)
             if not done.returncode or not slurm._AWAY.search(done.stderr) or time.monotonic() > deadline:
                 done.check_returncode()
                 return done.stdout
             time.sleep(0.5)
 
     def kill(self, daemon: str) -> None:
-        """SIGKILL for a daemon that this fixture started; a slurmd takes the step daemons of its node along."""
+        """SIGKILL for a daemon that this fixture started; with a slurmd, the step daemons of its node, too."""
         pid = int((self.base / "run" / f"{daemon}.pid").read_text())
         steps = []
         if daemon.startswith("slurmd-"):
@@ -75,11 +75,11 @@ class Cluster:
                 os.kill(one, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        for one in (pid, *steps):  # its port is free once it has gone
+        for one in (pid, *steps):  # then its port is free
             wait_for(lambda one=one: process_state(one, None) in (None, "Z"))
 
     def _is_of(self, entry: Path, node: str) -> bool:
-        """Whether a step daemon is that node's: it has the log of its slurmd open."""
+        """Whether a step daemon belongs to this node: it has the log of its slurmd open."""
         log = str(self.base / "log" / f"slurmd-{node}.log")
         try:
             return any(os.readlink(fd) == log for fd in (entry / "fd").iterdir())
@@ -90,13 +90,13 @@ class Cluster:
         """Start it again."""
         name, _, node = daemon.partition("-")
         path = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
-        words = [name, "-f", os.environ["SLURM_CONF"], *(("-N", node) if node else ())]
-        subprocess.run(words, check=True, env={**os.environ, "PATH": path})
+        command = [name, "-f", os.environ["SLURM_CONF"], *(("-N", node) if node else ())]
+        subprocess.run(command, check=True, env={**os.environ, "PATH": path})
 
     def settled(self) -> None:
-        """Until the controller has written down what it was told: within 5 s of a change; before, kill -9 makes it forget."""
+        """Wait until the controller has saved its state, up to 5 s after a change: kill -9 before that loses the change."""
         since = time.time()
-        # It writes only where something has changed, which may have been, and be written, before `since`.
+        # It saves only after a change, so make one.
         changed = self.call("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
         self.call("scancel", changed)
         wait_for(lambda: (self.base / "state" / "job_state").stat().st_mtime > since)
@@ -104,27 +104,27 @@ class Cluster:
     def resume(self) -> None:
         """Every node in service again."""
         for node in range(1, NODES + 1):
-            # One that is in service already has nothing to resume, which is an error to scontrol.
+            # For a node that is in service already, scontrol reports an error.
             subprocess.run(["scontrol", "update", f"NodeName=node{node}", "State=RESUME"], capture_output=True)
 
     def urgent(self, where: Path) -> None:
-        """A job of the partition that preempts all others, on every node."""
+        """A job on every node, in the partition that preempts all others."""
         script = where / "urgent.sh"
         script.write_text("#!/bin/sh\nsleep 1\n")
         self.call("sbatch", "--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null", str(script))
 
     def fail(self, node: str) -> None:
-        """A node that is lost: its daemons are killed, Slurm notices, and it comes back later."""
+        """Lose a node: its daemons are killed, Slurm notices, and the node comes back later."""
         self.kill(f"slurmd-{node}")
         self.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")  # or wait for SlurmdTimeout
         self.restart(f"slurmd-{node}")
-        # It may have come back by itself already, and then there is nothing to resume.
+        # If it came back by itself already, scontrol reports an error.
         subprocess.run(["scontrol", "update", f"NodeName={node}", "State=RESUME"], capture_output=True)
 
     def ready(self) -> None:
-        """All nodes idle and nothing queued: what every test begins with."""
+        """Wait until all nodes are idle and the queue is empty, for the next test."""
         deadline = time.monotonic() + PATIENCE
-        asked: set[str] = set()  # once: a step that is killed while it ends is taken for one that cannot be
+        asked: set[str] = set()  # only once: Slurm drains the node of a step that is killed while it ends
         while True:
             for job in set(self.call("squeue", "-h", "-o", "%A").split()) - asked:
                 asked.add(job)
@@ -150,7 +150,7 @@ def _comm(entry: Path) -> str:
 
 
 def _ports() -> int:
-    """The first of five free ports in a row, in this worker's part of those below the ranks' own (slurm_step.py)."""
+    """The first of five free ports in a row, in this worker's range, below the ports of the ranks (step.py)."""
     begin = 16_810 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 3)
     for first in random.sample(range(begin, begin + 1000, 10), 100):
         try:
@@ -170,14 +170,13 @@ def running() -> Iterator[Cluster]:
         if os.environ.get("CI") == "true":
             pytest.fail(f"CI has to have Slurm: {reason}")
         pytest.skip(f"no Slurm: {reason}")
-    base = Path(
-        tempfile.mkdtemp(prefix="slurm-", dir="/tmp")
-    )  # munged wants a short path that only its owner writes to
+    # munged needs a short path that only its owner may write to.
+    base = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     try:
         subprocess.run(
             [ROOT / ".ci" / "slurm_up", base, str(NODES)],
             check=True,
-            # A machine that stands still for a while has not lost its nodes.
+            # A busy machine may pause for a while; its nodes are not lost then.
             env={**os.environ, "SLURM_MINI_PORT": str(_ports()), "SLURM_MINI_SLURMD_TIMEOUT": "120"},
         )
         os.environ["SLURM_CONF"] = str(base / "etc" / "slurm.conf")
@@ -189,7 +188,7 @@ def running() -> Iterator[Cluster]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """What failed on a cluster is explained by its queue and its logs, which are gone with it."""
+    """Add the queue and the logs to the report of a failed test: they are deleted with the cluster."""
     report = yield
     if report.when == "call" and report.failed and "tmp_path" in getattr(item, "funcargs", {}):
         report.sections.append(("the cluster and the logs", _seen(item.funcargs["tmp_path"])))  # type: ignore[attr-defined]
@@ -198,7 +197,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 def _seen(path: Path) -> str:
     asked = (["squeue", "-a", "-o", "%i %T %D %r %k"], ["sinfo", "-N", "-p", "main", "-o", "%N %T %E"])
-    found = [subprocess.run(words, capture_output=True, text=True).stdout for words in asked]
+    found = [subprocess.run(command, capture_output=True, text=True).stdout for command in asked]
     for log in sorted(path.rglob("*.log")) + sorted(path.rglob("supervisor.jsonl")):
         found.append(f"== {log.relative_to(path)}\n{log.read_text(errors='replace')[-1500:]}")
     return "\n".join(found)
@@ -217,7 +216,7 @@ QUICK = Options(engine="slurm", retry_seconds=0.5, stall_seconds=600.0, grace_se
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., tuple[RunDirectory, RunPlan]]:
-    """Begin a run of the scripted trainer over 1, 2 and 4 nodes, in a directory with spaces and quotes."""
+    """Make a run of the scripted trainer over 1, 2 and 4 nodes, in a directory with spaces and quotes."""
 
     def made(
         *,
@@ -228,20 +227,14 @@ def make(tmp_path: Path) -> Callable[..., tuple[RunDirectory, RunPlan]]:
         **site: Any,
     ) -> tuple[RunDirectory, RunPlan]:
         directory = RunDirectory(tmp_path / f'{title}\'s "directory" 100%j')
-        command = (
-            sys.executable,
-            str(TRAINER),
-            "--start",
-            "{start_sample}",
-            "--end",
-            "{end_sample}",
-            "--nodes",
-            "{nodes}",
-        )
+        arguments = "--start {start_sample} --end {end_sample} --nodes {nodes}".split()
         plan, _ = build(
-            Request(nodes=4, devices_per_node=1), read_ramp(RAMP), options, command=(*command, *extra),
+            Request(nodes=4, devices_per_node=1),
+            read_ramp(RAMP),
+            options,
+            command=(sys.executable, str(TRAINER), *arguments, *extra),
             working_directory=str(tmp_path),
-        )  # fmt: skip
+        )
         write_json(directory.path / "plan.json", plan)
         remember(directory, Site(**{"poll_seconds": 0.3, "signal_seconds": 20, **site}), detached=detached)
         return directory, plan
@@ -251,7 +244,7 @@ def make(tmp_path: Path) -> Callable[..., tuple[RunDirectory, RunPlan]]:
 
 @contextmanager
 def supervisor(directory: RunDirectory) -> Iterator[subprocess.Popen[bytes]]:
-    """One in a process of its own; killed if it has not ended."""
+    """A supervisor in its own process; killed if it has not ended."""
     process = subprocess.Popen([sys.executable, Path(__file__).with_name("supervise.py"), directory.path])
     try:
         yield process
@@ -261,7 +254,7 @@ def supervisor(directory: RunDirectory) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def audit(directory: RunDirectory, end: int = 448) -> dict[int, list[dict[str, Any]]]:
-    """Every sample once in what survived, and every launch by one process of one job; the lines by launch."""
+    """Check that every saved sample was trained once, and every launch by one process of one job; the lines by launch."""
     found: dict[int, list[dict[str, Any]]] = {}
     position = 0
     for number in directory.numbers():
@@ -284,20 +277,39 @@ def seen(trained: dict[int, list[dict[str, Any]]]) -> list[tuple[int, int, int]]
     return [(lines[0]["nodes"], lines[0]["start"], lines[-1]["end"]) for lines in trained.values() if lines]
 
 
+def ended(job: str) -> None:
+    """Wait until a job has ended with exit code 0."""
+    wait_for(lambda: (one := slurm.job(job)) is None or not one.alive)
+    one = slurm.job(job)
+    assert one is None or one.state == "COMPLETED", one
+
+
+def submitted_again(script: Path, log: Path) -> str:
+    """Submit a script a second time; what its job writes to the log."""
+    before = log.stat().st_size
+    ended(slurm.submit(script))
+    return log.read_text()[before:]
+
+
+def chain_log(directory: RunDirectory) -> str:
+    """What the jobs of a chain wrote."""
+    return "".join(path.read_text() for path in sorted((directory.path / "logs").glob("launch-*.log")))
+
+
 def gone(directory: RunDirectory, number: int) -> None:
-    """Wait until the command of a launch is no more: its death comes down from the node's daemons."""
+    """Wait until the command of a launch has ended: it is killed when the node's daemons are."""
     pid = json.loads((directory.launch(number) / "ranks" / "0.json").read_text())["pid"]
     wait_for(lambda: process_state(pid, None) in (None, "Z"))
 
 
 def wait_for(what: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    """Until it is true; its value."""
+    """Wait until it is true; its value."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             if value := what():
                 return value
         except (slurm.Unreachable, subprocess.CalledProcessError, OSError, ValueError) as error:
-            value = error  # a controller that is busy, a line that is being written
-        assert time.monotonic() < deadline, f"waited in vain: {value!r}"
+            value = error  # a busy controller, or a line that is being written
+        assert time.monotonic() < deadline, f"still {value!r} after {seconds:g} s"
         time.sleep(0.1)

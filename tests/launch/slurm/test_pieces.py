@@ -1,4 +1,4 @@
-"""What a cluster does to a run, without one: locks and claims that outlive their owners, a controller that is away."""
+"""Without a cluster: locks and claims that outlive their owners, a controller that does not answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import stat
 import threading
 import time
 from dataclasses import replace
@@ -16,32 +15,38 @@ import pytest
 
 from batchwright.core.errors import EnvironmentFault
 from batchwright.launch import directory as files
-from batchwright.launch import kubernetes
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Job, Poll
 from batchwright.launch.records import Ending, Manifest
-from batchwright.launch.show import Lines
+from batchwright.launch.show import LineDisplay
 from batchwright.launch.slurm import chain
 from batchwright.launch.slurm import claim as slurm_claim
 from batchwright.launch.slurm import commands as slurm
 from batchwright.launch.slurm import control as slurm_run
 from batchwright.launch.slurm import engine as slurm_engine
 from batchwright.launch.slurm import job as slurm_job
-from batchwright.launch.slurm import jobs as slurm_status
 from batchwright.launch.slurm import site as slurm_site
 from batchwright.launch.slurm import step as slurm_step
 from batchwright.launch.slurm.elastic import affordable
 from batchwright.launch.slurm.site import Site, SlurmRun
-from batchwright.launch.slurm.supervise import SlurmSupervisor
 from batchwright.launch.status import status
 from batchwright.launch.work import work
+from batchwright.rundir.files import find_json
 
 from .conftest import wait_for
-from .test_rendering import nemo
 
 
-def away(*words: object) -> None:
+def away(*given: object) -> None:
     raise slurm.Unreachable("Unable to contact slurm controller")
+
+
+@pytest.fixture
+def signals():
+    """Restore the signal handlers that a job sets."""
+    before = {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_claim_whose_answer_was_lost_is_ours(tmp_path, monkeypatch):
@@ -49,7 +54,7 @@ def test_a_claim_whose_answer_was_lost_is_ours(tmp_path, monkeypatch):
 
     def lost(beside, path) -> None:
         link(beside, path)
-        raise FileExistsError(path)  # NFS: the question was sent again, and answered by our own file
+        raise FileExistsError(path)  # NFS: the request was repeated and found our own file
 
     monkeypatch.setattr(os, "link", lost)
     assert slurm_claim.create_once(tmp_path / "claim.json", {"job": "1"})
@@ -58,28 +63,28 @@ def test_a_claim_whose_answer_was_lost_is_ours(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "claim.json").read_text()) == {"job": "1"}
 
 
-def test_without_a_controller_a_claim_is_watched_before_it_is_given_up(tmp_path, monkeypatch):
+def test_without_a_controller_the_heartbeat_says_whether_the_owner_lives(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "job", away)
     directory = RunDirectory(tmp_path)
     record = directory.launch(1) / "job.json"
     write_json(record, {"job": "7", "state": "running"})
     ended = threading.Event()
 
-    def beating() -> None:
+    def heartbeat() -> None:
         while not ended.wait(0.05):
             os.utime(record)
 
-    owner = threading.Thread(target=beating)
+    owner = threading.Thread(target=heartbeat)
     owner.start()
     try:
-        assert slurm_claim.owner_lives(directory, 1, "7", "batchwright:")
+        assert slurm_claim.owner_lives(directory.launch(1), "7", "token")
     finally:
         ended.set()
         owner.join()
     monkeypatch.setattr(slurm_claim, "SILENT_SECONDS", 3.0)
     os.utime(record)
     before = time.monotonic()
-    assert not slurm_claim.owner_lives(directory, 1, "7", "batchwright:")  # nobody touches it any more
+    assert not slurm_claim.owner_lives(directory.launch(1), "7", "token")  # no heartbeat any more
     assert time.monotonic() - before > 1.0
 
 
@@ -89,20 +94,20 @@ def test_a_lock_that_a_lost_node_left_does_not_end_the_chain(make, monkeypatch):
     monkeypatch.setattr(chain, "_LOCK_SECONDS", 0.0)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     gone = RunDirectory(directory.path)
-    gone.lock()  # as a file server keeps it for a client that is no more
+    gone.lock()  # as a file server keeps it for a client that is gone
     try:
         queue: list[slurm.Queued] = []
         monkeypatch.setattr(slurm, "jobs", lambda token: queue)
-        assert chain.Link(directory)._locked() is None
+        assert chain.ChainJob(directory)._locked() is None
         queue += [slurm.Queued("8", "RUNNING", 1, "", ""), slurm.Queued("9", "PENDING", 1, "", "")]
-        assert chain.Link(directory)._locked() is None  # this job, and one that has not begun
+        assert chain.ChainJob(directory)._locked() is None  # this job, and one that has not started
     finally:
         gone.unlock()
 
 
 @pytest.mark.parametrize("queue", [lambda token: [slurm.Queued("7", "RUNNING", 1, "", "")], away])
-def test_a_link_waits_for_the_one_before_it_to_let_go_of_the_lock(make, monkeypatch, queue):
-    """However long that one's last calls to a busy controller take: without this one the chain would end."""
+def test_a_job_waits_until_the_job_before_releases_the_lock(make, monkeypatch, queue):
+    """The last calls of the job before to a busy controller may take long. If this job gave up, the chain would end."""
     directory, _ = make(detached=True)
     monkeypatch.setattr(files, "LOCK_PATIENCE", 0.01)
     monkeypatch.setattr(chain, "_LOCK_SECONDS", 0.1)
@@ -121,19 +126,19 @@ def test_a_link_waits_for_the_one_before_it_to_let_go_of_the_lock(make, monkeypa
     released: list[bool] = []
 
     def leave() -> None:
-        released.append(asked.wait(30.0))  # it was patient once, and is still there
+        released.append(asked.wait(30.0))  # it has looked for a stale lock, and still waits
         before.unlock()
 
     other = threading.Thread(target=leave)
     other.start()
-    link = chain.Link(directory)
-    assert link._locked() is None and released == [True]
+    job = chain.ChainJob(directory)
+    assert job._locked() is None and released == [True]
     other.join()
-    link._directory.unlock()
+    job._directory.unlock()
 
 
 class _Quick(slurm_step.StepEngine):
-    """Slurm signals ranks and job at once, and the ranks are gone before the job looks again."""
+    """Slurm signals ranks and job at the same time, and the ranks end before the job polls."""
 
     def start(self, job):
         return {"engine": "slurm", "job": "7", "directory": str(job.directory)}
@@ -144,85 +149,80 @@ class _Quick(slurm_step.StepEngine):
 
 
 @pytest.mark.parametrize("detached", [True, False])
-def test_a_signal_that_the_ranks_obey_first_is_still_the_reason(make, monkeypatch, detached):
+def test_a_signal_that_ends_the_ranks_first_is_still_the_reason(make, monkeypatch, signals, detached):
     directory, plan = make(detached=detached)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(chain, "submit", lambda *words, **more: "8")
+    monkeypatch.setattr(chain, "submit", lambda *given, **more: pytest.fail("it has a successor"))
     monkeypatch.setattr(chain, "StepEngine", _Quick)
     monkeypatch.setattr(slurm_job, "StepEngine", _Quick)
-    monkeypatch.setattr(slurm, "job", lambda job, mark: slurm.Queued(job, "PENDING", 1, "", ""))
-    monkeypatch.setattr(slurm, "jobs", lambda token: [])
+    successor = slurm.Queued("8", "PENDING", 1, "", "Dependency", "afternotok:7(unfulfilled)")
+    monkeypatch.setattr(slurm, "jobs", lambda token: [successor])
     monkeypatch.setattr(slurm, "postpone", lambda job, seconds: None)
-    before = {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
-    try:
-        if detached:
-            assert chain.Link(directory).run_link() == chain.TRY_AGAIN
-            ending = directory.ending(1)
-            assert ending is not None and (ending.outcome, ending.failure) == ("stopped", None)
-        else:
-            job = work(directory, plan).job(plan.launches[0], 1, 0)
-            job.directory.mkdir(parents=True)
-            slurm_engine.write_job(job)
-            directory.fence(1)
-            assert slurm_job.Start(directory, 1).run() == 0
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    if detached:
+        assert chain.ChainJob(directory).run_job() == chain.TRY_AGAIN
+        ending = directory.ending(1)
+        assert ending is not None and (ending.outcome, ending.failure) == ("stopped", None)
+    else:
+        slurm_engine.write_job(work(directory, plan).job(plan.launches[0], 1, 0))
+        directory.fence(1)
+        assert slurm_job.Start(directory, 1).run() == 0
     assert "SIGTERM" in json.loads((directory.launch(1) / "job.json").read_text())["detail"]
 
 
-def test_of_two_links_that_look_at_the_same_time_one_runs(make, monkeypatch):
-    """As on a file system without locks: the other claims while this one reads a checkpoint through."""
+def test_of_two_jobs_that_look_at_the_same_time_one_runs(make, monkeypatch):
+    """On a file system without locks: the other job claims while this one verifies a checkpoint."""
     directory, _ = make(detached=True)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setattr(slurm, "jobs", lambda token: [])
-    monkeypatch.setattr(slurm, "job", lambda job, mark: slurm.Queued(job, "RUNNING", 1, "", ""))
-    monkeypatch.setattr(chain, "submit", lambda *words, **more: pytest.fail("it has nothing to submit"))
-    link = chain.Link(directory)
+    monkeypatch.setattr(slurm, "job", lambda job, prefix: slurm.Queued(job, "RUNNING", 1, "", ""))
+    monkeypatch.setattr(chain, "submit", lambda *given, **more: pytest.fail("it has nothing to submit"))
+    job = chain.ChainJob(directory)
     other = Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, {"job": "7"})
-    position = link._work.position
+    position = job._work.position
 
     def meanwhile(**given):
         assert slurm_claim.create_once(directory.launch(1) / "manifest.json", other)
         return position(**given)
 
-    monkeypatch.setattr(link._work, "position", meanwhile)
-    assert link.run_link() == 0
+    monkeypatch.setattr(job._work, "position", meanwhile)
+    assert job.run_job() == 0
     assert directory.numbers() == [1] and directory.manifest(1) == other and directory.ending(1) is None
-    assert chain.Link(directory).run_link() == 0  # and now it sees who runs it, and leaves that alone
+    assert chain.ChainJob(directory).run_job() == 0  # now it sees that another job runs the launch
     assert directory.numbers() == [1] and directory.ending(1) is None
 
 
-def test_a_launch_that_is_claimed_while_a_link_looks_is_given_no_ending(make, monkeypatch):
+def test_a_launch_that_is_claimed_while_a_job_looks_gets_no_ending(make, monkeypatch):
     directory, _ = make(detached=True)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setattr(slurm, "jobs", lambda token: [])
-    link = chain.Link(directory)
+    job = chain.ChainJob(directory)
     other = Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, {"job": "7"})
-    looked = link._not_ours
+    looked = job._not_ours
 
     def meanwhile():
         reason = looked()
-        if link._directory._lock is not None:  # the last look
+        if job._directory._lock is not None:  # the last look
             slurm_claim.create_once(directory.launch(1) / "manifest.json", other)
         return reason
 
-    monkeypatch.setattr(link, "_not_ours", meanwhile)
-    assert link.run_link() == 0
+    monkeypatch.setattr(job, "_not_ours", meanwhile)
+    assert job.run_job() == 0
     assert directory.numbers() == [1] and directory.ending(1) is None
 
 
-def test_a_link_and_its_heir_ask_for_the_same_nodes(make, monkeypatch):
+def test_a_job_and_its_successor_ask_for_the_same_nodes(make, monkeypatch):
     directory, plan = make(detached=True, elastic=True)
     monkeypatch.setattr(chain, "affordable", lambda *given: 1)
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(slurm, "submit_patiently", lambda script, mark, *words, **more: asked.append(words) or "9")
+    monkeypatch.setattr(
+        slurm, "submit_patiently", lambda script, comment, *options, **more: asked.append(options) or "9"
+    )
     chain.submit_with_successor(directory, plan, SlurmRun.load(directory), plan.launches[2])
-    assert [words[0] for words in asked] == ["--nodes=1", "--nodes=1"]
+    assert [options[0] for options in asked] == ["--nodes=1", "--nodes=1"]
     assert asked[1][1] == "--dependency=afternotok:9"
 
     def full(*given, **more):
-        if more["seconds"] < slurm.PATIENCE:  # the successor, which a launch does not wait for
+        if more["seconds"] < slurm.PATIENCE:  # the successor: a launch starts without it, too
             raise OSError(28, "No space left on device")
         return "10"
 
@@ -231,26 +231,25 @@ def test_a_link_and_its_heir_ask_for_the_same_nodes(make, monkeypatch):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_link_that_cannot_write_leaves_it_to_its_heir_or_says_why_the_chain_is_over(make, monkeypatch, waits):
+def test_a_job_that_cannot_write_leaves_the_launch_to_its_successor_or_ends_the_chain(make, monkeypatch, waits):
     directory, _ = make(detached=True)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     successor = slurm.Queued("9", "PENDING", 1, "", "Dependency", "afternotok:7(unfulfilled)")
     monkeypatch.setattr(slurm, "jobs", lambda token: [successor] if waits else [])
-    monkeypatch.setattr(slurm, "job", lambda job, mark: successor if waits else None)
-    monkeypatch.setattr(chain, "submit", lambda *words, **more: "10")
+    monkeypatch.setattr(chain, "submit", lambda *given, **more: "10")
 
     def full(number) -> None:
         raise OSError(28, "No space left on device")
 
-    link = chain.Link(directory)
-    monkeypatch.setattr(link._directory, "fence", full)
+    job = chain.ChainJob(directory)
+    monkeypatch.setattr(job._directory, "fence", full)
     outcome = directory.path / "outcome.json"
-    outcome.write_text('{"state": "failed"}')  # what a job before it thought
-    assert link.run_link() == 4
+    outcome.write_text('{"state": "failed"}')  # of an earlier job
+    assert job.run_job() == 4
     assert not outcome.exists() if waits else "No space left" in outcome.read_text()
 
 
-def test_what_cannot_be_read_for_a_moment_is_no_decision(make, monkeypatch):
+def test_a_transient_read_error_decides_nothing(make, monkeypatch):
     directory, _ = make(detached=True)
     known, path = SlurmRun.load(directory), SlurmRun.path(directory)
     text = path.read_text()
@@ -264,48 +263,35 @@ def test_what_cannot_be_read_for_a_moment_is_no_decision(make, monkeypatch):
     with pytest.raises(EnvironmentFault, match=r"slurm.json cannot be read"):
         SlurmRun.load(directory)
     start = slurm_job.Start(directory, 3)
-    assert start._not_ours() is None  # no launch.json to be seen: nobody newer
+    assert start._not_ours() is None  # launch.json cannot be read: no newer launch is known
     directory.fence(4)
-    assert "that is 4" in (start._not_ours() or "")
+    assert "launch 4 may" in (start._not_ours() or "")
 
 
-def test_a_launch_that_cannot_be_started_says_so(make, monkeypatch):
+def test_a_launch_that_cannot_start_says_so(make, monkeypatch, signals):
     directory, plan = make()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     job = work(directory, plan).job(plan.launches[0], 1, 0)
-    job.directory.mkdir(parents=True)
     slurm_engine.write_job(replace(job, working_directory=Path("/nowhere")))
     directory.fence(1)
-    before = {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
-    try:
-        assert slurm_job.Start(directory, 1).run() == 1
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    told = json.loads((directory.launch(1) / "job.json").read_text())
-    assert told["state"] == "ended" and "cannot start" in told["detail"] and "/nowhere" in told["detail"]
+    assert slurm_job.Start(directory, 1).run() == 1
+    record = json.loads((directory.launch(1) / "job.json").read_text())
+    assert record["state"] == "ended" and "cannot start" in record["detail"] and "/nowhere" in record["detail"]
 
 
-def test_a_job_that_starts_after_the_wish_to_stop_starts_nothing(make, monkeypatch):
+def test_a_job_that_starts_after_a_stop_runs_nothing(make, monkeypatch, signals):
     directory, plan = make()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    job = work(directory, plan).job(plan.launches[0], 1, 0)
-    job.directory.mkdir(parents=True)
-    slurm_engine.write_job(job)
+    slurm_engine.write_job(work(directory, plan).job(plan.launches[0], 1, 0))
     directory.fence(1)
     write_json(directory.path / "stop.json", {"now": False})
-    before = {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
-    try:
-        assert slurm_job.Start(directory, 1).run() == 0
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    told = json.loads((directory.launch(1) / "job.json").read_text())
-    assert (told["state"], told["detail"]) == ("ended", "told to stop before it began")
+    assert slurm_job.Start(directory, 1).run() == 0
+    record = json.loads((directory.launch(1) / "job.json").read_text())
+    assert (record["state"], record["detail"]) == ("ended", "asked to stop before it started")
     assert not (directory.launch(1) / "ranks").exists()
 
 
-def test_heirs_are_cancelled_before_the_jobs_whose_end_would_start_them(make, monkeypatch):
+def test_successors_are_cancelled_before_the_jobs_whose_end_would_start_them(make, monkeypatch):
     directory, _ = make(detached=True)
     queue = [
         slurm.Queued("7", "PENDING", 1, "", ""),
@@ -316,75 +302,72 @@ def test_heirs_are_cancelled_before_the_jobs_whose_end_would_start_them(make, mo
     assert slurm_engine.cancel_all(directory, "token") == ["8", "7"]
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_command_that_slurm_has_told_is_not_told_again(tmp_path, told):
-    """Slurm sends SIGTERM to all processes of a job, unless it tracks them by cgroup; for many a second one means now."""
-    heard = tmp_path / "heard"
-    script = f"trap 'echo x >> {heard}' TERM; echo ready > {tmp_path}/ready; while :; do sleep 0.05; done"
+@pytest.mark.parametrize("signalled", [True, False])
+def test_a_command_that_slurm_has_signalled_is_not_signalled_again(tmp_path, signalled):
+    """Slurm sends SIGTERM to all processes of a job, except with proctrack/cgroup; many take a second one as "stop now"."""
+    received = tmp_path / "received"
+    script = f"trap 'echo x >> {received}' TERM; echo ready > {tmp_path}/ready; while :; do sleep 0.05; done"
     job = Job("launch 1", tmp_path / "launch", 1, 1, ("sh", "-c", script), True, {}, tmp_path, "SIGTERM", 5.0)
     engine = slurm_step.StepEngine(Site())
     handle = engine.start(job)
     try:
         wait_for((tmp_path / "ready").exists)
-        pids = json.loads((job.directory / "ranks" / "0.json").read_text())
-        if told:
+        pids = wait_for(lambda: find_json(job.directory / "ranks" / "0.json"))  # its parent writes it a little later
+        if signalled:
             for pid in (pids["parent"], pids["pid"]):
                 os.kill(pid, signal.SIGTERM)
             wait_for((job.directory / "ranks" / "0.told.json").exists)
         for _ in range(15):
             engine.signal(handle, "checkpoint")
             time.sleep(0.1)
-        wait_for(heard.exists)
-        assert heard.read_text() == "x\n"
+        wait_for(received.exists)
+        assert received.read_text() == "x\n"
     finally:
         engine.signal(handle, "kill")
         wait_for(lambda: engine.poll(handle).state == "ended")
 
 
-def test_a_link_that_slurm_holds_is_not_the_next_one(make, monkeypatch):
+def test_a_job_that_slurm_holds_is_not_the_next_job(make, monkeypatch):
     directory, plan = make(detached=True)
-    link, token = chain.Link(directory), SlurmRun.load(directory).token
+    job, token = chain.ChainJob(directory), SlurmRun.load(directory).token
     submitted: list[str] = []
-    monkeypatch.setattr(chain, "submit", lambda d, p, r, launch, role, *words, **more: submitted.append(role) or "9")
-    queue = [slurm.Queued("8", "PENDING", 1, slurm.comment_of(token, "link", 0), "launch failed requeued held")]
+    monkeypatch.setattr(slurm, "submit_patiently", lambda script, comment, *o, **m: submitted.append(comment) or "9")
+    pair = [slurm.comment(token, role, 0) for role in ("chain", "successor")]
+    queue = [slurm.Queued("8", "PENDING", 1, slurm.comment(token, "chain", 0), "launch failed requeued held")]
     monkeypatch.setattr(slurm, "jobs", lambda token: queue)
-    link._pass_on(plan.launches[0])
-    assert submitted == ["link", "successor"]
+    job._submit_next(plan.launches[0])
+    assert submitted == pair
     shown, _ = slurm_run.seen(directory, plan, status(directory, plan))
     assert shown.state == "running" and "Slurm holds job 8 (launch failed requeued held)" in (shown.reason or "")
     queue.append(replace(queue[0], job="9", reason="Priority"))  # its replacement
     shown, _ = slurm_run.seen(directory, plan, status(directory, plan))
     assert shown.state == "running" and "holds" not in (shown.reason or "")
     del queue[0]
-    link._pass_on(plan.launches[0])
-    assert submitted == ["link", "successor"]
+    job._submit_next(plan.launches[0])
+    assert submitted == pair
 
 
-def test_a_link_that_waits_for_the_lock_leaves_when_it_is_told_to_and_the_chain_goes_on(make, monkeypatch):
+def test_a_job_that_waits_for_the_lock_stops_when_asked_and_the_chain_continues(make, monkeypatch):
     directory, _ = make(detached=True)
     monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
     monkeypatch.setattr(slurm, "jobs", lambda token: [])
-    submitted: list[tuple[int, str]] = []
-    monkeypatch.setattr(
-        chain,
-        "submit",
-        lambda d, plan, run, launch, role, *words, **more: submitted.append((launch.index, role)) or "9",
-    )
+    submitted: list[str] = []
+    monkeypatch.setattr(slurm, "submit_patiently", lambda script, comment, *o, **m: submitted.append(comment) or "9")
     held = RunDirectory(directory.path)
     held.lock()
     try:
-        link = chain.Link(directory)
-        link._interrupts.stop_requests, link._interrupts.name = 1, "SIGUSR1"
-        assert "asked to leave by SIGUSR1" in (link._locked() or "")
-        assert submitted == [(0, "link"), (0, "successor")]
+        job = chain.ChainJob(directory)
+        job._interrupts.stop_requests, job._interrupts.name = 1, "SIGUSR1"
+        assert "asked to stop by SIGUSR1" in (job._locked() or "")
+        assert [slurm.role_of(comment) for comment in submitted] == [("chain", 0), ("successor", 0)]
         SlurmRun.load(directory).save(directory)
         replace(SlurmRun.load(directory), detached=False).save(directory)
-        assert link._locked() == "this run is supervised from elsewhere"  # since it began
+        assert job._locked() == "this run has a supervisor on a login node now"  # since the job started
     finally:
         held.unlock()
 
 
-def test_a_controller_that_is_away_is_said_to_be(make, monkeypatch):
+def test_stop_and_status_say_that_the_controller_does_not_answer(make, monkeypatch):
     directory, plan = make(detached=True)
     monkeypatch.setattr(slurm, "jobs", away)
     with pytest.raises(EnvironmentFault, match="stops by itself"):
@@ -394,12 +377,12 @@ def test_a_controller_that_is_away_is_said_to_be(make, monkeypatch):
     assert now.reason is not None and "not known" in now.reason and "--resume" not in now.reason
 
 
-def test_a_job_whose_ranks_have_ended_is_let_go(make, monkeypatch):
+def test_a_job_whose_ranks_have_ended_is_not_killed(make, monkeypatch):
     directory, _ = make()
     folder, sent = directory.launch(1), list[tuple[str, ...]]()
-    handle = {"job": "7", "directory": str(folder), "mark": ""}
-    monkeypatch.setattr(slurm, "job", lambda job, mark="": slurm.Queued(job, "RUNNING", 1, "", ""))
-    monkeypatch.setattr(slurm, "cancel", lambda *words: sent.append(words))
+    handle = {"job": "7", "directory": str(folder), "comment": ""}
+    monkeypatch.setattr(slurm, "job", lambda job, prefix="": slurm.Queued(job, "RUNNING", 1, "", ""))
+    monkeypatch.setattr(slurm, "cancel", lambda *given: sent.append(given))
     write_json(folder / "job.json", {"job": "7", "state": "running"})
     write_json(folder / "ranks" / "0.json", {"pid": 1})
     write_json(folder / "ranks" / "0.exit.json", {"code": 0, "time": 1.0})
@@ -408,15 +391,15 @@ def test_a_job_whose_ranks_have_ended_is_let_go(make, monkeypatch):
     assert sent == []  # it ends by itself, as COMPLETED
     monkeypatch.setattr(slurm_step, "LEAVING_SECONDS", 0.0)
     engine.signal(handle, "kill")
-    assert [words[0] for words in sent] == ["7", "7"]
+    assert [job for job, *_ in sent] == ["7", "7"]
 
 
-def test_ranks_meet_at_a_port_that_no_connection_is_given():
+def test_the_rendezvous_port_is_below_those_of_connections():
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(20_000 <= slurm_step._free_port() < first_given for _ in range(20))
 
 
-def test_an_heir_waits_from_the_end_of_its_link_and_a_silent_job_lived_as_long_as_it_beat(make, monkeypatch):
+def test_a_successor_waits_from_the_end_of_its_job_and_a_silent_job_lived_until_its_last_heartbeat(make, monkeypatch):
     directory, plan = make(detached=True)
     monkeypatch.setattr(slurm, "jobs", lambda token: [])
     start = time.time() - 10_000
@@ -426,12 +409,12 @@ def test_an_heir_waits_from_the_end_of_its_link_and_a_silent_job_lived_as_long_a
         write_json(directory.launch(number) / "ending.json", Ending(number, "failed", 0, start + found))
         record = {"job": job, "state": "ended" if ended else "running", "nodes": 2, "started": start + started}
         write_json(directory.launch(number) / "job.json", record | {"ended": ended and start + ended})
-    os.utime(directory.launch(1) / "job.json", (start + 3595, start + 3595))  # its last beat
-    # The successor was submitted when the first began; what is known of that is in the events.
+    os.utime(directory.launch(1) / "job.json", (start + 3595, start + 3595))  # its last heartbeat
+    # The successor was submitted together with the first job; the events say when.
     lines = [json.dumps({"kind": "submitted", "job": job, "time": start - 60}) for job in ("1", "2")]
     (directory.path / "events").mkdir()
     (directory.path / "events" / "supervisor.jsonl").write_text("\n".join(lines) + "\n")
-    first, second, *_ = slurm_status.rows(directory, plan)
+    first, second, *_ = slurm_run.rows(directory, plan)
     assert first.waited_seconds == pytest.approx(60) and first.node_hours == pytest.approx(2.0)
     assert second.waited_seconds == pytest.approx(400) and second.node_hours == pytest.approx(2 * 600 / 3600)
 
@@ -454,7 +437,7 @@ def test_an_interactive_job_s_own_nodes_are_not_free(make, monkeypatch, tmp_path
     assert asked == [("--nodes=2", "--exclude=n[1-2]")]
 
 
-def test_nothing_of_a_submitting_job_is_inherited():
+def test_a_job_inherits_nothing_of_the_job_that_submits_it():
     given = {
         "SLURM_JOB_ID": "1",
         "SBATCH_CLUSTERS": "x",
@@ -465,24 +448,7 @@ def test_nothing_of_a_submitting_job_is_inherited():
     assert slurm.environment(given) == {"SLURM_CONF": "c", "A": "b"}
 
 
-def test_manifests_are_their_owner_s_and_their_ranks_have_something_to_read(tmp_path):
-    directory, plan = nemo(directory=tmp_path / "run", environment={"TOKEN": "secret"})
-    old = os.umask(0)
-    try:
-        paths = kubernetes.write(directory, plan)
-        paths = kubernetes.write(directory, plan)  # over what is there
-    finally:
-        os.umask(old)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
-    (tmp_path / "task.py").write_text("def task(): ...\n")
-    task = plan.__class__(**{**vars(plan), "kind": "task", "target": f"{tmp_path / 'task.py'}:task"})
-    kubernetes.write(directory, task)
-    for launch in task.launches:
-        spec = work(directory, task).job(launch, launch.index + 1, launch.start_sample).argv[-1]
-        assert json.loads(Path(spec).read_text())["settings"]["launch"] == launch.index + 1
-
-
-def test_accounts_are_used_where_there_are_some_and_never_needed(tmp_path, monkeypatch):
+def test_accounts_are_used_if_there_are_any(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert slurm.accounted("7") is None  # no sacct
     sacct = tmp_path / "sacct"
@@ -510,7 +476,7 @@ def test_a_run_that_waits_for_a_controller_can_be_stopped(make, tmp_path, monkey
     person = threading.Thread(target=stop)
     person.start()
     try:
-        assert SlurmSupervisor(directory, plan, slurm_engine.SlurmEngine(), Lines(said)).run() == "stopped"
+        assert slurm_engine.SlurmSupervisor(directory, plan, LineDisplay(said)).run() == "stopped"
     finally:
         person.join()
     assert said.getvalue().count("does not answer") == 1

@@ -1,4 +1,4 @@
-"""Chains that go on with nobody around, against a real Slurm, hurt in every way they can be."""
+"""Chains of jobs without a supervisor, on a real Slurm, with every kind of failure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import signal
 import time
 from dataclasses import replace
 
-import pytest
-
-from batchwright.launch.directory import read_json
 from batchwright.launch.slurm import chain
 from batchwright.launch.slurm import commands as slurm
-from batchwright.launch.slurm import jobs as slurm_status
+from batchwright.launch.slurm.control import rows
+from batchwright.launch.slurm.script import write_chain_script
 from batchwright.launch.slurm.site import SlurmRun
+from batchwright.rundir.files import find_json
 
-from .conftest import LAUNCHES, PATIENCE, QUICK, audit, gone, seen, supervisor, wait_for
+from .conftest import LAUNCHES, PATIENCE, QUICK, audit, chain_log, ended, gone, seen, supervisor, wait_for
 
 
 def begin(directory, plan) -> list[str]:
@@ -24,11 +23,10 @@ def begin(directory, plan) -> list[str]:
 
 
 def complete(directory):
-    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
+    outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
     assert outcome["state"] == "complete", outcome
-    wait_for(
-        lambda: not [one for one in slurm.jobs(SlurmRun.load(directory).token) if one.alive]
-    )  # no successor is left
+    # No successor is left.
+    wait_for(lambda: not [one for one in slurm.jobs(SlurmRun.load(directory).token) if one.alive])
     return audit(directory)
 
 
@@ -39,34 +37,10 @@ def started(directory, number: int) -> dict:
 
 
 def reached(directory, number: int, samples: int) -> str:
-    """Wait until a launch has saved so much; its job."""
+    """Wait until a launch has saved at this sample; its job."""
     path = directory.launch(number) / "status.json"
     wait_for(lambda: path.exists() and json.loads(path.read_text())["consumed_samples"] >= samples)
     return started(directory, number)["job"]
-
-
-def log(directory) -> str:
-    return "".join(path.read_text() for path in sorted((directory.path / "logs").glob("launch-*.log")))
-
-
-def ended(job: str) -> None:
-    wait_for(lambda: (one := slurm.job(job)) is None or not one.alive)
-    one = slurm.job(job)
-    assert one is None or one.state == "COMPLETED", one  # exit 0
-
-
-def test_a_ramp_over_1_2_and_4_nodes_chains_itself(cluster, make):
-    directory, plan = make(detached=True)
-    assert len(begin(directory, plan)) == 1
-    assert seen(complete(directory)) == list(LAUNCHES)
-    rows = slurm_status.rows(directory, plan)
-    assert [(row.state, row.nodes, row.start_sample, row.end_sample) for row in rows] == [
-        ("done", *launch) for launch in LAUNCHES
-    ]
-    assert all(row.waited_seconds is not None and row.node_hours for row in rows)
-    ended(slurm.submit(directory.path / "scripts" / "launch-2.sh"))  # a finished launch, once more
-    assert "nothing to do: the run is complete" in log(directory)
-    audit(directory)
 
 
 def test_where_nodes_may_not_submit_all_launches_are_queued_and_spares_step_in(cluster, make, tmp_path):
@@ -75,12 +49,12 @@ def test_where_nodes_may_not_submit_all_launches_are_queued_and_spares_step_in(c
     directory, plan = make(detached=True, nodes_submit=False, spares=1, extra=("--hold", str(hold), "--hold-at", "96"))
     assert len(begin(directory, plan)) == 6
     job = reached(directory, 2, 96)
-    assert [row.state.split()[0] for row in slurm_status.rows(directory, plan)] == ["done", "running", "pending"]
+    assert [row.state.split()[0] for row in rows(directory, plan)] == ["done", "running", "pending"]
     cluster.call("scancel", job)
-    wait_for(lambda: directory.ending(2))  # held till then: else it might come to its end first
+    wait_for(lambda: directory.ending(2))  # without the hold, the launch might complete first
     hold.unlink()
     assert [nodes for nodes, *_ in seen(complete(directory))] == [1, 2, 2, 4]
-    assert "not its turn" in log(directory)  # the spare of the first launch
+    assert "launch 2 is next, on 2 nodes, and this job has 1" in chain_log(directory)  # the spare of the first launch
 
 
 def test_scancel_a_duplicate_sigkill_and_a_killed_controller_are_survived(cluster, make, tmp_path):
@@ -89,17 +63,17 @@ def test_scancel_a_duplicate_sigkill_and_a_killed_controller_are_survived(cluste
     directory, plan = make(detached=True, extra=("--hold", str(hold), "--hold-at", "32"))
     begin(directory, plan)
     job = reached(directory, 1, 32)
-    ended(slurm.submit(directory.path / "scripts" / "launch-1.sh"))  # an impatient person
-    assert f"is being run by job {job}" in log(directory)
+    ended(slurm.submit(directory.path / "scripts" / "launch-1.sh"))  # a person submits it again
+    assert f"is being run by job {job}" in chain_log(directory)
     cluster.call("scancel", job)
     second = started(directory, 2)["job"]
     assert second != job
     driver = json.loads((directory.launch(2) / "ranks" / "0.json").read_text())["parent"]
-    os.kill(_parent(driver), signal.SIGKILL)  # the job's own process, and with it all below
+    os.kill(_parent(driver), signal.SIGKILL)  # the job's first process, and so all below it
     started(directory, 3)
     cluster.settled()
     cluster.kill("slurmctld")
-    hold.unlink()  # this launch ends, and finds no controller to submit the next one to
+    hold.unlink()  # this launch ends, and no controller is there to submit the next one to
     wait_for(lambda: directory.ending(3))
     cluster.restart("slurmctld")
     trained = complete(directory)
@@ -115,17 +89,16 @@ def _parent(pid: int) -> int:
 def test_the_time_limit_and_a_preemption_are_survived_by_a_chain_and_by_a_supervised_run(cluster, make, tmp_path):
     hold = tmp_path / "hold"
     hold.touch()
-    held = {"signal_seconds": 20, "extra": ("--hold", str(hold), "--hold-at", "0")}
+    # Slurm checks time limits every 30 s and warns up to 30 s early: with 50 s, at the first check.
+    held = {"signal_seconds": 50, "extra": ("--hold", str(hold), "--hold-at", "0")}
     chained, plan = make(detached=True, title="a chain", **held)
     watched, _ = make(title="a supervised run", **held)
     begin(chained, plan)
     with supervisor(watched) as process:
         for directory in (chained, watched):
-            wait_for((directory.path / "trained" / "launch-0001.jsonl").exists)  # it can be asked to stop
-            # Slurm looks at limits twice a minute, and is up to half a minute early with its warning.
-            cluster.call(
-                "scontrol", "update", f"JobId={read_json(directory.launch(1) / 'job.json')['job']}", "TimeLimit=1"
-            )
+            wait_for((directory.path / "trained" / "launch-0001.jsonl").exists)  # it handles signals now
+            job = started(directory, 1)["job"]
+            cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=1")
         for directory in (chained, watched):
             assert "SIGUSR1" in left(directory, 1)["detail"]
             wait_for((directory.path / "trained" / "launch-0002.jsonl").exists)
@@ -141,13 +114,13 @@ def test_the_time_limit_and_a_preemption_are_survived_by_a_chain_and_by_a_superv
 
 
 def left(directory, number: int) -> dict:
-    """Wait until a launch has ended, and its job has said so: its record follows the ending, or goes before it."""
+    """Wait until a launch has ended and its job has written its end, in whichever order."""
     wait_for(lambda: directory.ending(number))
-    return wait_for(lambda: (said := read_json(directory.launch(number) / "job.json"))["state"] == "ended" and said)
+    return wait_for(lambda: (record := find_json(directory.launch(number) / "job.json"))["state"] == "ended" and record)
 
 
-def test_a_launch_that_ends_early_is_gone_on_with_by_a_chain_and_by_a_supervised_run(cluster, make):
-    """Exit 0, before its end: done is what the position says, not the exit code."""
+def test_a_launch_that_ends_early_is_continued_by_a_chain_and_by_a_supervised_run(cluster, make):
+    """Exit code 0 before end_sample: the position says whether a launch is done, not the exit code."""
     early = {"extra": ("--enough", "96")}  # in the middle of launch 2
     chained, plan = make(detached=True, title="a chain", **early)
     watched, _ = make(title="a supervised run", **early)
@@ -160,20 +133,21 @@ def test_a_launch_that_ends_early_is_gone_on_with_by_a_chain_and_by_a_supervised
         assert directory.ending(2).outcome == "failed" and directory.ending(2).position == 96
 
 
-@pytest.mark.parametrize("end", ["cancelled while it waits", "killed in its prologue"])
-def test_a_link_that_never_comes_to_its_first_word_is_gone_on_with(cluster, make, tmp_path, end):
-    """It could not leave a successor itself: that was there before it."""
+def test_a_job_that_is_cancelled_while_it_waits_or_killed_in_its_prologue_has_a_successor(cluster, make, tmp_path):
+    """Such a job cannot submit a successor itself: it was submitted together with the job."""
     flag = tmp_path / "flag"
-    directory, plan = make(detached=True, prologue=(f'test -e "{flag}" || {{ touch "{flag}"; kill -9 $$; }}',))
+    kill_once = f'[ "$SLURM_JOB_NUM_NODES" != 2 ] || test -e "{flag}" || {{ touch "{flag}"; kill -9 $$; }}'
+    directory, plan = make(detached=True, prologue=(kill_once,))
     cluster.call("scontrol", "update", "NodeName=node[1-4]", "State=DRAIN", "Reason=test")
-    first = begin(directory, plan)
-    if "cancelled" in end:
-        flag.touch()
-        cluster.call("scancel", *first)
-        wait_for(lambda: (one := slurm.job(first[0])) is None or not one.alive)
+    (cancelled,) = begin(directory, plan)
+    cluster.call("scancel", cancelled)
+    wait_for(lambda: (one := slurm.job(cancelled)) is None or not one.alive)
     cluster.resume()
     assert seen(complete(directory)) == list(LAUNCHES)
-    assert flag.exists() and directory.manifest(1).handle["job"] not in first
+    events = [event for event in directory.events() if event["kind"] == "submitted" and event["role"] == "chain"]
+    killed = next(event["job"] for event in events if event["launch"] == 1)
+    assert flag.exists()
+    assert directory.manifest(1).handle["job"] != cancelled and directory.manifest(2).handle["job"] != killed
 
 
 def test_a_failed_node_is_survived(cluster, make, tmp_path):
@@ -182,7 +156,7 @@ def test_a_failed_node_is_survived(cluster, make, tmp_path):
     directory, plan = make(detached=True, extra=("--hold", str(hold), "--hold-at", "96"))
     begin(directory, plan)
     job = reached(directory, 2, 96)
-    cluster.fail(cluster.call("squeue", "-h", "-j", job, "-o", "%B").strip())  # where the batch script is
+    cluster.fail(cluster.call("squeue", "-h", "-j", job, "-o", "%B").strip())  # where the batch script runs
     gone(directory, 2)
     hold.unlink()
     assert [nodes for nodes, *_ in seen(complete(directory))] == [1, 2, 2, 4]
@@ -196,44 +170,27 @@ def test_an_elastic_chain_takes_fewer_nodes_and_grows_at_the_next_boundary(clust
     begin(directory, plan)
     reached(directory, 2, 96)
     cluster.call("scontrol", "update", "NodeName=node[2-4]", "State=RESUME")
-    script = directory.path / "scripts" / "launch-3.sh"
-    chain.write_link(directory, plan, SlurmRun.load(directory), plan.launches[2])
-    wait_for(
-        lambda: (slurm.starts_at(script, "--nodes=3", "--exclude=node1")[0] or 1e12) < time.time() + 300
-    )  # Slurm counts them in again
+    script = write_chain_script(directory, plan, SlurmRun.load(directory), plan.launches[2])
+    # Wait until Slurm would use these nodes again.
+    wait_for(lambda: (slurm.starts_at(script, "--nodes=3", "--exclude=node1")[0] or 1e12) < time.time() + 300)
     hold.unlink()
     assert seen(complete(directory)) == [(1, 0, 64), (1, 64, 192), (4, 192, 448)]
 
 
-def test_a_chain_is_stopped_and_begun_again(cluster, make, tmp_path):
-    hold = tmp_path / "hold"
-    hold.touch()
-    directory, plan = make(detached=True, extra=("--hold", str(hold), "--hold-at", "32"))
-    begin(directory, plan)
-    reached(directory, 1, 32)
-    chain.stop(directory)
-    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
-    assert outcome["state"] == "stopped"
-    wait_for(lambda: not cluster.call("squeue", "-h").strip())
-    hold.unlink()
-    begin(directory, plan)
-    complete(directory)
-
-
-def test_a_chain_that_gets_nowhere_ends_with_its_reason(cluster, make):
+def test_a_chain_without_progress_ends_with_its_reason(cluster, make):
     directory, plan = make(detached=True, options=replace(QUICK, max_retries=1), prologue=("false",))
     begin(directory, plan)
-    outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
+    outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
     assert outcome["state"] == "failed" and "prologue command 1" in outcome["failure"]["reason"]
     assert len(directory.numbers()) == 2
     wait_for(lambda: not cluster.call("squeue", "-h").strip())
 
 
-def test_a_chain_whose_jobs_die_without_a_word_ends_and_may_be_begun_again(cluster, make):
+def test_a_chain_whose_jobs_end_without_a_report_ends_and_may_be_started_again(cluster, make):
     directory, plan = make(detached=True, options=replace(QUICK, max_retries=1), extra=("--kill-job",))
-    for starts in (2, 4):  # what failed before a person began it again does not count
+    for starts in (2, 4):  # failures before a person started it again do not count
         begin(directory, plan)
-        outcome = wait_for(lambda: read_json(directory.path / "outcome.json"))
-        assert outcome["state"] == "failed" and "without a word" in outcome["failure"]["reason"]
+        outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
+        assert outcome["state"] == "failed" and "without a report" in outcome["failure"]["reason"]
         assert len(directory.numbers()) == starts
         wait_for(lambda: not cluster.call("squeue", "-h").strip())

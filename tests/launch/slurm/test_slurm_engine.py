@@ -1,4 +1,4 @@
-"""The engine and its supervisor against a real Slurm, hurt in every way it can be."""
+"""The engine and its supervisor on a real Slurm, with every kind of failure."""
 
 from __future__ import annotations
 
@@ -11,84 +11,35 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from batchwright.launch.directory import write_json
 from batchwright.launch.engine import Job
 from batchwright.launch.records import Manifest
-from batchwright.launch.show import Lines
+from batchwright.launch.show import LineDisplay
 from batchwright.launch.slurm import commands as slurm
-from batchwright.launch.slurm import jobs as slurm_status
-from batchwright.launch.slurm.engine import SlurmEngine
-from batchwright.launch.slurm.supervise import SlurmSupervisor
+from batchwright.launch.slurm.engine import SlurmEngine, SlurmSupervisor
 from batchwright.launch.work import launch_end, work
 
-from .conftest import LAUNCHES, PATIENCE, QUICK, audit, gone, seen, supervisor, wait_for
+from .conftest import LAUNCHES, PATIENCE, QUICK, audit, gone, seen, submitted_again, supervisor, wait_for
 
 
 def supervise(directory, plan) -> tuple[str, str]:
     out = io.StringIO()
-    state = SlurmSupervisor(directory, plan, SlurmEngine(), Lines(out, every=0.0)).run()
+    state = SlurmSupervisor(directory, plan, LineDisplay(out, every=0.0)).run()
     return state, out.getvalue()
 
 
-def submitted_again(script: Path, log: Path) -> str:
-    """Submit a script a second time; what the job says, once it has ended."""
-    before = log.stat().st_size
-    job = slurm.submit(script)
-    wait_for(lambda: (one := slurm.job(job)) is None or not one.alive)
-    one = slurm.job(job)
-    assert one is None or one.state == "COMPLETED", one  # exit 0
-    return log.read_text()[before:]
-
-
 def running(directory, number: int, samples: int = 0) -> str:
-    """Wait until a launch has saved something; its job."""
+    """Wait until a launch has saved at this sample; its job."""
     wait_for(lambda: (directory.launch(number) / "status.json").exists())
     wait_for(lambda: json.loads((directory.launch(number) / "status.json").read_text())["consumed_samples"] >= samples)
     return wait_for(lambda: (m := directory.manifest(number)) and m.handle and m.handle["job"])
 
 
-def test_a_ramp_over_1_2_and_4_nodes_is_supervised_to_its_end(cluster, make):
-    directory, plan = make(options=replace(QUICK, environment={"HOSTILE": "$(touch x)\n'\""}), name="$(x) \"y\"\n'z'")
-    state, told = supervise(directory, plan)
-    assert state == "complete", told
-    trained = audit(directory)
-    assert seen(trained) == list(LAUNCHES)
-    assert {line["hostile"] for lines in trained.values() for line in lines} == {"$(touch x)\n'\""}
-    rows = slurm_status.rows(directory, plan)
-    assert [(row.launch, row.state, row.nodes, row.start_sample, row.end_sample) for row in rows] == [
-        (index, "done", *launch) for index, launch in enumerate(LAUNCHES)
-    ]
-    assert all(row.job and row.waited_seconds is not None and row.node_hours for row in rows)
-    folder = directory.launch(2)
-    assert "nothing to do" in submitted_again(folder / "job.sh", folder / "logs" / "job.log")  # a finished launch
-    audit(directory)
-
-
 def test_a_killed_supervisor_a_duplicate_and_a_killed_controller_cost_nothing(cluster, make, tmp_path):
-    hold = tmp_path / "hold"
-    hold.touch()
-    directory, _ = make(extra=("--hold", str(hold), "--hold-at", "128"))
-    with supervisor(directory) as first:
-        running(directory, 2, 128)
-        first.send_signal(signal.SIGKILL)
-        first.wait()
-    with supervisor(directory) as second:
-        folder = directory.launch(2)
-        assert "is or was run by job" in submitted_again(folder / "job.sh", folder / "logs" / "job.log")
-        cluster.settled()
-        cluster.kill("slurmctld")
-        time.sleep(1.5)
-        cluster.restart("slurmctld")
-        hold.unlink()
-        assert second.wait(PATIENCE) == 0
-    assert seen(audit(directory)) == list(LAUNCHES)  # no launch began anew
-
-
-def test_a_job_that_ended_while_nobody_watched_and_that_slurm_has_forgotten_is_not_repeated(cluster, make, tmp_path):
+    """No launch runs twice: not one that ended without a supervisor and that Slurm has forgotten, nor one that runs."""
     hold = tmp_path / "hold"
     hold.touch()
     directory, _ = make(extra=("--hold", str(hold), "--hold-at", "128"))
@@ -96,13 +47,26 @@ def test_a_job_that_ended_while_nobody_watched_and_that_slurm_has_forgotten_is_n
         job = running(directory, 2, 128)
         first.send_signal(signal.SIGKILL)
         first.wait()
-    refused = subprocess.run(["scontrol", "requeue", job], capture_output=True)  # an administrator, say
+    refused = subprocess.run(["scontrol", "requeue", job], capture_output=True)  # as an administrator might
     assert refused.returncode and directory.ending(2) is None
     hold.unlink()
     wait_for(lambda: slurm.job(job) is None)  # MinJobAge
+    hold.touch()
     with supervisor(directory) as second:
-        assert second.wait(PATIENCE) == 0
-    assert seen(audit(directory)) == list(LAUNCHES)
+        wait_for(lambda: (directory.launch(3) / "ranks" / "0.json").exists())
+        wait_for(lambda: (m := directory.manifest(3)) and m.handle)
+        second.send_signal(signal.SIGKILL)
+        second.wait()
+    with supervisor(directory) as third:
+        folder = directory.launch(3)
+        assert "is or was run by job" in submitted_again(folder / "job.sh", folder / "logs" / "job.log")
+        cluster.settled()
+        cluster.kill("slurmctld")
+        time.sleep(1.5)
+        cluster.restart("slurmctld")
+        hold.unlink()
+        assert third.wait(PATIENCE) == 0
+    assert seen(audit(directory)) == list(LAUNCHES)  # no launch started anew
 
 
 def test_scancel_and_a_failed_node_are_survived(cluster, make, tmp_path):
@@ -113,12 +77,12 @@ def test_scancel_and_a_failed_node_are_survived(cluster, make, tmp_path):
         cluster.call("scancel", running(directory, 2, 96))
         wait_for(lambda: (directory.launch(3) / "ranks" / "0.json").exists())
         job = json.loads((directory.launch(3) / "job.json").read_text())["job"]
-        cluster.fail(cluster.call("squeue", "-h", "-j", job, "-o", "%B").strip())  # where the batch script is
-        gone(directory, 3)  # the hold not before: it would come to its end while the node is looked for
+        cluster.fail(cluster.call("squeue", "-h", "-j", job, "-o", "%B").strip())  # where the batch script runs
+        gone(directory, 3)  # before the hold ends: else the launch might complete first
         hold.unlink()
         assert process.wait(PATIENCE) == 0
     trained = audit(directory)
-    assert [nodes for nodes, *_ in seen(trained)] == [1, 2, 2, 4]  # the one on the failed node had not come to a step
+    assert [nodes for nodes, *_ in seen(trained)] == [1, 2, 2, 4]  # the one on the failed node took no step
     outcomes = [directory.ending(number).outcome for number in directory.numbers()]
     assert outcomes == ["done", "failed", "failed", "done", "done"]
 
@@ -135,23 +99,13 @@ def test_a_crash_between_sbatch_and_its_record_leaves_no_second_writer(cluster, 
     try:
         stray = SlurmEngine().start(job)["job"]
         with supervisor(directory) as process:
-            wait_for(lambda: (one := slurm.job(stray)) is None or not one.alive)  # taken back, by the new supervisor
+            wait_for(lambda: (one := slurm.job(stray)) is None or not one.alive)  # cancelled by the new supervisor
             cluster.call("scontrol", "update", "PartitionName=main", "State=UP")
             assert process.wait(PATIENCE) == 0
     finally:
         cluster.call("scontrol", "update", "PartitionName=main", "State=UP")
     trained = audit(directory)
     assert all(line["job"] != stray for lines in trained.values() for line in lines)
-
-
-def test_a_prologue_that_fails_is_named_and_tried_again(cluster, make, tmp_path):
-    flag = tmp_path / "flag"
-    directory, plan = make(prologue=("export READY=1", f'test -e "{flag}" || {{ touch "{flag}"; (exit 7); }}'))
-    state, told = supervise(directory, plan)
-    assert state == "complete", told
-    first = json.loads((directory.launch(1) / "job.json").read_text())
-    assert first["detail"].startswith("prologue command 2 exited with 7")
-    assert directory.ending(1).outcome == "failed" and seen(audit(directory)) == list(LAUNCHES)
 
 
 def test_a_job_that_slurm_holds_after_its_own_prolog_failed_is_replaced(cluster, make):
@@ -164,7 +118,7 @@ def test_a_job_that_slurm_holds_after_its_own_prolog_failed_is_replaced(cluster,
             wait_for(lambda: directory.ending(1))
             for flag in flags:
                 flag.unlink()
-            # Again and again: a further job may have met a flag on its way out, and drained a node since.
+            # Repeated: another job may have seen a flag just before, and drained a node since.
             wait_for(lambda: cluster.resume() or process.poll() is not None)
             assert process.returncode == 0
     finally:
@@ -189,32 +143,33 @@ def test_a_stop_saves_and_ends_the_job(cluster, make, tmp_path):
         running(directory, 1, 32)
         job = directory.manifest(1).handle
         cluster.call("scontrol", "suspend", job["job"])
-        assert SlurmEngine().poll(job).state == "pending"  # it stands still, and is not to blame
+        assert SlurmEngine().poll(job).state == "pending"  # a suspended job does not stall
         cluster.call("scontrol", "resume", job["job"])
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(PATIENCE) == 5
     assert directory.ending(1).outcome == "stopped" and directory.ending(1).position == 48
-    wait_for(lambda: not cluster.call("squeue", "-h", "-t", "R,PD").strip())  # a moment after its last word
+    wait_for(lambda: not cluster.call("squeue", "-h", "-t", "R,PD").strip())
 
 
 def test_stuck_ranks_on_several_nodes_leave_their_stacks(cluster, make):
     directory, _ = make()
     folder = directory.launch(1)
-    text = "import time\ndef here():\n    print('come', flush=True)\n    time.sleep(600)\nhere()"
+    text = "import time\ndef here():\n    print('ready', flush=True)\n    time.sleep(600)\nhere()"
     stuck = (sys.executable, "-c", text)
     job = Job("launch 1", folder, 2, 2, stuck, False, {"PYTHONFAULTHANDLER": "1"}, directory.path, "SIGUSR1", 5.0)
     directory.fence(1)
     engine = SlurmEngine()
     handle = engine.start(job)
-    wait_for(lambda: ["come" in rank.tail for rank in engine.logs(handle)] == [True] * 4)
+    wait_for(lambda: ["ready" in rank.tail for rank in engine.logs(handle)] == [True] * 4)
     wait_for(lambda: engine.signal(handle, "trace") or engine.poll(handle).state == "ended")
     for rank in engine.logs(handle):
         assert "Fatal Python error: Aborted" in rank.tail and "in here" in rank.tail
         assert rank.code == -signal.SIGABRT
 
 
-def test_a_job_that_waits_says_why(cluster, make):
-    directory, plan = make()
+def test_a_job_that_waits_says_why_and_a_prologue_that_fails_is_named_and_tried_again(cluster, make, tmp_path):
+    flag = tmp_path / "flag"
+    directory, plan = make(prologue=("export READY=1", f'test -e "{flag}" || {{ touch "{flag}"; (exit 7); }}'))
     cluster.call("scontrol", "update", "NodeName=node[1-4]", "State=DRAIN", "Reason=test")
     out = io.StringIO()
     watch = threading.Thread(
@@ -222,20 +177,23 @@ def test_a_job_that_waits_says_why(cluster, make):
         args=(lambda: "waiting in the queue: Nodes required" in out.getvalue() and cluster.resume() is None,),
     )
     watch.start()
-    assert SlurmSupervisor(directory, plan, SlurmEngine(), Lines(out, every=0.0)).run() == "complete"
+    assert SlurmSupervisor(directory, plan, LineDisplay(out, every=0.0)).run() == "complete", out.getvalue()
     watch.join()
     assert "waiting in the queue: Nodes required for job are DOWN, DRAINED" in out.getvalue()
+    first = json.loads((directory.launch(1) / "job.json").read_text())
+    assert first["detail"].startswith("prologue command 2 exited with 7")
+    assert directory.ending(1).outcome == "failed" and seen(audit(directory)) == list(LAUNCHES)
 
 
-def test_an_elastic_supervisor_takes_what_there_is(cluster, make):
+def test_an_elastic_supervisor_takes_the_free_nodes(cluster, make):
     directory, plan = make(elastic=True, time="10")
     cluster.call("scontrol", "update", "NodeName=node[2-4]", "State=DRAIN", "Reason=test")
-    state, told = supervise(directory, plan)
-    assert state == "complete" and "takes 1 nodes: 4 would have to be waited for" in told, told
+    state, output = supervise(directory, plan)
+    assert state == "complete" and "takes 1 nodes: 4 nodes are not free soon enough" in output, output
     assert [nodes for nodes, *_ in seen(audit(directory))] == [1, 1, 1]
 
 
-def test_a_duplicate_that_is_first_is_the_one_that_is_watched(cluster, make):
+def test_a_duplicate_that_claims_first_is_the_one_that_is_watched(cluster, make):
     directory, plan = make()
     directory.fence(1)
     cluster.call("scontrol", "update", "PartitionName=main", "State=DOWN")
@@ -243,20 +201,20 @@ def test_a_duplicate_that_is_first_is_the_one_that_is_watched(cluster, make):
         engine = SlurmEngine()
         handle = engine.start(replace(work(directory, plan).job(plan.launches[0], 1, 0), argv=("sleep", "600")))
         cluster.call("scontrol", "hold", handle["job"])
-        impatient = slurm.submit(directory.launch(1) / "job.sh")
+        duplicate = slurm.submit(directory.launch(1) / "job.sh")
     finally:
         cluster.call("scontrol", "update", "PartitionName=main", "State=UP")
     wait_for(lambda: (directory.launch(1) / "ranks" / "0.json").exists())
-    assert json.loads((directory.launch(1) / "job.json").read_text())["job"] == impatient
+    assert json.loads((directory.launch(1) / "job.json").read_text())["job"] == duplicate
     cluster.call("scontrol", "release", handle["job"])
     wait_for(lambda: (one := slurm.job(handle["job"])) is None or not one.alive)  # it found nothing to do
-    time.sleep(2 * handle["poll_seconds"])  # until squeue would be asked again
+    time.sleep(2 * handle["poll_seconds"])  # until the engine asks squeue again
     assert engine.poll(handle).state == "running"
     engine.signal(handle, "kill")
     wait_for(lambda: engine.poll(handle).state == "ended")
 
 
-def test_what_the_run_says_goes_before_what_the_environment_says(cluster, make, monkeypatch):
+def test_settings_of_the_run_override_the_environment(cluster, make, monkeypatch):
     monkeypatch.setenv("SBATCH_PARTITION", "nowhere")
     directory, plan = make(partition="main", time="10", name='it\'s "$(x)" #1 \\ %j\né')
     monkeypatch.setenv("SBATCH_TIMELIMIT", "1")

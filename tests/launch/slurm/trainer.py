@@ -1,7 +1,7 @@
-"""Stands in for a training script: takes steps of 16 samples, saves every second one, ends cleanly when asked to.
+"""A stand-in for a training script: steps of 16 samples, a save every second step, a clean end on a signal.
 
-It writes what it trained on, with its job and process, so that a test can audit it; and checks the fence before it
-saves, as any script has to that several jobs might run.
+It writes what it trained on, with its job and process, so that a test can check it. It checks the fence before it saves, as
+every script must that several jobs might run.
 """
 
 import argparse
@@ -21,11 +21,11 @@ def main() -> int:
     parser.add_argument("--end", type=int, required=True)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=0.05)
-    parser.add_argument("--hold", type=Path, help="wait at sample --hold-at as long as this file is there")
+    parser.add_argument("--hold", type=Path, help="wait at sample --hold-at while this file exists")
     parser.add_argument("--hold-at", type=int, default=10**9)
-    parser.add_argument("--enough", type=int, help="end as if all were done, once, at this sample")
+    parser.add_argument("--enough", type=int, help="exit with code 0 at this sample, once")
     parser.add_argument(
-        "--kill-job", action="store_true", help="SIGKILL for the job's own process, the parent's parent"
+        "--kill-job", action="store_true", help="SIGKILL for the job's first process, the parent's parent"
     )
     given = parser.parse_args()
     if given.kill_job:
@@ -43,7 +43,7 @@ def main() -> int:
 
     def save(position: int) -> None:
         if json.loads(fence.read_text())["launch"] != launch:
-            print("a newer launch has taken over", flush=True)
+            print("a newer launch has the fence", flush=True)
             sys.exit(3)
         part = status.with_name(f"{status.name}.part")
         part.write_text(json.dumps({"consumed_samples": position}))
@@ -65,9 +65,9 @@ def main() -> int:
                 save(position)
                 saved = position
             if stop:
-                break  # after a step, whenever it was asked
+                break  # after a step
         if stop:
-            time.sleep(0.5)  # a save takes a while: whoever asked the ranks has by then told their job, too
+            time.sleep(0.5)  # as a slow save: the job receives its own signal meanwhile
         if saved != position:
             save(position)
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count, islice
+from itertools import islice
 from math import prod
 
 from batchwright.core.errors import PlanError, Violation, either
@@ -111,8 +111,7 @@ def _smallest(given: Unknowns) -> Split:
         )
     steps = given.accumulation_steps
     if steps is None:
-        rule = given.pipeline
-        steps = 1 if rule is None else next(m for m in count(rule.stages) if rule.refusal(m) is None)
+        steps = given.pipeline.fewest if given.pipeline else 1
     return Split(micro, steps, given.data_parallel_size or given.rank_step)
 
 

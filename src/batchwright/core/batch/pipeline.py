@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import count
 
 from batchwright.core.errors import PlanError
 from batchwright.core.record import record
@@ -114,6 +115,15 @@ class PipelineRule:
         if self.schedule == "circular" and self.delayed:
             return 2 * waits
         return waits / 3 if self.schedule == "zero-bubble" else waits
+
+    @property
+    def fewest(self) -> int:
+        """The smallest legal number of microbatches that fills the stages.
+
+        >>> PipelineRule("circular", stages=4, delayed=True).fewest
+        8
+        """
+        return next(m for m in count(self.stages) if self.refusal(m) is None)
 
     def cost(self, microbatches: int, tokens: int) -> Fraction:
         """Relative time of a step of `tokens` per replica: (1 + idle/(v·m)) × (1 + m·t₀/tokens)."""

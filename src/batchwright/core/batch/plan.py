@@ -286,7 +286,7 @@ def _pipeline(request: Request, rule: PipelineRule | None, split: Split, batch: 
     if inner:
         quantum = split.micro_batch_size * split.data_parallel_size
         legal = [m for m in divisors(quantum) if rule.refusal(m) is None]
-        usual = rule.stages * (2 if rule.delayed else 1)
+        usual = rule.fewest
         pieces = request.pipeline_microbatches or next((m for m in legal if m >= usual), usual)
         if pieces not in legal:
             reason = rule.refusal(pieces) or (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from math import gcd
 from typing import NamedTuple
 
@@ -71,7 +73,7 @@ class StageRules:
         if not dp:
             return None
         if self.micro_batch_size is None:
-            return self._free(batch, nodes, dp)
+            return next(self._free(batch, nodes, dp), None)
         # The equation with one unknown: asked for thousands of times by the optima.
         steps, over = divmod(batch, self.micro_batch_size * dp)
         steps += over > 0
@@ -86,17 +88,43 @@ class StageRules:
             and self.refusal(steps) is None
         )
 
-    def _free(self, batch: int, nodes: int, dp: int) -> Fit | None:
+    def _free(self, batch: int, nodes: int, dp: int) -> Iterator[Fit]:
+        """Every legal split where the micro batch is free, best first."""
         rule = None if self.inner_microbatches else self.pipeline
         if batch % dp == 0:
             known = (batch, None, self.accumulation_steps, dp, self.max_micro_batch_size, 1, rule, self.sequence_length)
             for split in splits(Unknowns(*known)):
                 if self.refusal(split.accumulation_steps) is None:
-                    return Fit(nodes, dp, split.micro_batch_size, split.accumulation_steps, False)
-        if not self.allow_ragged:
+                    yield Fit(nodes, dp, split.micro_batch_size, split.accumulation_steps, False)
+        if self.allow_ragged:
+            micro, steps = ragged_share(-(-batch // dp), self.accumulation_steps, self.max_micro_batch_size, rule)
+            if self._accepts(micro, steps):
+                yield Fit(nodes, dp, micro, steps, True)
+
+    def resplit(self, batch: int, nodes: int, limit: int) -> Fit | None:
+        """The best split of `batch` on `nodes` in micro batches of at most `limit`, or None where none is legal.
+
+        A micro batch that the rules fix is kept where that is legal. Accumulation steps that they fix are not kept:
+        smaller micro batches or fewer ranks need more steps.
+
+        >>> rules = StageRules(World(1, pipeline_parallel=4), nodes=8, pipeline=PipelineRule("circular", stages=4))
+        >>> rules.resplit(24, nodes=8, limit=2)[1:4]  # 2 × 6 × 2 is the same batch, but 6 is not a multiple of 4
+        (2, 1, 12)
+        """
+        dp = self.replicas(nodes)
+        if not dp or limit < 1:
             return None
-        micro, steps = ragged_share(-(-batch // dp), self.accumulation_steps, self.max_micro_batch_size, rule)
-        return Fit(nodes, dp, micro, steps, True) if self._accepts(micro, steps) else None
+        free = replace(self, micro_batch_size=None, accumulation_steps=None, max_micro_batch_size=limit)
+        found = free._free(batch, nodes, dp)
+        if self.micro_batch_size is not None:
+            kept = replace(free, micro_batch_size=min(self.micro_batch_size, limit)).fit(batch, nodes)
+            found = chain([kept] if kept else [], found)
+        return next((fit for fit in found if self._divides_inner(fit)), None)
+
+    def _divides_inner(self, fit: Fit) -> bool:
+        """Whether one accumulation step divides into the pipeline's inner microbatches, if it has any."""
+        pieces = self.inner_microbatches
+        return not pieces or fit.micro_batch_size * fit.data_parallel_size % pieces == 0
 
     def fits(self, batch: int) -> Iterator[Fit]:
         """Every legal count of nodes, ascending. Without raggedness only divisors of the batch are looked at."""

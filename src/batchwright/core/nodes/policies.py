@@ -103,6 +103,7 @@ class NodePlan:
     full_cluster_node_hours: float | None
     saved_node_hours: float | None
     notes: tuple[str, ...]
+    rules: StageRules
 
 
 def launcher_nodes(batches: Sequence[int], world: World, *, nodes: int, micro_batch_size: int) -> tuple[int, ...]:
@@ -249,7 +250,7 @@ def place(
         if segment.shortfall and rest % (stage.micro_batch_size * stage.data_parallel_size):
             notes.append(f"the last step of stage {stage.index + 1} is cut to {rest} samples, and runs ragged.")
     saved = full[1] - node_hours if full[1] is not None and node_hours is not None else None
-    return NodePlan(policy, stages, launches, restart, hours, node_hours, *full, saved, tuple(notes))
+    return NodePlan(policy, stages, launches, restart, hours, node_hours, *full, saved, tuple(notes), rules)
 
 
 def _request_violations(

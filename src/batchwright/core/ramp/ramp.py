@@ -214,7 +214,7 @@ def _placement(
     if policy is None:  # a per-device ramp keeps its devices; the launcher's rule needs a micro batch
         policy = "constant" if fixed_devices else "launcher" if request.micro_batch_size else "constant-work"
     rule = pipeline_rule(request)
-    inner = rule is not None and request.pipeline_style == "inner"
+    inner = rule.fewest if rule is not None and request.pipeline_style == "inner" else None
     options: dict[str, Any] = {
         "nodes": nodes,
         "micro_batch_size": request.micro_batch_size,
@@ -226,7 +226,7 @@ def _placement(
         "node_hours_budget": wanted.node_hours_budget,
         "allow_ragged": request.allow_ragged,
         "pipeline": rule,
-        "inner_microbatches": (request.pipeline_microbatches or request.pipeline_parallel) if inner else None,
+        "inner_microbatches": inner and (request.pipeline_microbatches or inner),
         "sequence_length": request.sequence_length,
         "stop_every_stage": wanted.stop_every_stage,
     }

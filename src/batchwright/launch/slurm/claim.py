@@ -1,7 +1,7 @@
-"""Who may run a launch: one job, ever. A claim is a file that can be made once, whole, on any file system.
+"""Which job runs a launch number: one job, ever. A claim is a file that only one process can create.
 
-`os.link` fails where the name is taken, on NFS and Lustre too, and the file has its contents from its first moment. What
-is alive is asked of Slurm; where the controller is away, a claim that its owner touches every few seconds says so.
+`os.link` fails if the name exists, on NFS and Lustre too, and the file is complete from its first moment. Slurm says
+whether the owner of a claim is alive; without a controller, the owner's heartbeat (the time of its file) does.
 """
 
 from __future__ import annotations
@@ -12,28 +12,27 @@ import time
 from pathlib import Path
 from typing import Any
 
-from batchwright.core import codec
-from batchwright.launch.directory import RunDirectory, write_json
-from batchwright.rundir.files import find_json
+from batchwright.launch.directory import write_json
+from batchwright.rundir.files import find_object
 
 from . import commands as slurm
 
-BEAT_SECONDS = 5.0
-SILENT_SECONDS = 120.0  # without a beat, and without a controller to ask: gone
-_COMPLETING_SECONDS = 60.0  # a job whose processes have been killed may be cleaned up for that long
+HEARTBEAT_SECONDS = 5.0
+SILENT_SECONDS = 120.0  # without a heartbeat, and without a controller to ask: the owner is gone
+_COMPLETING_SECONDS = 60.0  # Slurm may clean up for this long after it has killed the processes of a job
 
 
 def create_once(path: Path, document: Any) -> bool:
-    """Make a JSON file that nobody has made before; False where somebody has."""
+    """Create a JSON file; False if it exists already."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.once")
-    write_json(beside, codec.encode(document))
+    write_json(beside, document)
     try:
         os.link(beside, path)
         return True
     except FileExistsError:
-        return os.stat(beside).st_nlink > 1  # NFS: it was made, the answer was lost, and the question asked again
-    except OSError:  # no hard links here: the next best, which may show an empty file for an instant
+        return os.stat(beside).st_nlink > 1  # NFS: our link was made, the answer was lost and the request repeated
+    except OSError:  # no hard links on this file system: a reader may see an empty file for a moment
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(beside.read_bytes())
@@ -44,20 +43,25 @@ def create_once(path: Path, document: Any) -> bool:
         beside.unlink(missing_ok=True)
 
 
-class JobRecord:
-    """`launches/0003/job.json`: which job runs a launch, since when, and how it left. The first to make it owns it."""
+def job_record(launch: Path) -> dict[str, Any]:
+    """`job.json` of a launch; empty if no job has claimed it yet, or if it cannot be read now."""
+    return find_object(launch / "job.json") or {}
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "job.json"
-        self._beat = 0.0
+
+class JobRecord:
+    """`launches/0003/job.json`: which job runs a launch, since when, and how it ended. Who creates it owns the launch."""
+
+    def __init__(self, launch: Path) -> None:
+        self.path = launch / "job.json"
+        self._last_heartbeat = 0.0
         self._known: dict[str, Any] = {}
 
     def claim(self) -> bool:
-        """Become the owner; False where another is, or was."""
+        """Become the owner; False if another job is or was."""
         self._known = {
             "job": slurm.me(),
             "state": "running",
-            "nodes": int(os.environ.get("SLURM_JOB_NUM_NODES", "0")) or None,
+            "nodes": slurm.my_nodes()[0] or None,
             "host": socket.gethostname(),
             "started": time.time(),
             "ended": None,
@@ -66,46 +70,45 @@ class JobRecord:
         }
         return create_once(self.path, self._known)
 
-    def beat(self) -> None:
-        """A sign of life, now and then."""
-        if time.monotonic() - self._beat > BEAT_SECONDS:
-            self._beat = time.monotonic()
+    def heartbeat(self) -> None:
+        """Touch the record, every few seconds."""
+        if time.monotonic() - self._last_heartbeat > HEARTBEAT_SECONDS:
+            self._last_heartbeat = time.monotonic()
             try:
                 os.utime(self.path)
             except OSError:
                 pass
 
     def end(self, code: int | None, detail: str = "") -> None:
-        """How it left."""
+        """Write how the job ended."""
         self._known |= {"state": "ended", "ended": time.time(), "code": code, "detail": detail}
         write_json(self.path, self._known)
 
 
-def owner_lives(directory: RunDirectory, number: int, job: str | None, mark: str) -> bool:
-    """Whether the job that has claimed a launch may still write; `mark` is how the run's jobs are known."""
-    path = directory.launch(number) / "job.json"
-    record = find_json(path) or {}
-    if record.get("state") == "ended" or job is None:
+def owner_lives(launch: Path, job: str | None, token: str) -> bool:
+    """Whether the job that has claimed a launch may still write."""
+    if job is None or job_record(launch).get("state") == "ended":
         return False
     deadline = time.monotonic() + _COMPLETING_SECONDS
     while True:
         try:
-            known = slurm.job(job, mark)
+            known = slurm.job(job, slurm.comment_prefix(token))
         except slurm.Unreachable:
-            return _beats(path)
+            return _has_heartbeat(launch)
         if known is None or known.state != "COMPLETING":
             return known is not None and known.alive
-        if time.monotonic() > deadline or (find_json(path) or {}).get("state") == "ended":
+        if time.monotonic() > deadline or job_record(launch).get("state") == "ended":
             return False
         time.sleep(0.5)
 
 
-def _beats(path: Path) -> bool:
-    """Whether somebody still touches a claim. Waited for: a spare that gave up at once would be one fewer for nothing."""
+def _has_heartbeat(launch: Path) -> bool:
+    """Whether the owner still touches its record. This waits: a successor that gave up at once would be lost."""
+    path = launch / "job.json"
     last = _modified(path)
     while _age(path) < SILENT_SECONDS:
-        time.sleep(min(1.0, BEAT_SECONDS))
-        if (find_json(path) or {}).get("state") == "ended":
+        time.sleep(min(1.0, HEARTBEAT_SECONDS))
+        if job_record(launch).get("state") == "ended":
             return False
         if _modified(path) != last:
             return True
@@ -120,7 +123,7 @@ def _modified(path: Path) -> float | None:
 
 
 def _age(path: Path) -> float:
-    """Since a file was touched, by the clock of the file system it is on."""
+    """Seconds since a file was touched, by the clock of its file system."""
     probe = path.with_name(f".clock.{socket.gethostname()}.{os.getpid()}")
     try:
         probe.touch()

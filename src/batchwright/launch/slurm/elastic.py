@@ -1,6 +1,6 @@
-"""A launch on fewer nodes than planned: legal where every global batch of it divides, and grown at the next boundary.
+"""A launch on fewer nodes than planned, if every global batch of it has a legal split; the next launch grows again.
 
-The global batch never changes: fewer ranks take more micro steps each, and the gradient is the same.
+The global batch never changes: fewer ranks take more accumulation steps each, and the gradient is the same.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from batchwright.core.nodes.policies import Launch, Stage
-from batchwright.core.numbers import divisors
+from batchwright.core.nodes.policies import Launch
 from batchwright.launch.records import RunPlan
 
 from . import commands as slurm
@@ -19,12 +18,12 @@ from .site import Site
 
 
 def on_nodes(plan: RunPlan, launch: Launch, nodes: int) -> tuple[RunPlan, Launch] | None:
-    """The plan with one launch on another number of nodes, or None where a stage of it would not divide."""
+    """The plan with one launch on another number of nodes, or None if one of its stages has no legal split."""
     if nodes == launch.nodes:
         return plan, launch
     stages = list(plan.stages)
     for index in launch.stages:
-        placed = _placed(stages[index], nodes)
+        placed = plan.resplit(stages[index], nodes, stages[index].micro_batch_size)
         if placed is None:
             return None
         stages[index] = placed
@@ -33,28 +32,13 @@ def on_nodes(plan: RunPlan, launch: Launch, nodes: int) -> tuple[RunPlan, Launch
     return replace(plan, stages=tuple(stages), launches=launches), moved
 
 
-def _placed(stage: Stage, nodes: int) -> Stage | None:
-    ranks, over = divmod(stage.data_parallel_size * nodes, stage.nodes)
-    if over or not ranks:
-        return None
-    share, uneven = -(-stage.global_batch_size // ranks), stage.global_batch_size % ranks
-    if uneven and not stage.ragged:
-        return None
-    fits = [n for n in divisors(share) if n <= stage.micro_batch_size]
-    micro = stage.micro_batch_size if stage.ragged else max(fits)
-    return replace(
-        stage, nodes=nodes, data_parallel_size=ranks, micro_batch_size=micro, accumulation_steps=-(-share // micro),
-        step_seconds=None, hours=None, node_hours=None,
-    )  # fmt: skip
-
-
 def legal_nodes(plan: RunPlan, launch: Launch) -> tuple[int, ...]:
-    """The wanted number of nodes and every smaller one that would do, largest first."""
+    """The planned number of nodes and every smaller one with a legal split, largest first."""
     return tuple(n for n in range(launch.nodes, 0, -1) if on_nodes(plan, launch, n) is not None)
 
 
 def choose(counts: Sequence[int], starts_in: Callable[[int], float | None], patience: float) -> int:
-    """The most nodes that start within `patience` seconds; else those that start first; else the wanted number.
+    """The most nodes that start within `patience` seconds; else the number that starts first; else the planned one.
 
     >>> choose((4, 2, 1), {4: None, 2: 30.0, 1: 0.0}.get, patience=60)
     2
@@ -72,10 +56,10 @@ def choose(counts: Sequence[int], starts_in: Callable[[int], float | None], pati
 
 
 def affordable(plan: RunPlan, launch: Launch, site: Site, script: Path, freed: tuple[int, str] = (0, "")) -> int:
-    """The nodes to ask for: those of the plan, or, where the site is elastic, what the cluster can give soon.
+    """The nodes to ask for: those of the plan or, if the site is elastic, what the cluster can give soon.
 
-    `freed` are those of a link that asks for its successor: they are free as soon as it has ended, which Slurm cannot
-    know, so only the others are asked about.
+    `freed` are the nodes of the job that submits the next one (how many, and which). They are free when it has ended, but
+    Slurm does not know when that will be, so this asks Slurm about the other nodes only.
     """
     if not site.elastic:
         return launch.nodes

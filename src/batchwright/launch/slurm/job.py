@@ -1,9 +1,10 @@
-"""The first process of a job, on its first node: is it our turn; run the launch; pass signals on; write how it ended.
+"""The first process of a job, on its first node.
 
-    python -P -m batchwright.launch.slurm.job RUN_DIR start 3      submitted by a supervisor: the launch numbered 3
-    python -P -m batchwright.launch.slurm.job RUN_DIR link 1       one of a chain: whatever is next (`chain.py`)
+    python -P -m batchwright.launch.slurm.job RUN_DIR start 3      submitted by a supervisor: runs launch number 3
+    python -P -m batchwright.launch.slurm.job RUN_DIR chain 1      a job of a chain: runs the launch that is next (`chain.py`)
 
-A duplicate (an impatient person, a crash between sbatch and its record, a requeue) exits 0 and touches nothing.
+A duplicate (a person submitted a script again, or a supervisor crashed between sbatch and its record) exits 0 and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -18,34 +19,20 @@ from batchwright.launch.directory import RunDirectory
 from batchwright.launch.engine import Handle, Poll
 from batchwright.processes.guard import die_with
 from batchwright.rundir import names
-from batchwright.rundir.files import find_json
+from batchwright.rundir.files import find_object
 
-from .claim import BEAT_SECONDS, JobRecord
+from .chain import ChainJob
+from .claim import HEARTBEAT_SECONDS, JobRecord, job_record
 from .engine import read_job
-from .site import Site, SlurmRun
-from .step import StepEngine
+from .site import SlurmRun
+from .step import StepEngine, prologue_failure, say
 
 _WAIT = 0.1
-_REPEAT = 2.0  # a rank may not have been listening yet
-
-
-def say(text: str) -> None:
-    """A line in the job's log."""
-    print(f"{time.strftime('%H:%M:%S')} batchwright: {text}", flush=True)
-
-
-def prologue_failure(site: Site) -> str | None:
-    """What the script says of a prologue that failed, in words."""
-    told = os.environ.pop("BATCHWRIGHT_PROLOGUE_FAILED", "").split()
-    if len(told) != 2 or not told[0].isdigit():
-        return None
-    number = int(told[0])
-    line = site.prologue[number - 1].strip() if 0 < number <= len(site.prologue) else ""
-    return f"prologue command {number} exited with {told[1]}: {line[:200]}"
+_REPEAT = 2.0  # seconds until a rank is asked again: it may not have handled the signal yet
 
 
 class Start:
-    """One launch of a supervisor's; the supervisor decides what comes after it."""
+    """One launch of a supervisor on a login node, which decides what comes next."""
 
     def __init__(self, directory: RunDirectory, number: int) -> None:
         self._directory, self._number = directory, number
@@ -55,55 +42,54 @@ class Start:
 
     def _not_ours(self) -> str | None:
         """Why this job has nothing to do."""
-        current = (find_json(self._directory.path / names.FENCE) or {}).get("launch")
+        current = (find_object(self._directory.path / names.FENCE) or {}).get("launch")
         # None is a transient read error, and no newer launch.
         if current is not None and current != self._number:
-            return f"launch {self._number} is not the one that may run: that is {current}"
+            return f"launch {self._number} may not run: launch {current} may"
         if (self._folder / "ending.json").exists():
             return f"launch {self._number} has ended"
         return None
 
     def run(self) -> int:
         """The job's exit code."""
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):  # a claim may be asked to stop
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda n, frame: self._signals.append(n))
         reason = self._not_ours()
         if reason is None and not self._record.claim():
-            owner = (find_json(self._record.path) or {}).get("job")
-            reason = f"launch {self._number} is or was run by job {owner}"
+            reason = f"launch {self._number} is or was run by job {job_record(self._folder).get('job')}"
         if reason is not None:
             say(f"nothing to do: {reason}")
             return 0
         if (self._directory.path / names.STOP).exists():
             say("nothing to do: the run is to stop")
-            self._record.end(0, "told to stop before it began")
+            self._record.end(0, "asked to stop before it started")
             return 0
         site = SlurmRun.load(self._directory).site
         job, failure = read_job(self._folder), prologue_failure(site)
         if job is None or failure is not None:
-            failure = failure or f"{self._folder / 'work.json'} cannot be read"
-            say(failure)
-            self._record.end(1, failure)
-            return 1
+            return self._failed(failure or f"{self._folder / 'work.json'} cannot be read")
         engine = StepEngine(site)
         say(f"launch {self._number} on {job.nodes} nodes")
         try:
             handle = engine.start(job)
         except BatchwrightError as error:
-            say(str(error))
-            self._record.end(1, str(error))
-            return 1
+            return self._failed(str(error))
         polled, detail = self._watch(engine, handle, job.grace_seconds)
         self._record.end(polled.code, detail)
         say(f"ended with {polled.code}{': ' + detail if detail else ''}")
         return 0 if not polled.code else 1
 
+    def _failed(self, reason: str) -> int:
+        say(reason)
+        self._record.end(1, reason)
+        return 1
+
     def _watch(self, engine: StepEngine, handle: Handle, grace: float) -> tuple[Poll, str]:
         asked, again, looked, detail = 0.0, 0.0, time.monotonic(), ""
         while True:
             polled, now = engine.poll(handle), time.monotonic()
-            self._record.beat()
-            # Also after the end: Slurm signals the ranks, too, which may be gone within a pause.
+            self._record.heartbeat()
+            # Also after the end: Slurm signals the ranks, too, and they may end before this process looks.
             while self._signals:
                 number = self._signals.pop(0)
                 if number == signal.SIGUSR2:
@@ -113,12 +99,12 @@ class Start:
                     say(detail)
             if polled.state == "ended":
                 return polled, detail
-            if now - looked > BEAT_SECONDS:
+            if now - looked > HEARTBEAT_SECONDS:
                 looked = now
                 if (reason := self._not_ours()) is not None:
                     detail = f"ended here: {reason}"
                     engine.signal(handle, "kill")
-                elif not asked and (self._directory.path / names.STOP).exists():  # its supervisor may be gone
+                elif not asked and (self._directory.path / names.STOP).exists():  # the supervisor may be gone
                     asked, detail = now, "asked to save and stop by --stop"
                     say(detail)
             if asked and now - again > _REPEAT:
@@ -127,15 +113,11 @@ class Start:
             time.sleep(_WAIT)
 
 
-def main(words: list[str]) -> int:
-    """See the module's text."""
-    die_with(os.getppid())  # the step daemon: a job whose daemon is gone is nobody's any more
-    directory, mode, number = RunDirectory(words[0]), words[1], int(words[2])
-    if mode == "start":
-        return Start(directory, number).run()
-    from .chain import Link
-
-    return Link(directory).run_link()
+def main(arguments: list[str]) -> int:
+    """Run a job; see the text of this module."""
+    die_with(os.getppid())  # the step daemon: without it, Slurm no longer controls this process
+    directory, role, number = RunDirectory(arguments[0]), arguments[1], int(arguments[2])
+    return Start(directory, number).run() if role == "start" else ChainJob(directory).run_job()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Inside an allocation: one launch as a step of srun, or as the user's own command on the first node.
+"""Inside an allocation: one launch as an srun step, or as the user's own command on the first node.
 
-Ranks are asked for a checkpoint one by one, by a small step beside theirs (`slurm_trace`). Where no step can be made, as
-without a controller, srun passes the wish on; how far it comes is then up to Slurm (proctrack/cgroup: to a task's first
-process).
+To ask for a checkpoint, a second small step (`main`) signals the ranks of each node one by one. Slurm's own signals reach
+all processes of the ranks' step or only the first process of each task, depending on how Slurm tracks processes. But
+torchrun takes a second signal as "stop now", and a rank ends when its parent ends. Where no step can start, as without a
+controller, srun passes the signal on.
 """
 
 from __future__ import annotations
@@ -22,37 +23,50 @@ from batchwright.processes.guard import die_with
 from batchwright.rundir import atomic
 
 from . import commands as slurm
-from . import sbatch
+from .script import ranks_command
 from .site import Site
-from .trace import signal_ranks
 
-LEAVING_SECONDS = 30.0  # for a launcher, or a job, to follow the last of its ranks
-_AGAIN_SECONDS = 10.0  # until a wish is repeated: a rank may not have been listening, or a controller was away
-_MOMENT = 0.5  # for a signal of Slurm's to be seen by all whom it was sent to
-_FIRST_PORT = 20_000  # of those to meet at
-# A constant text: what it starts comes as words of their own.
-_RANK_SHELL = ("sh", "-c", 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; export RANK LOCAL_RANK; exec "$@"', "rank")
+LEAVING_SECONDS = 30.0  # for a launcher, or a job, to end after the last of its ranks
+_AGAIN_SECONDS = 10.0  # until a signal is repeated: a rank may not handle it yet, or the controller did not answer
+_SIGNAL_SECONDS = 0.5  # until a signal from Slurm has reached all processes of a job
+_TOGETHER_SECONDS = 15.0  # for all nodes to be ready for a stack trace
+_FIRST_PORT = 20_000  # of the ports for the ranks' rendezvous
+
+
+def say(text: str) -> None:
+    """Print a line to the job's log."""
+    print(f"{time.strftime('%H:%M:%S')} batchwright: {text}", flush=True)
+
+
+def prologue_failure(site: Site) -> str | None:
+    """Which prologue command failed, from the variable that the script sets; None if all succeeded."""
+    failed = os.environ.pop("BATCHWRIGHT_PROLOGUE_FAILED", "").split()
+    if len(failed) != 2 or not failed[0].isdigit():
+        return None
+    number = int(failed[0])
+    line = site.prologue[number - 1].strip() if 0 < number <= len(site.prologue) else ""
+    return f"prologue command {number} exited with {failed[1]}: {line[:200]}"
 
 
 class Leaving:
-    """Whether a launch is about to end by itself: all of its ranks have, and not long ago.
+    """Whether a launch is about to end by itself: all of its ranks have ended, and not long ago.
 
-    It must not be killed then. A step daemon that is to kill what ends at that moment misses its own wake-up (Slurm 22.05,
-    step_terminate_monitor_stop), hangs for UnkillableStepTimeout, and has its node drained: "Kill task failed".
+    It must not be killed then. A Slurm step daemon that gets a kill while its step ends misses its own wake-up (22.05,
+    step_terminate_monitor_stop), hangs for UnkillableStepTimeout, and Slurm drains its node: "Kill task failed".
     """
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}  # when all ranks of a launch were first seen to have ended
 
     def soon(self, launch: str, ranks: tuple[RankLog, ...]) -> bool:
-        """Whether it is."""
+        """Whether the launch is about to end."""
         if not ranks or any(rank.code is None for rank in ranks):
             return False
         return time.monotonic() - self._since.setdefault(launch, time.monotonic()) < LEAVING_SECONDS
 
 
 class StepEngine:
-    """The engine that a job uses within itself."""
+    """The engine that a job uses inside its allocation."""
 
     name = "slurm"
 
@@ -60,41 +74,32 @@ class StepEngine:
         self._site = site
         self._process: subprocess.Popen[bytes] | None = None
         self._job: Job | None = None
-        self._asked: set[int] = set()  # commands that heard that they are to stop
-        self._wished: float | None = None  # when that was first wished for
-        self._again: dict[Action, float] = {}  # when a wish is to be repeated
+        self._asked: set[int] = set()  # commands that were asked to stop
+        self._first_asked: float | None = None
+        self._again: dict[Action, float] = {}  # when an action may be repeated
         self._leaving = Leaving()
-        self._passed_on = False  # whether torchrun was signalled: a second time would be its end
+        self._passed_on = False  # whether torchrun was signalled: a second signal would end it at once
 
     def command(self, job: Job) -> tuple[str, ...]:
-        """srun with its ranks; a command of the user's own is started once, and starts its own."""
-        site, python = self._site, sys.executable
-        if job.direct:
-            return sbatch.rank_words(Site(), job.directory, job.argv, python, "0")
-        srun = sbatch.srun_words(site, nodes=job.nodes, ranks_per_node=job.ranks_per_node)
-        rank = sbatch.rank_words(site, job.directory, job.argv, python, "RANK")
-        if site.launcher == "srun":
-            return (*srun, *_RANK_SHELL, *rank)
-        return (
-            *srun,
-            *sbatch.torchrun_words(
-                site.python or python, job.directory, nodes=job.nodes, ranks_per_node=job.ranks_per_node,
-                grace=job.grace_seconds,
-            ),
-            *rank,
-        )  # fmt: skip
+        """What `start` runs."""
+        return ranks_command(self._site, job)
 
     def start(self, job: Job) -> Handle:
-        """Start it; it ends with this process."""
+        """Start the launch; it ends with this process."""
         (job.directory / "logs").mkdir(parents=True, exist_ok=True)
         me = os.getpid()
         try:
             with open(job.directory / "logs" / "launcher.log", "ab", opener=atomic.no_follow) as log:
                 self._process = subprocess.Popen(
-                    self.command(job), cwd=job.working_directory, env={**os.environ, **self._variables(job)},
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                    self.command(job),
+                    cwd=job.working_directory,
+                    env={**os.environ, **self._variables(job)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                     preexec_fn=lambda: die_with(me),
-                )  # fmt: skip
+                )
         except OSError as error:
             raise EnvironmentFault(f"cannot start {job.name}: {error}.", field="engine", given="slurm") from error
         self._job = job
@@ -107,13 +112,13 @@ class StepEngine:
         world = {"WORLD_SIZE": str(job.nodes * job.ranks_per_node), "LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
         rendezvous = {"MASTER_ADDR": _address(), "MASTER_PORT": str(_free_port())}
         if (cpus := os.environ.get("SLURM_CPUS_PER_TASK")) is not None:
-            made["SRUN_CPUS_PER_TASK"] = cpus  # the job's own option, which srun has not taken over since 22.05
+            made["SRUN_CPUS_PER_TASK"] = cpus  # since 22.05 srun does not inherit this option from the job
         if self._site.launcher == "torchrun":
             return {**made, **{f"PET_{key}": value for key, value in rendezvous.items()}}
         return {**made, **world, **rendezvous}
 
     def poll(self, handle: Handle) -> Poll:
-        """Whether it runs."""
+        """Whether the launch runs."""
         code = self._process.poll() if self._process else None
         return Poll("running") if self._process and code is None else Poll("ended", code)
 
@@ -125,18 +130,10 @@ class StepEngine:
         if job.direct:
             number = {"trace": signal.SIGABRT, "kill": signal.SIGKILL}.get(action, signal.Signals[job.stop_signal])
             for rank in self.logs(handle):
-                if (
-                    not rank.pid
-                    or rank.state in (None, "Z")
-                    or (action == "checkpoint" and not self._to_ask(job, rank))
-                ):
-                    continue
-                try:
-                    os.kill(rank.pid, number)
-                except ProcessLookupError:
-                    pass  # it has just ended by itself
+                if rank.pid and rank.state not in (None, "Z") and (action != "checkpoint" or self._to_ask(job, rank)):
+                    _send(rank.pid, number)
             if action == "kill":
-                process.kill()  # its ranks asked the kernel to go with it
+                process.kill()  # Linux then kills its ranks
             return
         if time.monotonic() < self._again.get(action, 0.0):
             return
@@ -152,17 +149,17 @@ class StepEngine:
         self._again[action] = time.monotonic() + _AGAIN_SECONDS
 
     def _to_ask(self, job: Job, rank: RankLog) -> bool:
-        """A command is asked once: many take a second signal for "now".
+        """Whether a command is still to be asked: only once, because many take a second signal as "stop now".
 
-        A SIGTERM that Slurm sends to a job goes, but for proctrack/cgroup, to all of its processes, and is seen by the
-        command's parent (`rank.py`) within a moment.
+        Slurm sends SIGTERM to all processes of a job, except with proctrack/cgroup. Then the command has it already, and
+        its parent (`rank.py`) has written so.
         """
         assert rank.pid is not None
         if job.stop_signal == "SIGTERM":
-            self._wished = self._wished or time.monotonic()
+            self._first_asked = self._first_asked or time.monotonic()
             if (job.directory / "ranks" / f"{rank.rank}.told.json").exists():
                 self._asked.add(rank.pid)
-            elif time.monotonic() - self._wished < _MOMENT:
+            elif time.monotonic() - self._first_asked < _SIGNAL_SECONDS:
                 return False
         if rank.pid in self._asked:
             return False
@@ -170,25 +167,30 @@ class StepEngine:
         return True
 
     def _ask(self, job: Job, number: signal.Signals) -> bool:
-        """Signal every rank, wherever it is; whether that was possible, or Slurm has done so itself."""
+        """Signal every rank on every node; False if that was not possible and Slurm has not signalled them either."""
         if job.nodes == 1:
             signal_ranks(job.directory, 0, job.ranks_per_node, number)
             return True
-        words = (
-            "srun", "--overlap", "--export=ALL", f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1",
-            sys.executable, "-P", "-m", "batchwright.launch.slurm.trace",
-            str(job.directory), str(job.ranks_per_node), number.name,
-        )  # fmt: skip
+        step = (
+            "srun",
+            "--overlap",
+            "--export=ALL",
+            f"--nodes={job.nodes}",
+            f"--ntasks={job.nodes}",
+            "--ntasks-per-node=1",
+        )
+        module = (sys.executable, "-P", "-m", "batchwright.launch.slurm.step")
+        command = (*step, *module, str(job.directory), str(job.ranks_per_node), number.name)
         try:
-            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False)
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False)
         except (OSError, subprocess.TimeoutExpired):
-            return False  # a node or a controller that does not answer
-        # A job that is being ended has no further steps, and torchrun has its SIGTERM from Slurm.
+            return False  # a node or the controller does not answer
+        # Slurm starts no further step in a job that it ends, but has sent SIGTERM to torchrun.
         ending = b"completing" in done.stderr and self._site.launcher == "torchrun"
         return done.returncode == 0 or ending
 
     def _kill(self) -> None:
-        """End the ranks' step; a prologue may have had steps before it."""
+        """End the step of the ranks; its number is not always 0, because a prologue may run steps, too."""
         me = slurm.me() or ""
         try:
             steps = slurm.steps(me)
@@ -198,14 +200,13 @@ class StepEngine:
             slurm.cancel(step, "--signal=KILL")
 
     def logs(self, handle: Handle) -> tuple[RankLog, ...]:
-        """Every rank's files; the kernel's view where all of them are here."""
-        return rank_logs(
-            Path(handle["directory"]), alive=bool(self._job and (self._job.direct or self._job.nodes == 1))
-        )
+        """Every rank's files; process states, too, where all ranks run on this node."""
+        here = bool(self._job and (self._job.direct or self._job.nodes == 1))
+        return rank_logs(Path(handle["directory"]), alive=here)
 
 
 def _address() -> str:
-    """The first node, which this is, by the first of its names that resolves."""
+    """The first of this node's names that resolves; the job's first process runs on its first node."""
     for name in (os.environ.get("SLURMD_NODENAME"), socket.gethostname(), socket.getfqdn()):
         try:
             if name and socket.gethostbyname(name):
@@ -216,13 +217,13 @@ def _address() -> str:
 
 
 def _free_port() -> int:
-    """A port that is free here, and stays so until rank 0 has it: below those that the kernel gives to connections."""
+    """A free port below those that Linux gives to connections, so that it stays free until rank 0 binds it."""
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
             first_given = int(file.read().split()[0])
     except (OSError, ValueError):
         first_given = 32768
-    # Last any: where connections are given all ports, or a hundred were taken.
+    # At last 0, any port: Linux may give all ports to connections, or a hundred ports were taken.
     for port in (*random.sample(range(_FIRST_PORT, max(first_given, _FIRST_PORT + 100)), 100), 0):
         with socket.socket() as probe:
             try:
@@ -230,4 +231,44 @@ def _free_port() -> int:
                 return probe.getsockname()[1]
             except OSError:
                 continue
-    raise EnvironmentFault("no port is free for the ranks to meet at.", field="engine", given="slurm")
+    raise EnvironmentFault("no port is free for the ranks' rendezvous.", field="engine", given="slurm")
+
+
+def signal_ranks(directory: Path, node: int, per_node: int, number: int) -> None:
+    """Signal the ranks on this node (srun places them in blocks); SIGABRT makes each write its stack to its log."""
+    for rank in rank_logs(directory):
+        if rank.rank // per_node == node and rank.pid and rank.state not in (None, "Z"):
+            _send(rank.pid, number)
+            if number == signal.SIGABRT:
+                _send(rank.pid, signal.SIGCONT)  # a stopped process writes its stack when it continues
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # it has just ended
+
+
+def _wait_for_nodes(directory: Path, node: int, nodes: int) -> None:
+    """Wait until all nodes are ready: the first rank that ends ends the others, even before they wrote their stacks."""
+    folder = directory / "tracing"
+    folder.mkdir(exist_ok=True)
+    (folder / str(node)).touch()
+    deadline = time.monotonic() + _TOGETHER_SECONDS
+    while len(os.listdir(folder)) < nodes and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def main(arguments: list[str]) -> int:
+    """Signal the ranks of one node: python -P -m batchwright.launch.slurm.step DIR RANKS_PER_NODE SIGNAL."""
+    directory, per_node, number = Path(arguments[0]), int(arguments[1]), signal.Signals[arguments[2]]
+    node = int(os.environ.get("SLURM_NODEID", "0"))
+    if number == signal.SIGABRT:
+        _wait_for_nodes(directory, node, int(os.environ.get("SLURM_NNODES", "1")))
+    signal_ranks(directory, node, per_node, number)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,7 @@
 #SBATCH --job-name="gpt3 5b"
 #SBATCH --nodes=12
 #SBATCH --ntasks-per-node=8
-#SBATCH --comment=batchwright:dry-run:link:2
+#SBATCH --comment=batchwright:dry-run:chain:2
 #SBATCH --partition=gpu
 #SBATCH --account=research
 #SBATCH --qos=high
@@ -20,7 +20,7 @@
 bw_log='/runs/gpt3 5b/logs/launch-3.log'
 mkdir -p -- "${bw_log%/*}" && exec >>"$bw_log" 2>&1 </dev/null || exit 4
 cd -- '/data/my code' || exit 4
-bw_job=(PYTHON -P -m batchwright.launch.slurm.job '/runs/gpt3 5b' link 2)
+bw_job=(PYTHON -P -m batchwright.launch.slurm.job '/runs/gpt3 5b' chain 2)
 
 bw_failed() { export BATCHWRIGHT_PROLOGUE_FAILED="$1 $2"; exec "${bw_job[@]}"; }
 module load cuda  # the site's

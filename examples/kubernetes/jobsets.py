@@ -1,15 +1,16 @@
-"""A launch as a Kubernetes JobSet, to look at and to apply by hand: `--dry-run --engine kubernetes`. Nothing is run here.
+"""The launches of a run as Kubernetes JobSets, to be applied by hand. batchwright itself does not run on Kubernetes.
 
-Per launch one JobSet (jobset.x-k8s.io/v1alpha2) with one replicated Job, Indexed, of as many pods as the launch has
-nodes; torchrun in each, with the pod's index as its node. The pods have stable names through the JobSet's headless
-service, so that the first is the rendezvous. Restarts are the next JobSet's business (`maxRestarts` 0): a launch that is
-repeated has a number of its own.
+    python examples/kubernetes/jobsets.py RUN_DIR --image IMAGE --claim CLAIM
+
+Each launch is one JobSet (jobset.x-k8s.io/v1alpha2) with one Indexed Job of one pod per node. Each pod runs torchrun with
+the pod's index as its node rank. The JobSet's headless service gives the pods stable names; the first pod is the
+rendezvous. `maxRestarts` is 0: a launch that is repeated needs a new launch number, and so a new JobSet.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -18,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core.nodes.policies import Launch
-
-from .directory import RunDirectory
-from .engine import Job
-from .records import RunPlan
-from .work import launch_end, work
+from batchwright.launch.directory import RunDirectory
+from batchwright.launch.engine import Job, torchrun
+from batchwright.launch.records import RunPlan
+from batchwright.launch.work import launch_end, work
+from batchwright.rundir import atomic
 
 PORT = 29500
 _WORKERS = "ranks"
@@ -30,16 +31,16 @@ _WORKERS = "ranks"
 
 @dataclass(frozen=True)
 class Pods:
-    """What the pods of every launch have in common."""
+    """What the pods of all launches share."""
 
-    image: str = "IMAGE"  # to be filled in: an image with batchwright and the training code in it
-    claim: str = "CLAIM"  # the persistent volume that holds the run directory, for all pods
-    gpu: str | None = "nvidia.com/gpu"  # the resource a device is; None without one
+    image: str = "IMAGE"  # an image with batchwright and the training code
+    claim: str = "CLAIM"  # the persistent volume claim of the run directory, mounted in all pods
+    gpu: str | None = "nvidia.com/gpu"  # the resource name of a device; None: no resource is requested
     python: str = "python"
 
 
 def label(text: str, most: int = 40) -> str:
-    """A name as Kubernetes allows it (RFC 1123): lower case, digits and hyphens, a letter first.
+    """A valid Kubernetes name (RFC 1123): lower-case letters, digits and hyphens, a letter first.
 
     >>> label("My run's $(rm) dir"), label("2024")
     ('my-run-s-rm-dir', 'run-2024')
@@ -59,7 +60,7 @@ def manifests(directory: RunDirectory, plan: RunPlan, pods: Pods | None = None) 
 
 def manifest(directory: RunDirectory, plan: RunPlan, launch: Launch, job: Job, pods: Pods) -> dict[str, Any]:
     """The JobSet of one launch."""
-    # The longest name below: <jobset>-ranks-0-<pod>, of at most 63 characters for a host name.
+    # The longest name made from this is <jobset>-ranks-0-<pod>: a host name has at most 63 characters.
     name = f"{label(directory.path.name)}-launch-{launch.index + 1}"
     first = f"{name}-{_WORKERS}-0-0.{name}"
     environment = {**job.environment, "PET_MASTER_ADDR": first, "PET_MASTER_PORT": str(PORT)}
@@ -124,7 +125,7 @@ _NODE_RANK = {
 
 
 def _literal(value: str) -> str:
-    """Kubernetes expands $(NAME) in values and commands; $$ is a plain $.
+    """Kubernetes expands $(NAME) in values and commands; $$ is a literal $.
 
     >>> _literal("$(HOME) costs $5")
     '$$(HOME) costs $$5'
@@ -135,22 +136,19 @@ def _literal(value: str) -> str:
 def _command(job: Job, pods: Pods) -> tuple[str, ...]:
     argv = tuple(pods.python if word == sys.executable else word for word in job.argv)
     if not job.direct:
-        torchrun = (
-            pods.python, "-m", "torch.distributed.run", f"--nnodes={job.nodes}",
-            f"--nproc-per-node={job.ranks_per_node}", "--max-restarts=0",
-            "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--no-python",
-        )  # fmt: skip
-        argv = (*torchrun, *argv)
+        seconds = max(1, int(job.grace_seconds))
+        nodes = f"--nnodes={job.nodes}"
+        argv = (*torchrun(pods.python, job, nodes, ranks=job.ranks_per_node, shutdown_seconds=seconds), *argv)
     return tuple(_literal(word) for word in argv)
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """A manifest as YAML, which JSON is part of: no value can be anything but itself."""
+    """A manifest as JSON, which is also YAML: every value stays what it is."""
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
 def write(directory: RunDirectory, plan: RunPlan, pods: Pods | None = None) -> list[Path]:
-    """Write the manifests into the run directory, and what their ranks read; `kubectl apply -f` takes one at a time."""
+    """Write RUN/manifests/launch-N.yaml for every launch, and the spec files that the ranks of a task read."""
     doing = work(directory, plan)
     for launch in plan.launches:
         doing.prepare(launch, launch.index + 1, launch.start_sample)
@@ -159,8 +157,22 @@ def write(directory: RunDirectory, plan: RunPlan, pods: Pods | None = None) -> l
     paths: list[Path] = []
     for number, document in enumerate(manifests(directory, plan, pods), 1):
         paths.append(folder / f"launch-{number}.yaml")
-        paths[-1].unlink(missing_ok=True)
-        # For its owner from its first moment: it holds the environment's values.
-        with open(os.open(paths[-1], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(render(document))
+        atomic.write(paths[-1], render(document), mode=0o600)  # it holds the environment's values
     return paths
+
+
+def main() -> None:
+    """Write the manifests of a planned run and print their paths."""
+    parser = argparse.ArgumentParser(description="Write the launches of a run as Kubernetes JobSets.")
+    parser.add_argument("run_dir", help="a run directory with a plan.json")
+    parser.add_argument("--image", default=Pods.image, help="an image with batchwright and the training code")
+    parser.add_argument("--claim", default=Pods.claim, help="the persistent volume claim of the run directory")
+    parser.add_argument("--gpu", default=Pods.gpu, help="the resource name of a device; empty: none")
+    given = parser.parse_args()
+    directory = RunDirectory(given.run_dir)
+    for path in write(directory, directory.plan(), Pods(given.image, given.claim, given.gpu or None)):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
-"""The part of the JobSet API that batchwright writes, as a schema by hand, and a checker for it. Unknown fields are errors.
+"""The part of the JobSet API that the example writes, as a hand-written schema, and its checker. Unknown fields are errors.
 
 From the public API types: kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go (JobSetSpec, ReplicatedJob, Network,
-SuccessPolicy, FailurePolicy), and Kubernetes' batch/v1 JobSpec and core/v1 PodSpec for what is below `template`.
+SuccessPolicy, FailurePolicy); for everything below `template`, Kubernetes' batch/v1 JobSpec and core/v1 PodSpec.
 """
 
 import re
