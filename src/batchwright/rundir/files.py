@@ -55,13 +55,13 @@ def json_object(value: Any) -> dict[str, Any]:
     >>> json_object({"launch": 3}), json_object([3])
     ({'launch': 3}, {})
     """
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def find_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`; None where `find_json` gives None or anything else."""
+    """The JSON object in `path`; None if `find_json` returns None or anything else."""
     document = find_json(path)
-    return cast("dict[str, Any]", document) if isinstance(document, dict) else None
+    return json_object(document) if isinstance(document, dict) else None
 
 
 class JsonLines:

@@ -12,7 +12,7 @@ from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import BatchwrightError
 
 from . import names
-from .files import find_json, json_object, write_fault, write_json
+from .files import find_object, write_fault, write_json
 
 STOPPED_AT_BOUNDARY, INTERRUPTED = 75, 130
 
@@ -90,4 +90,4 @@ def last_seen(root: Path, launch: int) -> dict[str, Any]:
     if latest is None:
         return {}
     seen = max((folder / name).stat().st_mtime for number, name in found if number == latest)
-    return {"time": seen, "times": json_object(find_json(root / names.status(latest))).get("times", {})}
+    return {"time": seen, "times": (find_object(root / names.status(latest)) or {}).get("times", {})}

@@ -1,4 +1,4 @@
-"""A task whose second rank raises while the first waits for it; whatever tears the group down then waits for ever, as NCCL."""
+"""A task whose rank 1 raises while rank 0 waits for it. As with NCCL, destroying the group then never returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of the checkpoint's tests run: save under one strategy, load under another."""
+"""Functions for the ranks of the checkpoint tests: save with one strategy, load with another."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def built(strategy: str, seed: int, steps: int) -> tuple[Any, Any, ThisProcess]:
 
 
 def state(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Everything, whole: tensors and options."""
+    """The whole state: unsharded tensors, and options."""
     parts, rest = tensors.split(model, (optimizer,))
     whole = {p: (t.full_tensor() if isinstance(t, DTensor) else t).detach().numpy().copy() for p, t in parts.items()}
     return {**whole, **rest}
@@ -45,7 +45,7 @@ def save_as(rank: int, directory: str, strategy: str, asynchronous: bool = False
     checkpoints = Checkpoints(directory, group=process.control, asynchronous=asynchronous)
     before = state(model, optimizer)
     checkpoints.save(model, optimizer, step=3, position=24)
-    with torch.no_grad():  # after an asynchronous save has begun, training goes on
+    with torch.no_grad():  # as training does after an asynchronous save has begun
         for p in model.parameters():
             p.add_(1.0)
     checkpoints.wait()
@@ -62,7 +62,7 @@ def load_as(rank: int, directory: str, strategy: str) -> dict[str, Any]:
 
 
 def fail_on_one_rank(rank: int, directory: str) -> list[str]:
-    """The disk of rank 1 is full; every rank hears of it, and nothing is left."""
+    """The disk of rank 1 is full: every rank raises the error, and no file is left."""
     import errno
 
     model, optimizer, process = built("ddp", 0, 1)

@@ -29,7 +29,7 @@ def ramp(samples: int = 192) -> Schedule:
 
 
 class Launch:
-    """`ranks` processes in a gloo group of their own, each of which calls `train`; forked from loop_server.py."""
+    """`ranks` processes in one gloo group, each of which calls `train`; loop_server.py forks them."""
 
     def __init__(self, ranks: int, schedule: Schedule, settings: dict[str, Any], task: dict[str, Any]) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -42,7 +42,7 @@ class Launch:
         )
 
     def wait(self, timeout: float = 600) -> list[int]:
-        """The exit codes; whoever is late is killed. What failed ranks said goes to stderr."""
+        """The exit codes; after the timeout, ranks are killed. Their output goes to stderr."""
         codes = _ask(wait=self.pids, timeout=timeout)
         for log in sorted(Path(self._folder.name).glob("rank*.log")):
             print(log.read_text(), file=sys.stderr)
@@ -50,9 +50,9 @@ class Launch:
         return codes
 
     def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None:
-        """Send a signal to these ranks, or to all; none is reaped before `wait`."""
+        """Send a signal to these ranks, or to all. `wait` collects their exit codes."""
         for one in (signal.SIGSTOP, number) if number == signal.SIGKILL else (number,):
-            for rank in ranks or range(len(self.pids)):  # all stand still first: none sees another go
+            for rank in ranks or range(len(self.pids)):  # all are stopped first, so that none sees another exit
                 os.kill(self.pids[rank], one)
 
 
@@ -76,7 +76,7 @@ def launch(ranks: int, schedule: Schedule, settings: dict[str, Any], **task: Any
 
 
 def call(ranks: int, function: str, *args: Any) -> list[Any]:
-    """What a function of loop_reshard.py returns on each of `ranks`."""
+    """The results of a function of loop_reshard.py on each of `ranks`."""
     with tempfile.TemporaryDirectory() as folder:
         codes = _ask(wait=_ask(start=ranks, folder=folder, call=function, args=args), timeout=600)
         for log in sorted(Path(folder).glob("rank*.log")):
@@ -99,7 +99,7 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def losses(directory: Path | str) -> dict[int, float]:
-    """The loss of each step, of the last launch that did it."""
+    """The loss of each step, from the last launch that trained it."""
     return {e["step"]: e["loss"] for e in read_events(directory) if e["kind"] == "step"}
 
 
@@ -108,12 +108,12 @@ def status(directory: Path | str) -> dict[str, Any]:
 
 
 def launches(directory: Path) -> int:
-    """How many launches have begun to train."""
+    """The number of launches that have begun to train."""
     return len({p.name.split("-")[1] for p in (directory / "ledger").glob("launch-*")})
 
 
 def progress(directory: Path) -> int:
-    """Samples that the newest launch has done, as its ledger says at this moment."""
+    """The samples in the ledger of the newest launch so far."""
     files = sorted((directory / "ledger").glob("launch-*-rank-00000.jsonl")) if (directory / "ledger").exists() else []
     lines = files[-1].read_text().splitlines() if files else []
     runs = [json.loads(line) for line in lines[1:] if line.strip()]

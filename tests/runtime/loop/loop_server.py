@@ -1,4 +1,4 @@
-"""Imports everything once and forks ranks on request, so that a launch costs no imports: JSON lines in and out."""
+"""Imports everything once and forks ranks on request, so that a launch imports nothing. Requests and answers are JSON lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small task for the loop's tests: every sample is known by its id, dropout shows whether generators go on."""
+"""A small task for the tests of the loop: a sample is a function of its id, dropout shows the state of generators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchwright.runtime.task import Task
 
 
 class Numbers:
-    """Sample i is eight numbers drawn from i, and a target; that of the sample `spike` is more than a float holds."""
+    """Sample i is eight random numbers with seed i, and a target; the target of the sample `spike` is infinite."""
 
     def __init__(self, size: int, pause: float = 0.0, spike: int | None = None) -> None:
         self.size, self.pause, self.spike = size, pause, spike
@@ -51,7 +51,7 @@ def task(
     spike: int | None = None,
     half: bool = False,
 ) -> Task:
-    """A regression with weights of 1 to 3 per sample, as documents of different lengths have; `half`: in bf16."""
+    """A regression with weights of 1 to 3 per sample, like documents of different lengths; `half`: in bf16."""
     kind = torch.bfloat16 if half else torch.float32
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Events: written off the hot path, read back over restarts, shown as a bar or as lines, plotted by TensorBoard."""
+"""Events: written by a thread, read back over restarts, shown as a bar or as lines, plotted by TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ import pytest
 from batchwright.core.errors import EnvironmentFault
 from batchwright.runtime.loop.events import Events, ProgressBar, TensorBoard, read_events
 
-STEP = {"step": 3, "samples": 32, "tokens": 64.0, "loss": 1.5, "global_batch_size": 8, "stage": 0, "ranks": 2,
-        "tokens_per_second": 1234.5}  # fmt: skip
+STEP = {
+    "step": 3,
+    "samples": 32,
+    "tokens": 64.0,
+    "loss": 1.5,
+    "global_batch_size": 8,
+    "stage": 0,
+    "ranks": 2,
+    "tokens_per_second": 1234.5,
+}
 
 
 class Kept:
@@ -39,7 +47,7 @@ def test_events_reach_the_file_and_the_trackers_in_order(tmp_path):
     steps = [e for e in read if e["kind"] == "step"]
     assert [e["step"] for e in steps] == list(range(1000)) and all(e["launch"] == 2 and e["time"] > 0 for e in steps)
     assert steps[5]["loss"] == "nan"
-    assert [e["error"] for e in read if e["kind"] == "tracker"] == ["no plot"]  # dropped, and said
+    assert [e["error"] for e in read if e["kind"] == "tracker"] == ["no plot"]  # it was removed
     assert len(kept.seen) == 1000 and kept.closed
 
 
@@ -52,11 +60,11 @@ def test_emit_only_appends(tmp_path):
     before = time.thread_time()
     for _ in range(3):
         events.emit("step", step=1)
-    assert time.thread_time() - before < 0.1  # this thread waited for none of them
+    assert time.thread_time() - before < 0.1  # this thread did not wait
     events.close()
 
 
-def test_steps_that_a_later_launch_did_again_are_left_out(tmp_path):
+def test_steps_that_a_later_launch_repeated_are_left_out(tmp_path):
     folder = tmp_path / "events"
     folder.mkdir()
     first = [{"kind": "launch", "samples": 0}, *({"kind": "step", "samples": 8 * n, "loss": 1.0} for n in (1, 2, 3))]
@@ -118,7 +126,7 @@ def test_tensorboard_has_the_numbers_over_samples(tmp_path):
     assert [e.value for e in found.Scalars("launch/lost_seconds")] == [2.5]
 
 
-def test_a_tracker_that_fails_to_close_is_no_reason_to_fail(tmp_path):
+def test_a_tracker_that_fails_to_close_does_not_fail_the_run(tmp_path):
     class Stuck(Kept):
         def close(self) -> None:
             raise OSError("no room")
@@ -130,7 +138,7 @@ def test_a_tracker_that_fails_to_close_is_no_reason_to_fail(tmp_path):
     assert kept.closed and [e.get("error") for e in read_events(tmp_path)] == [None, "no room"]
 
 
-def test_where_events_cannot_be_written_is_said(tmp_path):
+def test_events_that_cannot_be_written_are_an_error(tmp_path):
     (tmp_path / "events").write_text("a file")
     with pytest.raises(EnvironmentFault, match="the events could not be written to"):
         Events(tmp_path / "events" / "launch-00000.jsonl")

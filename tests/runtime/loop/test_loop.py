@@ -1,4 +1,4 @@
-"""The loop: stop anywhere, go on anywhere, lose nothing. Real processes, real kills."""
+"""The loop: stop anywhere, resume anywhere, lose nothing. With real processes and real kills."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from batchwright.runtime.loop.train import main, train
 from batchwright.runtime.state.audit import audit
 
 TASK = Path(__file__).parent / "loop_tasks.py"
-# AdamW divides by √v: where a gradient is near zero, a difference in its last bits grows to a visible part of the rate.
+# AdamW divides by √v: if a gradient is near zero, a difference in its last bits becomes a visible part of the rate.
 CLOSE = 1e-4
 
 
@@ -50,26 +50,26 @@ def settings(directory: Path, **changes) -> Settings:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """The run that nothing interrupts: one process, three stages."""
+    """A run without interruption: one process, three stages."""
     directory = tmp_path_factory.mktemp("whole")
     train(task(), ramp(), settings(directory))
     return directory
 
 
-def test_a_run_trains_all_samples_and_says_so(whole):
+def test_a_run_trains_all_samples_and_reports_it(whole):
     assert (status(whole)["state"], status(whole)["reason"], status(whole)["position"]) == ("complete", "end", 192)
     found = audit(whole)
     assert (found.ok, found.samples, found.gaps, found.repeats, found.discarded_samples) == (True, 192, 0, 0, 0)
     seen = losses(whole)
     assert seen[max(seen)] < seen[0] / 2
-    train(task(), ramp(), settings(whole))  # at the end there is nothing to do, and nothing is done
+    train(task(), ramp(), settings(whole))  # a complete run is left as it is
     assert audit(whole).samples == 192
     assert len(losses(whole)) == len(seen)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_three_launches_on_1_2_and_4_ranks_are_one_process(whole, tmp_path, strategy):
+def test_three_launches_on_1_2_and_4_ranks_train_like_one_process(whole, tmp_path, strategy):
     ends = [s.end_sample for s in ramp().segments]
     for ranks, end in zip((1, 2, 4), ends, strict=True):
         options = {"directory": str(tmp_path), "micro_batch_size": 2, "strategy": strategy, "end_sample": end}
@@ -89,7 +89,7 @@ def test_three_launches_on_1_2_and_4_ranks_are_one_process(whole, tmp_path, stra
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (2, "ddp"), (4, "ddp"), (2, "fsdp2"), (4, "fsdp2")])
 def test_bit_equal_after_kill_at_equal_world(tmp_path, ranks, strategy):
-    """With dropout: the generators of each rank go on where they were."""
+    """With dropout: the generators of each rank are restored."""
     options = {"micro_batch_size": 2, "checkpoint_every": 32, "num_workers": 0, "strategy": strategy}
     kinds = {"dropout": 0.2, "width": 64}
     assert launch(ranks, ramp(), {"directory": str(tmp_path / "a"), **options}, **kinds) == [0] * ranks
@@ -110,15 +110,18 @@ def test_killed_at_random_moments_it_reaches_the_end_on_any_ranks(whole, tmp_pat
     for round_ in range(5):
         ranks = draw.choice([1, 2, 4])
         options = {
-            "directory": str(tmp_path), "micro_batch_size": draw.choice([1, 2]), "checkpoint_every": 16,
-            "strategy": draw.choice(["ddp", "fsdp2"]), "asynchronous": bool(round_ % 2),
-        }  # fmt: skip
+            "directory": str(tmp_path),
+            "micro_batch_size": draw.choice([1, 2]),
+            "checkpoint_every": 16,
+            "strategy": draw.choice(["ddp", "fsdp2"]),
+            "asynchronous": bool(round_ % 2),
+        }
         before = launches(tmp_path)
         running = Launch(ranks, ramp(), options, {"pause": 0.03})
-        if round_ != 2:  # that one at any moment, also while it loads
+        if round_ != 2:  # that one at any moment, also during set-up
             _until(lambda before=before: launches(tmp_path) > before and progress(tmp_path) > 0)
         time.sleep(draw.random() * 0.3)
-        running.kill(*([] if round_ % 2 else [draw.randrange(ranks)]))  # all of them, or one: the others then fail
+        running.kill(*([] if round_ % 2 else [draw.randrange(ranks)]))  # all ranks, or one, after which the others fail
         running.wait(40)
         found = audit(tmp_path)
         assert found.ok, found.findings
@@ -147,9 +150,12 @@ def test_a_signal_to_one_rank_stops_all_after_the_step_with_a_checkpoint(tmp_pat
 def test_the_spec_file_alone_and_under_torchrun(whole, tmp_path):
     spec, run = tmp_path / "spec.json", tmp_path / "a run with 'quotes'"
     content = {
-        "schema": 1, "task": f"{TASK}:task", "args": {"pause": 0.001}, "schedule": encode(ramp()),
+        "schema": 1,
+        "task": f"{TASK}:task",
+        "args": {"pause": 0.001},
+        "schedule": encode(ramp()),
         "settings": {"directory": str(run), "micro_batch_size": [4, 4, 2], "end_sample": 96, "threads": 1},
-    }  # fmt: skip
+    }
     spec.write_text(json.dumps(content))
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     bare = subprocess.run(
@@ -189,7 +195,7 @@ def test_evaluation_does_not_depend_on_its_batch_and_does_not_disturb_training(t
 
 
 @pytest.mark.slow
-def test_evaluation_on_two_ranks_is_that_of_one(tmp_path):
+def test_evaluation_on_two_ranks_equals_that_on_one(tmp_path):
     options = {"micro_batch_size": 4, "evaluation_samples": 7, "evaluation_batch_size": 2, "end_sample": 8}
     for name, ranks, strategy in (("1", 1, "auto"), ("2", 2, "ddp"), ("2f", 2, "fsdp2")):
         launch(ranks, ramp(), {"directory": str(tmp_path / name), "strategy": strategy, **options})
@@ -236,7 +242,7 @@ def test_a_changed_plan_is_explained(tmp_path):
     with pytest.raises(RunError, match=r"model/into.weight is \(24, 8\) here, \(16, 8\) there"):
         train(task(width=24), ramp(), settings(tmp_path))
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
-    # The past stays: another schedule applies from here on.
+    # The past stays; the new schedule applies from here on.
     result = train(task(), Constant(8).compile().until(128), settings(tmp_path, accumulate_dtype="float64"))
     assert (result.step, result.position) == (8 + 4, 128)
     notes = [e for e in read_events(tmp_path) if e["kind"] == "launch"][-1]["notes"]
@@ -255,18 +261,26 @@ def test_a_micro_batch_for_each_stage_follows_the_schedule_that_is_extended_or_e
     stages = {"micro_batch_size": (2, 4), "log_every": 1}
     train(task(512), rule.compile().until(200), settings(tmp_path, **stages, end_sample=96))
     train(task(512), rule.compile().until(300), settings(tmp_path, **stages, end_sample=112, allow_ragged=True))
-    # A third stage; and one before the present that the run never had: the numbers go with the samples.
+    # A third stage, and an earlier one that the run did not have: micro batch sizes follow the samples.
     edited = Thresholds(((0, 8), (40, 16), (128, 32))).compile().until(300)
     longer = {"micro_batch_size": (2, 8, 16), "log_every": 1, "allow_ragged": True}
     train(task(512), edited, settings(tmp_path, **longer, end_sample=176))
     train(task(512), edited, settings(tmp_path, **longer))
     found = micro_batches(tmp_path)
     assert [found[end] for end in (8, 80, 96, 112, 128, 144, 176, 272, 300)] == [
-        (8, 2), (8, 2), (16, 4), (16, 4), (16, 8), (16, 8), (32, 16), (32, 16), (28, 16),
-    ]  # fmt: skip
+        (8, 2),
+        (8, 2),
+        (16, 4),
+        (16, 4),
+        (16, 8),
+        (16, 8),
+        (32, 16),
+        (32, 16),
+        (28, 16),
+    ]
     assert audit(tmp_path).ok and audit(tmp_path).samples == 300
-    assert status(tmp_path)["stages"] == 3  # no cut where nothing changed
-    # A stage that the run had, and the plan has no more: what was the second number's is the first one's.
+    assert status(tmp_path)["stages"] == 3  # equal stages stay one
+    # A stage that the new plan does not have: its samples get the first number.
     other = tmp_path / "other"
     train(task(512), rule.compile().until(200), settings(other, **stages, end_sample=112))
     fewer = Thresholds(((0, 16), (128, 32))).compile().until(192)
@@ -282,7 +296,7 @@ def test_the_fence_keeps_an_old_launch_from_writing(tmp_path):
     with pytest.raises(EnvironmentFault, match="a newer launch has taken over"):
         train(task(), ramp(), settings(tmp_path, launch=2, checkpoint_every=16), on_step=takes_over)
     assert not [p for p in (tmp_path / "checkpoints").iterdir() if "partial" in p.name]
-    assert status(tmp_path)["state"] == "running"  # of launch 2's last save; it may not even say that it failed
+    assert status(tmp_path)["state"] == "running"  # of the last save of launch 2, which may no longer write its failure
     with pytest.raises(EnvironmentFault, match="launch=4 is too late: launch 5"):
         train(task(), ramp(), settings(tmp_path, launch=4))
     assert train(task(), ramp(), settings(tmp_path)).launch == 6
@@ -291,7 +305,7 @@ def test_the_fence_keeps_an_old_launch_from_writing(tmp_path):
         train(task(), ramp(), settings(tmp_path, launch=6))
 
 
-def test_what_the_users_code_raises_is_left_in_the_status(tmp_path):
+def test_an_error_of_the_users_code_is_in_the_status(tmp_path):
     def broken(model, batch):
         raise ZeroDivisionError("mine")
 
@@ -306,18 +320,18 @@ def test_what_the_users_code_raises_is_left_in_the_status(tmp_path):
 def _until(true, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, f"not true after {seconds} s"
         time.sleep(0.005)
 
 
 @pytest.mark.slow
-def test_saving_in_the_background_does_not_meet_the_steps(tmp_path):
+def test_saving_in_the_background_does_not_disturb_the_steps(tmp_path):
     options = {"micro_batch_size": 1, "checkpoint_every": 8, "asynchronous": True}
     assert launch(2, ramp(), {"directory": str(tmp_path), **options}) == [0, 0]
     assert len([e for e in read_events(tmp_path) if e["kind"] == "save"]) > 3 and audit(tmp_path).ok
 
 
-def test_an_evaluation_that_is_not_finite_is_no_reason_to_lose_checkpoints(tmp_path):
+def test_an_evaluation_that_is_not_finite_does_not_prevent_checkpoints(tmp_path):
     plain, drawn = task(), []
 
     def loss(model, batch):
@@ -333,7 +347,7 @@ def test_an_evaluation_that_is_not_finite_is_no_reason_to_lose_checkpoints(tmp_p
         made = train(mine, ramp(), settings(tmp_path / name, evaluate_every=every), evaluation=plain.dataset)
         assert made.state == "complete" and made.evaluation_loss is None
         assert [e["loss"] for e in read_events(tmp_path / name) if e["kind"] == "evaluation"][-1] == "nan"
-    assert drawn and furthest(final(tmp_path / "a"), final(tmp_path / "b")) == 0  # what it draws is put back
+    assert drawn and furthest(final(tmp_path / "a"), final(tmp_path / "b")) == 0  # generators are restored
     with pytest.raises(ConfigError, match="evaluate_every=8 has nothing to evaluate"):
         train(mine, ramp(), settings(tmp_path / "c", evaluate_every=8))
 
@@ -352,7 +366,7 @@ def test_a_spent_budget_and_a_complete_run_stay_so(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_saves_where_the_schedule_has_no_end(tmp_path, number):
+def test_a_signal_saves_in_a_schedule_without_an_end(tmp_path, number):
     def signalled(result, model, optimizer):
         if result.end_sample == 24:
             os.kill(os.getpid(), number)
@@ -364,7 +378,7 @@ def test_a_signal_saves_where_the_schedule_has_no_end(tmp_path, number):
     assert audit(tmp_path).ok and audit(tmp_path).samples == 32
 
 
-@pytest.mark.filterwarnings("ignore:.*returned a view tensor")  # FSDP2's, about its own wrapping
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")  # a warning of FSDP2 about its own wrapping
 def test_an_error_leaves_no_group_of_one_behind(tmp_path):
     def fail(result, model, optimizer):
         raise ArithmeticError("no further")
@@ -385,11 +399,13 @@ def test_a_failing_rank_ends_at_once_with_its_error(tmp_path):
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "batchwright.runtime.loop", spec], stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "batchwright.runtime.loop", spec],
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(TASK.parent)},
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         said = ranks[1].communicate(timeout=300)[1]
         assert ranks[1].returncode == 1 and "ArithmeticError: rank 1 cannot go on" in said
@@ -415,10 +431,10 @@ def test_a_signal_is_answered_by_a_save_and_not_by_an_evaluation_first(tmp_path)
         ("step", first),
         ("step", resumed),
         ("evaluation", whole),
-    ]  # of each launch the first step, at least
+    ]  # the first step of each launch is always shown
 
 
-def test_a_refused_start_leaves_a_live_run_alone(tmp_path):
+def test_a_refused_start_does_not_change_a_run_that_trains(tmp_path):
     def meanwhile(result, model, optimizer):
         if result.step == 6:
             before = (tmp_path / "launch.json").read_bytes(), (tmp_path / "status.json").read_bytes()
@@ -431,19 +447,19 @@ def test_a_refused_start_leaves_a_live_run_alone(tmp_path):
     assert (live.state, live.launch) == ("complete", 0) and status(tmp_path)["state"] == "complete"
 
 
-def test_a_launch_that_claimed_and_did_no_more_has_used_its_number(tmp_path):
+def test_a_launch_number_is_used_after_the_claim_alone(tmp_path):
     Fence(tmp_path, 0).claim()
     assert train(task(), ramp(), settings(tmp_path, end_sample=8)).launch == 1
 
 
-def test_a_status_that_cannot_be_written_is_said(tmp_path):
+def test_a_status_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "status").write_text("a file")
     with pytest.raises(EnvironmentFault, match="the status could not be written") as caught:
         train(task(), ramp(), settings(tmp_path))
     assert caught.value.exit_code == 4
 
 
-def test_ranks_that_cannot_meet_or_would_not_sum_are_refused(tmp_path, monkeypatch):
+def test_ranks_without_a_rendezvous_or_a_strategy_are_refused(tmp_path, monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -469,7 +485,7 @@ def test_a_step_that_overflows_is_skipped_counted_and_the_scale_survives_a_resta
         assert (found.ok, found.samples, found.skipped_samples) == (True, 192, 16)
         state = json.loads(next((tmp_path / name / "checkpoints").glob("step-000000000011-*/state.json")).read_text())
         assert state["scaler"]["scale"] == 512.0 and state["scaler"]["_growth_tracker"] == 6
-        assert len(state["noise"]) == 10  # an overflow measures nothing
+        assert len(state["noise"]) == 10  # no measurement in a step that overflows
         assert status(tmp_path / name)["skipped_steps"] == 1
     assert furthest(final(tmp_path / "a"), final(tmp_path / "b")) == 0
     assert all(torch.isfinite(value).all() for value in final(tmp_path / "a").values())
@@ -486,9 +502,9 @@ def test_ranks_skip_together(tmp_path, strategy):
     assert furthest(final(tmp_path / "1"), final(tmp_path / "2")) < CLOSE
 
 
-@pytest.mark.filterwarnings("ignore:.*returned a view tensor")  # FSDP2's, about its own wrapping
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")  # a warning of FSDP2 about its own wrapping
 @pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
-def test_half_precision_gradients_are_added_up_in_what_is_asked_for(tmp_path, strategy):
+def test_half_precision_gradients_are_summed_in_the_given_precision(tmp_path, strategy):
     """256 micro batches of one sample: a bf16 sum rounds away what an fp32 sum keeps."""
     gradients = {}
     for name, half, kind in (("exact", False, None), ("bf16", True, None), ("fp32", True, "float32")):

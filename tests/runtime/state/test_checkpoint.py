@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, damage named, hostile files harmless, any ranks and strategies."""
+"""Checkpoints: complete or absent, damage is named, hostile files run nothing, any ranks and strategies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "loop"))  # the helpers of that folder, under any import mode
+sys.path.insert(0, str(Path(__file__).parents[1] / "loop"))  # its helpers, under any import mode
 
 from loop_runs import call
 
@@ -48,7 +48,7 @@ def equal(one: nn.Module, two: nn.Module) -> bool:
 
 @pytest.fixture
 def two(tmp_path) -> tuple[Checkpoints, nn.Module]:
-    """Two checkpoints, of steps 1 and 2, of a model that changed in between."""
+    """Checkpoints of steps 1 and 2, between which the model changed; and the model of step 1."""
     model, optimizer = made()
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(model, optimizer, step=1, position=8)
@@ -61,13 +61,15 @@ def two(tmp_path) -> tuple[Checkpoints, nn.Module]:
 
 
 def resign(path: Path) -> None:
-    """Make the manifest fit the files, as an attacker would."""
-    files = {n: {"size": (path / n).stat().st_size, "sha256": digest_of(path / n)}
-             for n in json.loads((path / "manifest.json").read_text())["files"]}  # fmt: skip
+    """Make the manifest match the files, as an attacker would."""
+    files = {
+        n: {"size": (path / n).stat().st_size, "sha256": digest_of(path / n)}
+        for n in json.loads((path / "manifest.json").read_text())["files"]
+    }
     write_json(path / "manifest.json", {"schema": 1, "files": files})
 
 
-def test_everything_comes_back_and_the_last_ones_are_kept(tmp_path):
+def test_everything_is_restored_and_the_newest_ones_are_kept(tmp_path):
     model, optimizer = made()
     optimizer.param_groups[0]["initial_lr"] = 0.5
     checkpoints = Checkpoints(tmp_path, keep=2)
@@ -86,15 +88,15 @@ def test_everything_comes_back_and_the_last_ones_are_kept(tmp_path):
     assert torch.rand(3).equal(drawn[0]) and np.random.rand() == drawn[1]
     content = tensors.read(newest.path / "tensors")
     assert content["model/0.weight"].equal(model[0].weight)
-    # Nothing but tensors is pickled: the rest is JSON that anybody can read.
+    # Only tensors are pickled; the rest is JSON.
     assert json.loads((newest.path / "state.json").read_text())["optimizer"]["optimizer/param_groups/0/lr"] == 0.01
 
 
-def test_a_newer_launch_wins_over_a_later_step(tmp_path):
+def test_a_newer_launch_is_newer_than_a_later_step(tmp_path):
     model, optimizer = made()
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(model, optimizer, step=9, position=72, launch=1)
-    checkpoints.save(model, optimizer, step=5, position=40, launch=2)  # went on from an older one
+    checkpoints.save(model, optimizer, step=5, position=40, launch=2)  # resumed from an older one
     assert checkpoints.newest().step == 5
 
 
@@ -114,7 +116,7 @@ def test_a_newer_launch_wins_over_a_later_step(tmp_path):
         ("manifest.json", lambda p: p.write_text('{"schema": 1, "files": ["state.json"]}'), "lists no files"),
     ],
 )  # fmt: skip
-def test_a_damaged_checkpoint_is_passed_over_and_named(two, file, damage, says):
+def test_a_damaged_checkpoint_is_skipped_and_named(two, file, damage, says):
     checkpoints, first = two
     broken = checkpoints.newest(verify=False).path / file
     damage(broken)
@@ -125,7 +127,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(two, file, damage, says):
     model, optimizer = made(seed=3)
     checkpoints.load(saved, model, optimizer)
     assert equal(model, first)
-    # It is left to look at, also when newer ones are saved and old ones deleted.
+    # The damaged one stays when newer ones are saved and old ones deleted.
     for step in (3, 4, 5):
         checkpoints.save(model, optimizer, step=step, position=step * 8, launch=1)
     assert (checkpoints.directory / "step-000000000002-launch-00000").exists()
@@ -139,42 +141,48 @@ def test_when_all_are_damaged_nothing_is_loaded(two):
         checkpoints.newest()
 
 
-def test_a_newer_schema_is_refused_not_passed_over(two):
+def test_a_newer_schema_is_an_error_and_not_skipped(two):
     checkpoints, _ = two
     path = checkpoints.newest().path
     manifest = json.loads((path / "manifest.json").read_text())
     write_json(path / "manifest.json", {**manifest, "schema": 2})
-    with pytest.raises(RunError, match=r"schema 2, but this version of batchwright reads up to 1.*Nothing was loaded") as caught:
+    with pytest.raises(
+        RunError, match=r"schema 2, but this version of batchwright reads up to 1.*Nothing was loaded"
+    ) as caught:
         checkpoints.newest()
     assert caught.value.nearest == (1,)
 
 
-def test_a_checkpoint_is_never_overwritten_and_never_seen_half(two):
+def test_a_checkpoint_is_never_overwritten_and_never_visible_before_it_is_complete(two):
     checkpoints, _ = two
     model, optimizer = made()
     with pytest.raises(RunError, match="exists already, and is never overwritten"):
         checkpoints.save(model, optimizer, step=2, position=16)
     seen = []
 
-    def look() -> bool:  # right before the rename everything is written, and nothing of it is visible
+    def look() -> bool:  # called a second time right before the rename
         seen.append(sorted(p.name[:8] for p in checkpoints.directory.iterdir()))
         return True
 
     Checkpoints(checkpoints.directory, may_save=look).save(model, optimizer, step=3, position=24)
     assert seen == [["step-000"] * 2, [".partial", *["step-000"] * 2]]
-    (checkpoints.directory / ".partial-step-000000000009-launch-00000").mkdir()  # a process was killed in a save
+    (
+        checkpoints.directory / ".partial-step-000000000009-launch-00000"
+    ).mkdir()  # of a process that was killed during a save
     assert checkpoints.newest().step == 3
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
-def test_the_fence_is_asked_before_and_right_before_the_rename(two, allowed):
+def test_the_fence_is_checked_before_the_save_and_before_the_rename(two, allowed):
     checkpoints, _ = two
     answers = iter([True] * allowed + [False])
     fenced = Checkpoints(checkpoints.directory, may_save=lambda: next(answers))
     with pytest.raises(EnvironmentFault, match="was not written: a newer launch has taken over"):
         fenced.save(*made(), step=3, position=24)
     assert sorted(p.name for p in checkpoints.directory.iterdir()) == [
-        "step-000000000001-launch-00000", "step-000000000002-launch-00000"]  # fmt: skip
+        "step-000000000001-launch-00000",
+        "step-000000000002-launch-00000",
+    ]
 
 
 @pytest.fixture
@@ -190,7 +198,7 @@ def disk(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_is_said_and_the_checkpoint_before_is_used(disk, asynchronous):
+def test_a_full_disk_is_reported_and_the_checkpoint_before_is_used(disk, asynchronous):
     checkpoints = Checkpoints(disk, asynchronous=asynchronous)
     model, optimizer = made(size=16)
     checkpoints.save(model, optimizer, step=1, position=8)
@@ -204,11 +212,11 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_is_used(disk, asynchronou
     fresh, other = made(seed=2)
     checkpoints.load(checkpoints.newest(), fresh, other)
     assert equal(model, fresh)
-    checkpoints.save(model, optimizer, step=3, position=24)  # with room again, it goes on
+    checkpoints.save(model, optimizer, step=3, position=24)  # a smaller one fits
     checkpoints.wait()
 
 
-def test_a_read_only_directory_is_said(disk):
+def test_a_read_only_directory_is_reported(disk):
     checkpoints = Checkpoints(disk)
     model, optimizer = made()
     checkpoints.save(model, optimizer, step=1, position=8)
@@ -219,7 +227,7 @@ def test_a_read_only_directory_is_said(disk):
 
 
 @pytest.mark.slow
-def test_one_ranks_full_disk_is_heard_by_all(tmp_path):
+def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path):
     for kind, message, newest, *names in call(2, "fail_on_one_rank", str(tmp_path)):
         assert kind == "EnvironmentFault" and "No space left" in message
         assert names == [newest] == ["step-000000000001-launch-00000"]
@@ -233,27 +241,27 @@ class _Evil:
         return (os.system, (f"touch '{self.path}'",))
 
 
-def _hostile(kind: str, mark: Path, folder: Path) -> bytes:
+def _hostile(kind: str, ran: Path, folder: Path) -> bytes:
     good = (folder / ".metadata").read_bytes()
     if kind == "reduce":
-        return pickle.dumps(_Evil(mark))
+        return pickle.dumps(_Evil(ran))
     if kind == "inside":
         metadata = pickle.loads(good)
-        metadata.planner_data = _Evil(mark)
+        metadata.planner_data = _Evil(ran)
         return pickle.dumps(metadata)
     if kind == "builtin":
-        return b"cbuiltins\nexec\n(S'open(" + repr(str(mark)).encode() + b', "w")' + b"'\ntR."
-    if kind == "dotted":  # through an allowed module to what it has imported
+        return b"cbuiltins\nexec\n(S'open(" + repr(str(ran)).encode() + b', "w")' + b"'\ntR."
+    if kind == "dotted":  # a function that an allowed module has imported
         return pickle.dumps("torch.serialization")[:2] + b"\x8c\x13torch.serialization\x8c\x09os.system\x93\x94."
-    if kind == "getattr":  # of an enumeration's class, its members only
+    if kind == "getattr":  # an attribute of a class, then a call of it
         return b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nS'mro'\ntR(tR."
     if kind == "getattr of a class":
         return (
             b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nS'touch'\ntR(cpathlib\nPosixPath\n(S'"
-            + str(mark).encode()
+            + str(ran).encode()
             + b"'\ntRtR."
         )
-    if kind == "class":  # BUILD with (None, {...}) sets attributes of a class that the whole process uses
+    if kind == "class":  # BUILD with (None, {...}) sets attributes, here of a class
         return b"cpathlib\nPosixPath\n(N(dS'_planted'\nS'x'\nstb."
     if kind == "instance":
         return b"cpathlib\nPosixPath\n(S'a'\ntR(N(dS'_str'\nS'/etc/passwd'\nstb."
@@ -282,21 +290,23 @@ def _hostile(kind: str, mark: Path, folder: Path) -> bytes:
 )
 def test_a_hostile_metadata_runs_nothing(two, tmp_path, kind):
     checkpoints, _ = two
-    path, mark = checkpoints.newest().path, tmp_path / "it ran"
-    (path / "tensors" / ".metadata").write_bytes(_hostile(kind, mark, path / "tensors"))
+    path, ran = checkpoints.newest().path, tmp_path / "it ran"
+    (path / "tensors" / ".metadata").write_bytes(_hostile(kind, ran, path / "tensors"))
     resign(path)
-    saved = checkpoints.newest()  # the manifest fits: it is no signature
+    saved = checkpoints.newest()  # the manifest matches: it is not a signature
     model, optimizer = made(seed=4)
     before = [p.detach().clone() for p in model.parameters()]
-    says = {"class": "__setstate__.* missing 1 required", "instance": "PosixPath where Metadata is expected"}.get(kind, "")
+    says = {"class": "__setstate__.* missing 1 required", "instance": "PosixPath where Metadata is expected"}.get(
+        kind, ""
+    )
     with pytest.raises(RunError, match=rf"\.metadata.*{says}"):
         checkpoints.load(saved, model, optimizer)
-    assert not mark.exists() and not hasattr(type(path), "_planted")
+    assert not ran.exists() and not hasattr(type(path), "_planted")
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 class _Older(pickle.Pickler):
-    """Python 3.11.0 to 3.11.3, Debian 12's among them, pickle an enumeration's member by getattr."""
+    """Writes the member of an enumeration as Python 3.11.0 to 3.11.3 (Debian 12) do: as a call of getattr."""
 
     def reducer_override(self, obj: object):
         return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
@@ -319,7 +329,7 @@ def test_metadata_that_an_older_python_wrote_is_read(two):
 
 def test_a_hostile_tensor_runs_nothing(two, tmp_path):
     checkpoints, _ = two
-    path, mark = checkpoints.newest().path, tmp_path / "it ran"
+    path, ran = checkpoints.newest().path, tmp_path / "it ran"
     metadata: Metadata = tensors.SafeReader(path / "tensors").read_metadata()
     name = "tensors/__0_0.distcp"
     data = bytearray((path / name).read_bytes())
@@ -327,31 +337,37 @@ def test_a_hostile_tensor_runs_nothing(two, tmp_path):
         with zipfile.ZipFile(io.BytesIO(data[info.offset : info.offset + info.length])) as archive:
             inner = next(n for n in archive.namelist() if n.endswith("data.pkl"))
             pickled = archive.read(inner)
-        evil = pickle.dumps(_Evil(mark), protocol=2)
+        evil = pickle.dumps(_Evil(ran), protocol=2)
         at = data.find(pickled, info.offset)
         data[at : at + len(pickled)] = evil[:-1].ljust(len(pickled) - 1, b"0")[: len(pickled) - 1] + b"."
     (path / name).write_bytes(data)
     resign(path)
     with pytest.raises(RunError):
         checkpoints.load(checkpoints.newest(), *made(seed=4))
-    assert not mark.exists()
+    assert not ran.exists()
 
 
 @pytest.mark.slow
 def test_checkpoints_reshard_over_ranks_and_strategies(tmp_path):
     for writer, ranks in (("ddp", 2), ("fsdp2", 4), ("none", 1)):
         directory = str(tmp_path / writer)
-        before = call(ranks, "save_as", directory, writer, writer == "fsdp2")[0]  # one of them asynchronously
+        before = call(ranks, "save_as", directory, writer, writer == "fsdp2")[0]  # fsdp2: asynchronously
         for reader, others in (("fsdp2", 2), ("ddp", 4), ("none", 1)):
             for after in call(others, "load_as", directory, reader)[:1]:
                 assert before.keys() == after.keys()
                 for name, value in before.items():
-                    assert np.array_equal(after[name], value) if isinstance(value, np.ndarray) else (
-                        tuple(after[name]) == tuple(value) if isinstance(value, (list, tuple)) else after[name] == value
-                    ), name  # fmt: skip
+                    assert (
+                        np.array_equal(after[name], value)
+                        if isinstance(value, np.ndarray)
+                        else (
+                            tuple(after[name]) == tuple(value)
+                            if isinstance(value, (list, tuple))
+                            else after[name] == value
+                        )
+                    ), name
 
 
-def test_an_asynchronous_save_keeps_the_moment_and_never_runs_twice(tmp_path):
+def test_an_asynchronous_save_keeps_its_values_and_the_next_one_waits(tmp_path):
     model, optimizer = made(size=256)
     checkpoints = Checkpoints(tmp_path, asynchronous=True, may_save=lambda: not time.sleep(0.2))
     kept = made(size=256)[0]
@@ -393,7 +409,7 @@ def test_another_model_or_optimizer_is_refused_with_names(two):
 
 
 def test_fingerprints_tell_what_changed_and_what_it_means():
-    class Drawn:  # an augmentation is no change; other content is
+    class Drawn:  # random numbers are no change, other content is
         def __init__(self, start: int) -> None:
             self.start = start
 
@@ -411,11 +427,16 @@ def test_fingerprints_tell_what_changed_and_what_it_means():
     two = fingerprint(GlobalOrder(40, seed=2), Constant(16).compile(), nn.Linear(2, 3), Drawn(1), ranks=4)
     found = {c.field: c for c in changes(one, two, 8)}
     assert {f: c.severity for f, c in found.items()} == {
-        "seed": "breaks", "dataset": "breaks", "schedule": "changes", "model": "changes", "ranks": "free"}  # fmt: skip
+        "seed": "breaks",
+        "dataset": "breaks",
+        "schedule": "changes",
+        "model": "changes",
+        "ranks": "free",
+    }
     assert "position 8 no longer says which samples were trained" in found["dataset"].message
 
 
-def test_generators_that_nobody_saved_are_a_function_of_position_and_rank():
+def test_seeds_of_a_rank_are_a_function_of_position_and_rank():
     drawn = []
     for position, rank in ((8, 0), (8, 1), (16, 0), (8, 0)):
         generators.seed_rank(7, position, rank)
@@ -441,13 +462,13 @@ def test_a_parameter_that_never_had_a_gradient_can_be_resumed(tmp_path):
     again = checkpoints.save(fresh, other, step=2, position=16)
     one, two = (tensors.read(s.path / "tensors") for s in (saved, again))
     assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
-    # An optimizer without any of its state there is another optimizer.
+    # If no state at all is stored, the optimizer is another one.
     plain = checkpoints.save(model, torch.optim.SGD(model.parameters(), lr=0.1), step=3, position=24)
     with pytest.raises(RunError, match="exp_avg is missing there"):
         checkpoints.load(plain, *built(2))
 
 
-def test_what_earlier_launches_left_half_written_is_removed(tmp_path):
+def test_incomplete_folders_of_earlier_launches_are_deleted(tmp_path):
     left = [f".partial-step-000000000009-launch-0000{n}" for n in (1, 2, 3)] + [
         ".partial-old-step-000000000001-launch-00009"
     ]
@@ -467,7 +488,7 @@ def test_half_precision_samples_have_a_digest(value):
     assert digest(torch.bfloat16) != dataset_digest([value.to(torch.bfloat16) + 1], 1)
 
 
-def test_a_link_in_place_of_a_half_written_checkpoint_is_not_written_through(tmp_path):
+def test_a_link_in_place_of_an_incomplete_checkpoint_is_not_followed(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     model = nn.Linear(2, 1)

@@ -1,4 +1,4 @@
-"""The ledger proves that every sample entered one step; and it can fail: every fault planted here is found."""
+"""The ledger proves that every sample was trained in one step; and the audit finds every fault made here."""
 
 from __future__ import annotations
 
@@ -25,11 +25,21 @@ SCHEDULE = Linear(start=8, increment=8, samples=64, target=24).compile().until(2
 
 
 def record(
-    root: Path, start: int, stop: int, *, launch: int, ranks: int = 2, parent: int | None = None, saves: tuple[int, ...] = (),
-    feed=lambda step, rank, ids: ids, order: GlobalOrder = ORDER, schedule: Schedule = SCHEDULE, micro: int = 3,
+    root: Path,
+    start: int,
+    stop: int,
+    *,
+    launch: int,
+    ranks: int = 2,
+    parent: int | None = None,
+    saves: tuple[int, ...] = (),
+    feed=lambda step, rank, ids: ids,
+    order: GlobalOrder = ORDER,
+    schedule: Schedule = SCHEDULE,
+    micro: int = 3,
     outcome=lambda step: "applied",
-) -> None:  # fmt: skip
-    """What the ranks of a launch write while they train samples `start` to `stop`, saving at `saves` and at the end."""
+) -> None:
+    """Write the ledgers of a launch that trains samples `start` to `stop`, and saves at `saves` and at the end."""
     first = schedule.at_sample(start)
     for rank in range(ranks):
         ledger = Ledger(
@@ -52,7 +62,7 @@ def checkpoint(root: Path, position: int, launch: int) -> None:
     (folder / "state.json").write_text(json.dumps({"position": position, "step": step, "launch": launch}))
 
 
-def test_a_lineage_over_restarts_and_worlds_is_exact(tmp_path):
+def test_a_lineage_over_restarts_and_numbers_of_ranks_is_exact(tmp_path):
     ends = [SCHEDULE.at_step(n).start_sample for n in range(10)]
     record(tmp_path, 0, ends[6], launch=0, ranks=1, saves=(ends[2], ends[4]))  # saved at 2 and 4, killed after 6
     record(tmp_path, ends[4], ends[5], launch=1, ranks=4, parent=0)  # killed before it saved
@@ -61,16 +71,23 @@ def test_a_lineage_over_restarts_and_worlds_is_exact(tmp_path):
     found = audit(tmp_path)
     lost = (ends[6] - ends[4]) + (ends[5] - ends[4])
     assert found == LedgerAudit(
-        ok=True, samples=ends[8], gaps=0, repeats=0, discarded_samples=lost, unsaved_samples=ends[9] - ends[8],
-        steps=8, launches=3, lineage=(0, 2),
-    )  # fmt: skip
+        ok=True,
+        samples=ends[8],
+        gaps=0,
+        repeats=0,
+        discarded_samples=lost,
+        unsaved_samples=ends[9] - ends[8],
+        steps=8,
+        launches=3,
+        lineage=(0, 2),
+    )
     record(tmp_path, ends[8], 250, launch=3, ranks=2, parent=2)
     checkpoint(tmp_path, 250, 3)
     found = audit(tmp_path)
     assert (found.ok, found.samples, found.unsaved_samples) == (True, 250, 0)
     assert found.discarded_samples == lost + ends[9] - ends[8]
     assert found.lineage == (0, 2, 3)
-    assert audit(tmp_path / "ledger").ok  # its folder is as good
+    assert audit(tmp_path / "ledger").ok  # the folder itself works too
     assert next_launch(tmp_path / "ledger") == 4
 
 
@@ -78,7 +95,7 @@ def test_a_lineage_over_restarts_and_worlds_is_exact(tmp_path):
     ("fault", "cause"),
     [
         (lambda step, rank, ids: ids[:-1] if step.step == 5 and rank == 1 else ids, "count"),  # one is missing
-        (lambda step, rank, ids: np.append(ids, ids[-1]) if step.step == 5 and rank == 1 else ids, "count"),  # one twice
+        (lambda step, rank, ids: np.append(ids, ids[-1]) if step.step == 5 and rank == 1 else ids, "count"),  # one repeated
         (lambda step, rank, ids: np.where(ids == ids[0], ids[-1], ids) if step.step == 5 and rank == 1 else ids, "ids"),
         (lambda step, rank, ids: (ids + 1) % 100 if step.step == 5 and rank == 1 else ids, "ids"),  # another sample
         (lambda step, rank, ids: ORDER.ids(range(step.start_sample, step.start_sample + len(ids))) if rank == 1 else ids, "ids"),
@@ -95,12 +112,19 @@ def test_a_wrong_missing_or_repeated_sample_is_found_and_the_rank_named(tmp_path
     assert "on rank 1 of 2" in named.message and named.launch == 0
 
 
-def test_two_samples_in_each_others_step_are_found(tmp_path):
+def test_two_samples_that_exchanged_their_steps_are_found(tmp_path):
     """The sum over a run changes if a sample moves to another of its steps: the hash depends on the step."""
     schedule = Constant(4).compile().until(40)
     swap = {int(ORDER.ids([4])[0]): int(ORDER.ids([8])[0]), int(ORDER.ids([8])[0]): int(ORDER.ids([4])[0])}
-    record(tmp_path, 0, 40, launch=0, ranks=1, schedule=schedule,
-           feed=lambda step, rank, ids: np.array([swap.get(int(i), int(i)) for i in ids]))  # fmt: skip
+    record(
+        tmp_path,
+        0,
+        40,
+        launch=0,
+        ranks=1,
+        schedule=schedule,
+        feed=lambda step, rank, ids: np.array([swap.get(int(i), int(i)) for i in ids]),
+    )
     checkpoint(tmp_path, 40, 0)
     assert audit(tmp_path, recompute=False).ok
     assert [f.cause for f in audit(tmp_path).findings] == ["ids"]
@@ -129,11 +153,11 @@ def test_gaps_overlaps_and_missing_files_are_found(tmp_path):
     assert [f.cause for f in audit(tmp_path / "order").findings] == ["order"]
 
 
-def test_a_damaged_checkpoint_that_was_passed_over_is_not_the_tip(tmp_path):
+def test_a_damaged_checkpoint_that_was_skipped_does_not_end_the_lineage(tmp_path):
     ends = [SCHEDULE.at_step(n).start_sample for n in range(10)]
     record(tmp_path, 0, ends[6], launch=0, saves=(ends[4], ends[6]))
     checkpoint(tmp_path, ends[4], 0)
-    checkpoint(tmp_path, ends[6], 0)  # damaged: launch 1 went on from the one before
+    checkpoint(tmp_path, ends[6], 0)  # damaged: launch 1 resumed from the one before
     record(tmp_path, ends[4], ends[5], launch=1, parent=0)
     found = audit(tmp_path)
     assert (found.ok, found.samples, found.lineage) == (True, ends[4], (0,))
@@ -148,7 +172,7 @@ def test_skipped_steps_are_recorded_as_such(tmp_path):
     assert (found.ok, found.samples, found.skipped_samples) == (True, 250, skipped)
 
 
-def test_a_line_cut_short_shows_as_a_gap_not_as_a_crash(tmp_path):
+def test_an_incomplete_line_is_a_gap_and_not_a_crash(tmp_path):
     record(tmp_path, 0, 250, launch=0)
     checkpoint(tmp_path, 250, 0)
     file = tmp_path / "ledger" / "launch-00000-rank-00001.jsonl"
@@ -181,7 +205,7 @@ def test_hashes_add_up_over_any_partition_and_differ_for_every_change(ids, step,
 
 
 def test_the_hash_is_the_documented_one():
-    """Written down independently: files of today have to audit in ten years."""
+    """Computed here a second time, so that the ledgers of today can be audited by later versions."""
     mask = 2**64 - 1
 
     def mix(x, a, b, c, d, e):
@@ -196,7 +220,7 @@ def test_the_hash_is_the_documented_one():
 
 
 def test_a_million_steps_are_a_thousand_lines(tmp_path):
-    """Written as the ledger writes; audited whole. How long it takes is in benchmarks/bench_loop.py."""
+    """Written line by line, then audited. benchmarks/bench_loop.py measures the time."""
     steps, batch, root = 1_000_000, 2, tmp_path / "ledger"
     order = GlobalOrder(10**9, seed=1)
     ledger = Ledger(root, order, launch=0)

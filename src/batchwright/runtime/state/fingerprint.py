@@ -26,12 +26,9 @@ from . import generators
 # Samples in the digest of a dataset: enough to notice another file, and fast to read.
 _DIGEST_SAMPLES = 8
 
+# breaks: the position no longer says which samples were trained. changes: the position holds, but training continues
+# differently. free: the result does not depend on it, up to the order of floating-point sums.
 Severity = Literal["breaks", "changes", "free"]
-SEVERITY: dict[Severity, str] = {
-    "breaks": "the position no longer says which samples were trained",
-    "changes": "the position holds, but training continues differently",
-    "free": "the result does not depend on it, up to floating-point order",
-}
 _MEANING: dict[str, tuple[Severity, str]] = {
     "dataset_size": ("breaks", "the order is a permutation of all samples, so another size is another order"),
     "seed": ("breaks", "the seed determines the order"),

@@ -1,0 +1,77 @@
+"""The files of a run: written whole, read while they grow, never through a symbolic link."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from batchwright.core.errors import EnvironmentFault, RunError
+from batchwright.rundir import atomic
+from batchwright.rundir.fence import Fence
+from batchwright.rundir.files import JsonLines, find_json, read_json, write_fault, write_json
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    write_json(path, {"step": 1})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(path, {"step": 2})
+    assert read_json(path) == {"step": 1} and [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_link_is_replaced_by_a_write_and_refused_for_appending(tmp_path):
+    (tmp_path / "victim").touch()
+    link = tmp_path / "status.json"
+    link.symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="does not write through links"), open(link, "a", opener=atomic.no_follow):
+        pass
+    atomic.write(link, "new")
+    assert not link.is_symlink() and link.read_text() == "new" and (tmp_path / "victim").read_text() == ""
+
+
+def test_json_that_is_missing_or_damaged_is_named_or_none(tmp_path):
+    path = tmp_path / "launch.json"
+    with pytest.raises(RunError, match=r"launch\.json is missing"):
+        read_json(path)
+    path.write_text('{"launch": ')
+    with pytest.raises(RunError, match=r"launch\.json cannot be read"):
+        read_json(path)
+    assert find_json(path) is None and find_json(tmp_path / "none.json") is None
+
+
+def test_lines_are_read_once_and_only_when_they_are_complete(tmp_path):
+    path = tmp_path / "events.jsonl"
+    lines = JsonLines(path)
+    assert lines.new() == []
+    path.write_bytes(b'{"step": 1}\n{"st')
+    assert lines.new() == [{"step": 1}]
+    with open(path, "ab") as file:
+        file.write(b'ep": 2}\nno JSON\n{"step": 3}\n')
+    assert lines.new() == [{"step": 2}, {"step": 3}]
+    assert lines.new() == []
+
+
+def test_only_the_newest_launch_may_write(tmp_path):
+    first, second = Fence(tmp_path, 1), Fence(tmp_path, 2)
+    assert Fence.current(tmp_path) is None and not first()
+    assert first.claim()() and first.claim()()
+    assert second.claim()() and not first()
+    with pytest.raises(EnvironmentFault, match="launch=1 is too late: launch 2 has taken over") as caught:
+        first.claim()
+    assert caught.value.nearest == (3,) and Fence.current(tmp_path) == 2
+
+
+def test_a_disk_error_says_what_was_not_written_and_what_to_do(tmp_path):
+    fault = write_fault(
+        OSError(errno.ENOSPC, "No space left on device"), "the status", tmp_path, "Nothing was changed."
+    )
+    assert isinstance(fault, EnvironmentFault)
+    assert "the status could not be written" in str(fault) and "bytes are free" in str(fault)
+    assert "Nothing was changed. Free some space" in str(fault)
