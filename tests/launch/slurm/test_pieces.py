@@ -347,6 +347,24 @@ def test_a_job_that_slurm_holds_is_not_the_next_job(make, monkeypatch):
     assert submitted == pair
 
 
+def test_a_successor_is_the_next_job_once_the_job_before_it_has_failed(make, monkeypatch):
+    directory, plan = make(detached=True)
+    job, token = chain.ChainJob(directory), SlurmRun.load(directory).token
+    submitted: list[str] = []
+    monkeypatch.setattr(slurm, "submit_patiently", lambda script, comment, *o, **m: submitted.append(comment) or "9")
+    successor = slurm.Queued(
+        "8", "PENDING", 1, slurm.comment(token, "successor", 0), "Dependency", "afternotok:7(unfulfilled)"
+    )
+    queue = [replace(successor, reason="Priority", dependency="(null)")]
+    monkeypatch.setattr(slurm, "jobs", lambda token: queue)
+    job._submit_next(plan.launches[0])
+    assert submitted == []  # the successor will look which launch is next
+    assert slurm_run.rows(directory, plan)[0].job == "8"
+    queue[0] = successor
+    job._submit_next(plan.launches[0])
+    assert len(submitted) == 2
+
+
 def test_a_job_that_waits_for_the_lock_stops_when_asked_and_the_chain_continues(make, monkeypatch):
     directory, _ = make(detached=True)
     monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
