@@ -1,7 +1,8 @@
-"""Code blocks that cannot rot: run the commands in README and docs, and write their real output below them.
+"""Run the commands in README and docs, and write their real output below them.
 
-A ```console block holds lines that start with `$ `; what stands below each is replaced by what it prints (standard
-output, then standard error). `render(text)` is the page as it should be; a test compares. Run as a script, it writes.
+A ```console block contains lines that start with `$ `. The lines below each are replaced by what the command prints
+(standard output, then standard error). `render(text)` returns the page with this output; a test compares it with the page.
+As a script: `python docs/render.py [PAGE ...]` writes these pages, or all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def commands(block: str) -> list[str]:
-    """The commands of a block, continuation lines joined to theirs."""
+    """The commands of a block, each with its continuation lines."""
     found: list[str] = []
     continues = False
     for line in block.splitlines():
@@ -31,7 +32,7 @@ def commands(block: str) -> list[str]:
 
 
 def run(command: str) -> str:
-    """What a command prints, as in a terminal 100 columns wide."""
+    """What a command prints if the terminal is 100 columns wide."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "COLUMNS": "100",
@@ -55,7 +56,7 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for page in PAGES:
+    for page in [Path(name).resolve() for name in sys.argv[1:]] or PAGES:
         before = page.read_text(encoding="utf-8")
         after = render(before)
         if after != before:

@@ -32,13 +32,13 @@ class Ran:
         return json.loads(self.out, parse_constant=refuse)
 
 
-def run(*words: str) -> Ran:
-    """`batchwright WORDS…`, without the cost of a new interpreter."""
+def run(*argv: str) -> Ran:
+    """`batchwright ARGV…`, without the cost of a new interpreter."""
     kept = sys.stdout, sys.stderr
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="\n") for _ in range(2))
     sys.stdout, sys.stderr = out, err
     try:
-        main([str(word) for word in words])
+        main([str(word) for word in argv])
     except SystemExit as done:
         code = done.code
     finally:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,12 +26,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def run(name: str, *words: str) -> Result:
-    return CliRunner().invoke(command, [f"{TASKS}:{name}", *words], catch_exceptions=False)
+def run(name: str, *argv: str) -> Result:
+    return CliRunner().invoke(command, [f"{TASKS}:{name}", *argv], catch_exceptions=False)
 
 
-def fails(*words: str) -> Exception:
-    error = CliRunner().invoke(command, list(words)).exception
+def fails(*argv: str) -> Exception:
+    error = CliRunner().invoke(command, list(argv)).exception
     assert isinstance(error, Exception)
     return error
 
@@ -43,12 +41,10 @@ def test_json_has_the_keys_others_rely_on():
     assert result.exit_code == 5
     document = json.loads(result.stdout)
     assert document["schema"] == 1 and document["ok"] is False
-    assert [
-        {k: s[k] for k in ("micro_batch_size", "accumulation_steps", "ranks")} for s in document["splits"]
-    ] == [
+    assert [{k: s[k] for k in ("micro_batch_size", "accumulation_steps", "ranks")} for s in document["splits"]] == [
         {"micro_batch_size": 2, "accumulation_steps": 4, "ranks": 1},
         {"micro_batch_size": 3, "accumulation_steps": 3, "ranks": 1},
-    ]  # fmt: skip
+    ]
     assert document["splits"][0]["relative_error"] < 1e-6 < document["splits"][1]["relative_error"]
     assert set(document["findings"][0]) == {"cause", "severity", "message"}
     assert document["findings"][0]["cause"] == "ragged-tail"
@@ -71,8 +67,8 @@ def test_a_correct_task_exits_with_0():
 
 def test_a_ramp_makes_a_step_counted_rate_an_error():
     assert run("scheduled").exit_code == 0
-    words = ("--ramp", "0:8 800:16", "--lr-horizon-steps", "1000", "--samples", "16000")
-    result = run("scheduled", *words)
+    argv = ("--ramp", "0:8 800:16", "--lr-horizon-steps", "1000", "--samples", "16000")
+    result = run("scheduled", *argv)
     assert result.exit_code == 5
     assert "error: step-counted-schedule" in result.stdout
 
@@ -90,34 +86,28 @@ def test_arguments_reach_the_function():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
-        ((), "got neither"),
-        ((f"{TASKS}:cnn", "--ledger", "x"), "got both"),
-        ((f"{TASKS}:cnn", "--accumulate-dtype", "int8"), "accumulate_dtype='int8' is none of"),
-        ((f"{TASKS}:cnn", "--micro-batch-size", "two"), "micro_batch_size='two' is not a number"),
+        ((), "neither is given"),
+        ((f"{TASKS}:cnn", "--ledger", "x"), "both are given"),
+        ((f"{TASKS}:cnn", "--accumulate-dtype", "int8"), "--accumulate-dtype='int8' is not one of"),
+        ((f"{TASKS}:cnn", "--micro-batch-size", "two"), "--micro-batch-size='two' is not a number"),
         ((f"{TASKS}:cn",), "Did you mean cnn"),
         ((f"{TASKS}:cnn", "--seed", "-1"), "must be at least 0"),
     ],
 )
-def test_requests_that_cannot_be_read_name_the_field(words, message):
-    error = fails(*words)
+def test_requests_that_cannot_be_read_name_the_field(argv, message):
+    error = fails(*argv)
     assert isinstance(error, ConfigError)
     assert message in str(error)
 
 
-def test_the_only_traceback_is_the_users():
-    done = subprocess.run(
-        [sys.executable, "-m", "batchwright", "check", f"{TASKS}:broken_at_one", "--micro-batch-size", "1", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 5
-    assert json.loads(done.stdout)["error"]["type"] == "RunError"
-    assert 'raise ValueError("one is not enough")' in done.stderr
-    frames = [line for line in done.stderr.splitlines() if line.lstrip().startswith("File ")]
+def test_the_only_traceback_is_the_users(cli):
+    done = cli("check", f"{TASKS}:broken_at_one", "--micro-batch-size", "1", "--json")
+    assert done.code == 5
+    assert done.json["error"]["type"] == "RunError"
+    assert 'raise ValueError("one is not enough")' in done.err
+    frames = [line for line in done.err.splitlines() if line.lstrip().startswith("File ")]
     assert frames and all("check_tasks.py" in line for line in frames)
 
 
@@ -144,8 +134,13 @@ def test_a_ledger_in_order_passes(tmp_path):
     document = json.loads(result.stdout)
     assert result.exit_code == 0
     assert {k: document[k] for k in ("schema", "ok", "samples", "gaps", "repeats", "discarded_samples")} == {
-        "schema": 1, "ok": True, "samples": 32, "gaps": 0, "repeats": 0, "discarded_samples": 0,
-    }  # fmt: skip
+        "schema": 1,
+        "ok": True,
+        "samples": 32,
+        "gaps": 0,
+        "repeats": 0,
+        "discarded_samples": 0,
+    }
 
 
 def test_a_ledger_with_a_fault_exits_with_5(tmp_path):

@@ -39,11 +39,11 @@ def rewritten(line: str) -> tuple[str, str]:
         ("--json nemo x data.micro_batch_size=4 --nodes 3", "--json data.micro_batch_size=4 --nodes 3", "nemo x"),
         ("--nodes 3 nemo x --json y", "--nodes 3 --json", "nemo x y"),
         ("python t.py --global_batch_size 64 --nodes=2", "global_batch_size=64 --nodes=2", "python t.py"),
-        # variables before the command, as a shell reads them; nowhere else
+        # environment variables only before the command
         ("OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node=2 t.py", "nproc_per_node=2",
          "OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=0,1 torchrun t.py"),
         ("OMP_NUM_THREADS=1 micro_batch_size=2", "OMP_NUM_THREADS=1 micro_batch_size=2", ""),
-        # srun: short flags, glued or not, as long as they are its own
+        # srun: its own short flags, with or without a space
         ("srun -N 4 -n 32 python t.py -n 5 -N6", "nodes=4 ntasks=32", "srun python t.py -n 5 -N6"),
         ("srun -N4 -n32 t --x 1 -n 5", "nodes=4 ntasks=32", "srun t --x 1 -n 5"),
         ("/usr/bin/srun -p gpu -n=32 -N 4 --ntasks-per-node=8 ./t -n 5",
@@ -98,15 +98,15 @@ def test_lines_of_other_tools(line, kept, left):
         max_size=8,
     )
 )
-def test_no_word_is_lost_or_made_up(words):
-    kept, left = unpaste(words, OWN, lambda key: False)
+def test_every_argument_is_kept_or_listed(argv):
+    kept, left = unpaste(argv, OWN, lambda key: False)
 
-    def pieces(words):  # flags by the names they are rewritten to, glued ones taken apart
+    def pieces(argv):  # flags by their new names; joined ones are split
         names = {"nnodes": "--nnodes", "nodes": "-N", "ntasks": "-n"}
-        parts = [names.get(part, part) for word in words for part in word.replace("-N4", "-N=4").split("=") if part]
+        parts = [names.get(part, part) for word in argv for part in word.replace("-N4", "-N=4").split("=") if part]
         return sorted(parts)
 
-    assert pieces([*kept, *left]) == pieces(words)
+    assert pieces([*kept, *left]) == pieces(argv)
 
 
 @pytest.mark.parametrize(

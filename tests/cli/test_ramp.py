@@ -1,4 +1,4 @@
-"""`batchwright ramp`: what it promises, as commands."""
+"""`batchwright ramp`: rules, nodes, output, errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from batchwright.core.errors import BatchwrightError
 from tests.examples import many
 
 
-def run(*words: str) -> str:
-    result = CliRunner().invoke(command, list(words), catch_exceptions=False)
+def run(*argv: str) -> str:
+    result = CliRunner().invoke(command, list(argv), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
 
-def run_json(*words: str) -> dict:
-    return json.loads(run(*words, "--json"))
+def run_json(*argv: str) -> dict:
+    return json.loads(run(*argv, "--json"))
 
 
 def sizes(document: dict) -> list[int]:
@@ -66,19 +66,26 @@ def test_an_open_end_is_null():
 
 
 def test_the_launchers_documented_table():
-    words = ("--linear", "256,256,10M", "--global-batch-size", "2048", "--micro-batch-size", "4")
-    document = run_json(*words, "--nodes", "16", "--devices-per-node", "8")
+    argv = ("--linear", "256,256,10M", "--global-batch-size", "2048", "--micro-batch-size", "4")
+    document = run_json(*argv, "--nodes", "16", "--devices-per-node", "8")
     assert document["policy"] == "launcher"
     assert [stage["nodes"] for stage in document["stages"]] == [8, 8, 8, 8, 10, 12, 14, 16]
     assert [launch["nodes"] for launch in document["launches"]] == [8, 10, 12, 14, 16]
-    every = run_json(*words, "--nodes", "16", "--devices-per-node", "8", "--stop-every-stage")
+    every = run_json(*argv, "--nodes", "16", "--devices-per-node", "8", "--stop-every-stage")
     assert len(every["launches"]) == 8
 
 
 def test_nemotron_days_are_the_published_ones():
     document = run_json(
-        "--recipe", "nemotron-4-15b", "--nodes", "288", "--node-policy", "constant-work", "--stage-seconds", "0.57,0.58,0.64"
-    )  # fmt: skip
+        "--recipe",
+        "nemotron-4-15b",
+        "--nodes",
+        "288",
+        "--node-policy",
+        "constant-work",
+        "--stage-seconds",
+        "0.57,0.58,0.64",
+    )
     assert [stage["nodes"] for stage in document["stages"]] == [96, 192, 288]
     assert [round(stage["hours"] / 24, 1) for stage in document["stages"]] == [0.8, 0.4, 11.9]
 
@@ -92,14 +99,18 @@ MAXTEXT = (
 def test_maxtext_keys():
     document = run_json(*MAXTEXT)
     assert [(s["global_batch_size"], s["steps"]) for s in document["stages"]] == [
-        (32, 4), (48, 3), (64, 2), (80, 2), (96, None)
-    ]  # fmt: skip
+        (32, 4),
+        (48, 3),
+        (64, 2),
+        (80, 2),
+        (96, None),
+    ]
     assert [s["micro_batch_size"] for s in document["stages"]] == [4, 6, 8, 10, 12]
 
 
 def test_maxtext_switched_off_is_a_constant():
-    words = ["enable_rampup_batch_size=False", *MAXTEXT[1:], "--global-batch-size", "96"]
-    assert sizes(run_json(*words)) == [96]
+    argv = ["enable_rampup_batch_size=False", *MAXTEXT[1:], "--global-batch-size", "96"]
+    assert sizes(run_json(*argv)) == [96]
 
 
 def test_megatron_flags():
@@ -154,22 +165,28 @@ def test_plot_shows_the_stairs_and_no_escape_codes_in_a_pipe():
 
 
 def test_many_stages_are_cut_in_text_and_whole_in_json():
-    words = ("--recipe", "bloom-176b")
-    assert len(run_json(*words)["stages"]) == 117
-    assert "left out" in run(*words) and len(run(*words).splitlines()) < 40
+    argv = ("--recipe", "bloom-176b")
+    assert len(run_json(*argv)["stages"]) == 117
+    assert "are not shown" in run(*argv) and len(run(*argv).splitlines()) < 40
 
 
 def test_policies_need_times_and_say_so():
-    words = (*LINEAR, "--micro-batch-size", "4", "--nodes", "4", "--devices-per-node", "8", "--node-policy", "min-time")
+    argv = (*LINEAR, "--micro-batch-size", "4", "--nodes", "4", "--devices-per-node", "8", "--node-policy", "min-time")
     with pytest.raises(BatchwrightError, match=r"fixed_seconds|probe"):
-        run(*words)
-    fast = run_json(*words, "--samples", "60M", "--micro-step-seconds", "0.05,0.1")
-    cheap = run_json(*words[:-1], "min-node-hours", "--samples", "60M", "--micro-step-seconds", "0.05,0.1")
+        run(*argv)
+    fast = run_json(*argv, "--samples", "60M", "--micro-step-seconds", "0.05,0.1")
+    cheap = run_json(*argv[:-1], "min-node-hours", "--samples", "60M", "--micro-step-seconds", "0.05,0.1")
     assert fast["hours"] <= cheap["hours"] and cheap["node_hours"] <= fast["node_hours"]
     bounded = run_json(
-        *words[:-1], "min-node-hours", "--samples", "60M", "--micro-step-seconds", "0.05,0.1",
-        "--deadline-hours", str((fast["hours"] + cheap["hours"]) / 2),
-    )  # fmt: skip
+        *argv[:-1],
+        "min-node-hours",
+        "--samples",
+        "60M",
+        "--micro-step-seconds",
+        "0.05,0.1",
+        "--deadline-hours",
+        str((fast["hours"] + cheap["hours"]) / 2),
+    )
     assert bounded["hours"] <= (fast["hours"] + cheap["hours"]) / 2
 
 
@@ -177,82 +194,103 @@ def test_times_from_a_probe(tmp_path):
     probe = tmp_path / "probe.json"
     trials = [{"micro_batch_size": m, "status": "fits", "step_seconds": 0.05 + 0.1 * m} for m in (1, 2, 4)]
     probe.write_text(json.dumps({"trials": trials}))
-    words = (*LINEAR, "--samples", "60M", "--micro-batch-size", "4", "--nodes", "4", "--devices-per-node", "8")
-    measured = run_json(*words, "--from-probe", str(probe))
-    modelled = run_json(*words, "--micro-step-seconds", "0.05,0.1")
+    argv = (*LINEAR, "--samples", "60M", "--micro-batch-size", "4", "--nodes", "4", "--devices-per-node", "8")
+    measured = run_json(*argv, "--from-probe", str(probe))
+    modelled = run_json(*argv, "--micro-step-seconds", "0.05,0.1")
     assert measured["node_hours"] == pytest.approx(modelled["node_hours"])
 
 
 def test_a_bad_stage_is_named_and_ragged_accepts_it():
-    words = ("--thresholds", "0:256 10M:640 20M:1024", "--micro-batch-size", "4", "--nodes", "8", "--devices-per-node", "8",
-             "--node-policy", "constant")  # fmt: skip
+    argv = (
+        "--thresholds",
+        "0:256 10M:640 20M:1024",
+        "--micro-batch-size",
+        "4",
+        "--nodes",
+        "8",
+        "--devices-per-node",
+        "8",
+        "--node-policy",
+        "constant",
+    )
     with pytest.raises(BatchwrightError, match="ramp stage 2 of 3") as caught:
-        run(*words)
+        run(*argv)
     assert caught.value.field == "global_batch_size" and caught.value.nearest == (512, 768)
     assert "Other stages are valid" in str(caught.value)
-    stage = run_json(*words, "--allow-ragged")["stages"][1]
+    stage = run_json(*argv, "--allow-ragged")["stages"][1]
     assert stage["ragged"] and stage["accumulation_steps"] == 3  # ceil(ceil(640 / 64) / 4)
 
 
 def test_pipeline_rules_hold_for_every_stage():
-    words = ("--thresholds", "0:64 1M:1024", "--micro-batch-size", "1", "--nodes", "8", "--devices-per-node", "8",
-             "--pipeline-parallel", "4", "--virtual-stages", "2", "--node-policy", "constant")  # fmt: skip
-    assert run_json(*words)["stages"][0]["accumulation_steps"] == 4
+    argv = (
+        "--thresholds",
+        "0:64 1M:1024",
+        "--micro-batch-size",
+        "1",
+        "--nodes",
+        "8",
+        "--devices-per-node",
+        "8",
+        "--pipeline-parallel",
+        "4",
+        "--virtual-stages",
+        "2",
+        "--node-policy",
+        "constant",
+    )
+    assert run_json(*argv)["stages"][0]["accumulation_steps"] == 4
     with pytest.raises(BatchwrightError, match=r"ramp stage 1 of 2.*interleaved"):
-        run("--thresholds", "0:32 1M:1024", *words[2:])
+        run("--thresholds", "0:32 1M:1024", *argv[2:])
 
 
 def test_learning_rates():
-    words = ("--linear", "256,256,1M", "--global-batch-size", "1024", "--samples", "4M", "--optimizer", "AdamW")
-    unasked = run_json(*words, "--lr", "3e-4")
+    argv = ("--linear", "256,256,1M", "--global-batch-size", "1024", "--samples", "4M", "--optimizer", "AdamW")
+    unasked = run_json(*argv, "--lr", "3e-4")
     assert {row["after"] for row in unasked["learning_rate"]} == {3e-4}, "never applied unasked"
     assert unasked["learning_rate_suggestion"]["rule"] == "sqrt"
     assert any("Suggested lr_scaling: sqrt" in note for note in unasked["notes"])
-    scaled = run_json(*words, "--lr", "3e-4", "--lr-scaling", "sqrt")["learning_rate"]
+    scaled = run_json(*argv, "--lr", "3e-4", "--lr-scaling", "sqrt")["learning_rate"]
     assert scaled[-1]["after"] == pytest.approx(6e-4) and scaled[1]["before"] == pytest.approx(3e-4)
-    late = run_json(*words, "--lr-horizon-steps", "3906")["learning_rate_horizon"]
+    late = run_json(*argv, "--lr-horizon-steps", "3906")["learning_rate_horizon"]
     assert not late["ok"] and late["off_by_samples"] == 2_554_624 - 4_000_000
-    assert run_json(*words, "--lr-horizon-samples", "4M")["learning_rate_horizon"]["ok"]
+    assert run_json(*argv, "--lr-horizon-samples", "4M")["learning_rate_horizon"]["ok"]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         (("--linear", "256,128"), "START,INCREMENT,SAMPLES"),
         (("--linear", "256,100,1M", "--global-batch-size", "1024"), "Nearest: 96"),
         (("--linear", "1024,128,1M", "--global-batch-size", "256"), "would fall"),
         (("--linear", "256,0,1M", "--global-batch-size", "256"), "increment=0"),
-        (("--linear", "256,128,1M"), "global_batch_size"),
-        (
-            ("--linear", "256,128,1M", "--thresholds", "0:8", "--global-batch-size", "1024"),
-            "mutually exclusive",
-        ),
+        (("--linear", "256,128,1M"), "needs --global-batch-size"),
+        (("--linear", "256,128,1M", "--thresholds", "0:8", "--global-batch-size", "1024"), "mutually exclusive"),
         (("--thresholds", "0-8"), "THRESHOLD:SIZE"),
         (("--thresholds", "10:8"), "first threshold"),
-        (("--thresholds-tokens", "0:8 1M:16"), "sequence_length"),
+        (("--thresholds-tokens", "0:8 1M:16"), "need --sequence-length"),
         (("--recipe", "palm"), "palm-540b"),
         (("--per-device", "1,1,4,15"), "number of devices"),
         (("--per-device", "0.5,1,4,15", "--devices", "3"), "not a whole number"),
         (("--doubling", "256,1M", "--global-batch-size", "1000"), "512 or 1024"),
-        ((*LINEAR, "--nodes", "4"), "devices_per_node"),
-        ((*LINEAR, "--node-policy", "launcher"), "needs nodes"),
+        ((*LINEAR, "--nodes", "4"), "needs --devices-per-node"),
+        ((*LINEAR, "--node-policy", "launcher"), "needs --nodes and --devices-per-node"),
         ((*LINEAR, "--node-policy", "fastest"), "launcher"),
-        ((*LINEAR, "--samples", "1M", "--tokens", "1M"), "exactly one of samples and tokens"),
+        ((*LINEAR, "--samples", "1M", "--tokens", "1M"), "exactly one of --samples and --tokens"),
         ((*LINEAR, "--compare", "linear,levanter"), "linear,maxtext|two of"),
         ((*LINEAR, "--at", "-1"), "must be at least 0"),
-        ((*LINEAR, "--lr-scaling", "sqrt"), "needs lr"),
+        ((*LINEAR, "--lr-scaling", "sqrt"), "needs --lr,"),
         ((*LINEAR, "--from-probe", "/nonexistent.json"), "no such file"),
         ((*LINEAR, "ramp.linaer=1,2,3"), "linear"),
     ],
 )
-def test_errors_say_what_to_do(words, message):
+def test_errors_say_what_to_do(argv, message):
     with pytest.raises(BatchwrightError, match=message) as caught:
-        run(*words)
+        run(*argv)
     assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "steps"),
+    ("argv", "steps"),
     [
         (("--linear", "256,128,0", "--global-batch-size", "1024"), [1024]),
         (("--linear", "1024,128,1M", "--global-batch-size", "1024"), [1024]),
@@ -262,8 +300,8 @@ def test_errors_say_what_to_do(words, message):
         (("--global-batch-size", "64"), [64]),
     ],
 )
-def test_edges_have_an_exact_meaning(words, steps):
-    assert sizes(run_json(*words)) == steps
+def test_edges_have_an_exact_meaning(argv, steps):
+    assert sizes(run_json(*argv)) == steps
 
 
 def test_a_project_file_holds_a_ramp(tmp_path):
@@ -312,24 +350,38 @@ def test_python_has_the_same_verb():
 )
 @example([("recipe", "")])
 def test_nothing_a_user_types_gives_a_traceback(pairs):
-    words = [word for name, value in pairs for word in (f"--{name}={value}",)]
-    result = CliRunner().invoke(command, words)
+    argv = [word for name, value in pairs for word in (f"--{name}={value}",)]
+    result = CliRunner().invoke(command, argv)
     assert result.exception is None or isinstance(result.exception, (BatchwrightError, SystemExit)), result.exception
 
 
-def test_a_target_that_the_budget_does_not_reach_is_said(cli):
-    words = ("ramp", "--linear", "256,128,50M", "--global-batch-size", "1024", "--json", "--samples")
+def test_a_note_says_that_the_budget_ends_before_the_target(cli):
+    argv = ("ramp", "--linear", "256,128,50M", "--global-batch-size", "1024", "--json", "--samples")
     assert any(
-        "the last batch is 256, and the run does not reach 1024" in note for note in cli(*words, "1M").json["notes"]
+        "the last batch is 256, and the run does not reach 1024" in note for note in cli(*argv, "1M").json["notes"]
     )
-    assert not any("not reach" in note for note in cli(*words, "60M").json["notes"])
+    assert not any("not reach" in note for note in cli(*argv, "60M").json["notes"])
 
 
 def test_experts_choose_nodes_where_they_can_and_are_noted_where_not(cli):
-    words = ("ramp", "--thresholds", "0:48 480:64", "--samples", "1120", "--micro-batch-size", "1", "--nodes", "4",
-             "--devices-per-node", "8", "--node-policy", "constant-work", "--json")  # fmt: skip
-    assert [s["nodes"] for s in cli(*words).json["stages"]] == [3, 4]
-    assert [s["nodes"] for s in cli(*words, "--expert-parallel", "16").json["stages"]] == [2, 4]
-    noted = cli(*words, "--expert-parallel", "64").json
+    argv = (
+        "ramp",
+        "--thresholds",
+        "0:48 480:64",
+        "--samples",
+        "1120",
+        "--micro-batch-size",
+        "1",
+        "--nodes",
+        "4",
+        "--devices-per-node",
+        "8",
+        "--node-policy",
+        "constant-work",
+        "--json",
+    )
+    assert [s["nodes"] for s in cli(*argv).json["stages"]] == [3, 4]
+    assert [s["nodes"] for s in cli(*argv, "--expert-parallel", "16").json["stages"]] == [2, 4]
+    noted = cli(*argv, "--expert-parallel", "64").json
     assert [s["nodes"] for s in noted["stages"]] == [3, 4]
     assert any("Megatron refuses" in note for note in noted["notes"])

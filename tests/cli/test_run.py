@@ -1,4 +1,4 @@
-"""`batchwright run`: what is read, what is refused, and what a dry run shows. Real launches are in tests/launch."""
+"""`batchwright run`: reading, errors and dry runs. Real launches are in tests/launch."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ def somewhere(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("def task(): ...\n")
 
 
-def run(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(command, list(words), catch_exceptions=False)
+def run(*argv: str, code: int = 0) -> str:
+    result = CliRunner().invoke(command, list(argv), catch_exceptions=False)
     assert result.exit_code == code, result.output
     return result.output
 
 
-def dry(*words: str) -> dict:
-    at = words.index("--") if "--" in words else len(words)
-    return json.loads(run(*words[:at], "--dry-run", "--json", *words[at:]))
+def dry(*argv: str) -> dict:
+    at = argv.index("--") if "--" in argv else len(argv)
+    return json.loads(run(*argv[:at], "--dry-run", "--json", *argv[at:]))
 
 
-def refused(*words: str) -> BatchwrightError:
+def refused(*argv: str) -> BatchwrightError:
     with pytest.raises(BatchwrightError) as caught:
-        run(*words)
+        run(*argv)
     return caught.value
 
 
 def test_a_dry_run_shows_every_launch_and_writes_nothing():
     document = dry("train.py:task", *RAMP, *WORLD, "--micro-batch-size", "8")
     assert [(x["nodes"], x["ranks"], x["start_sample"], x["end_sample"]) for x in document["launches"]] == [
-        (1, 1, 0, 64), (2, 2, 64, 192), (4, 4, 192, 512),
-    ]  # fmt: skip
+        (1, 1, 0, 64),
+        (2, 2, 64, 192),
+        (4, 4, 192, 512),
+    ]
     first = document["launches"][0]
     assert first["command"][:3] == [sys.executable, "-m", "torch.distributed.run"]
     for flag in ("--standalone", "--nproc-per-node=1", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"):
@@ -60,21 +62,41 @@ def test_a_dry_run_shows_every_launch_and_writes_nothing():
 
 
 def test_stages_on_equal_nodes_share_a_launch_unless_asked():
-    words = ("train.py:task", *RAMP, *WORLD[:4], "--node-policy", "constant", "--micro-batch-size", "2")
-    assert [x["stages"] for x in dry(*words)["launches"]] == [[0, 1, 2]]
-    assert [x["stages"] for x in dry(*words, "--stop-every-stage")["launches"]] == [[0], [1], [2]]
+    argv = ("train.py:task", *RAMP, *WORLD[:4], "--node-policy", "constant", "--micro-batch-size", "2")
+    assert [x["stages"] for x in dry(*argv)["launches"]] == [[0, 1, 2]]
+    assert [x["stages"] for x in dry(*argv, "--stop-every-stage")["launches"]] == [[0], [1], [2]]
 
 
 def test_places_are_filled_per_launch_and_never_go_through_a_shell():
-    words = ("--", "train it", "--b={global_batch_size}", "{micro_batch_size}", "{accumulation_steps}", "{nodes}",
-             "{start_sample}:{end_sample}", "{run_dir}", "{{nodes}}", '{"a": 1}', "$(reboot); `x`")  # fmt: skip
-    launches = dry(*RAMP, *WORLD, "--max-micro-batch-size", "4", "--dir", "a 'dir'", *words)["launches"]
+    argv = (
+        "--",
+        "train it",
+        "--b={global_batch_size}",
+        "{micro_batch_size}",
+        "{accumulation_steps}",
+        "{nodes}",
+        "{start_sample}:{end_sample}",
+        "{run_dir}",
+        "{{nodes}}",
+        '{"a": 1}',
+        "$(reboot); `x`",
+    )
+    launches = dry(*RAMP, *WORLD, "--max-micro-batch-size", "4", "--dir", "a 'dir'", *argv)["launches"]
     filled = [x["command"][x["command"].index("0") + 1 :] for x in launches]
     place = str(Path("a 'dir'").absolute())
     assert filled[1] == [
-        "train it", "--b=16", "4", "2", "2", "64:192", place, "{nodes}", '{"a": 1}', "$(reboot); `x`",
-    ]  # fmt: skip
-    text = run(*RAMP, *WORLD, "--dry-run", *words)
+        "train it",
+        "--b=16",
+        "4",
+        "2",
+        "2",
+        "64:192",
+        place,
+        "{nodes}",
+        '{"a": 1}',
+        "$(reboot); `x`",
+    ]
+    text = run(*RAMP, *WORLD, "--dry-run", *argv)
     line = next(line for line in text.splitlines() if line.strip().startswith("$ "))
     assert shlex.split(line.strip()[2:])[-1] == "$(reboot); `x`"
 
@@ -105,7 +127,7 @@ def test_one_process_is_the_world_where_none_is_given():
 
 
 @pytest.mark.parametrize(
-    ("words", "kind", "field", "said"),
+    ("argv", "kind", "field", "said"),
     [
         (("train.py:task", "--global-batch-size", "8"), ScheduleError, "samples", "a run needs an end"),
         ((*RAMP,), ConfigError, "task", "neither given"),
@@ -124,8 +146,8 @@ def test_one_process_is_the_world_where_none_is_given():
         (("train.py:task", *RAMP, "--arg", "x"), ConfigError, "arg", "KEY=VALUE"),
         (("--resume", "nowhere"), ConfigError, "dir", "does not exist"),
         (("--status", "."), ConfigError, "dir", "holds no run"),
-        (("--status", ".", "--stop", "."), ConfigError, "stop", "two wishes"),
-        (("--resume", ".", "--dry-run"), ConfigError, "dry-run", "--resume is about one that has"),
+        (("--status", ".", "--stop", "."), ConfigError, "stop", "mutually exclusive"),
+        (("--resume", ".", "--dry-run"), ConfigError, "dry-run", "--resume needs an existing one"),
         (("train.py:task", *RAMP, "--now"), ConfigError, "now", "--stop RUN_DIR"),
         (("train.py:task", *RAMP, "--env", "FOO"), ConfigError, "environment", "'FOO' has no value"),
         (("train.py:task", *RAMP, "--env", "A B=3"), ConfigError, "environment", "not the name of a variable"),
@@ -135,14 +157,14 @@ def test_one_process_is_the_world_where_none_is_given():
         (("train.py:task", *RAMP, "task.settings.strategy=dpp"), ConfigError, "strategy", "not known"),
     ],
 )  # fmt: skip
-def test_what_does_not_work_out_is_refused_before_anything_starts(words, kind, field, said):
-    error = refused(*words)
+def test_an_invalid_request_is_refused_before_anything_starts(argv, kind, field, said):
+    error = refused(*argv)
     assert isinstance(error, kind), error
     assert error.field == field and said in str(error), error
     assert os.listdir() == ["train.py"]
 
 
-def test_a_command_that_is_not_given_its_batch_is_told_so():
+def test_a_note_says_that_a_command_does_not_get_its_batch():
     told = run(*RAMP, *WORLD, "--dry-run", "--", "train", "{end_sample}")
     assert "The command has no placeholder for its batch" in told and "{global_batch_size}" in told
     assert "no placeholder for its batch" not in run(*RAMP, *WORLD, "--dry-run", *SCRIPT)
@@ -159,17 +181,17 @@ def test_a_run_keeps_within_what_its_probe_measured():
 
 
 @pytest.mark.parametrize(("length", "micro"), [(512, [8, 16, 16]), (1024, [8, 8, 8]), (4096, [2, 2, 2])])
-def test_the_most_that_fits_is_that_of_as_many_tokens(length, micro):
+def test_the_largest_micro_batch_scales_with_the_sequence_length(length, micro):
     trials = [{"micro_batch_size": m, "status": "fits", "step_seconds": 0.1 * m} for m in (1, 2, 4, 8)]
     probe = {"trials": trials, "max_micro_batch_size": 8, "ranks": 1, "identity": {"sequence_length": 1024}}
     Path("probe.json").write_text(json.dumps(probe))
-    words = ("--nodes", "1", "--devices-per-node", "1", "--from-probe", "probe.json", "--sequence-length", str(length))
-    stages = dry("train.py:task", *RAMP, *words)["stages"]
+    argv = ("--nodes", "1", "--devices-per-node", "1", "--from-probe", "probe.json", "--sequence-length", str(length))
+    stages = dry("train.py:task", *RAMP, *argv)["stages"]
     assert [stage["micro_batch_size"] for stage in stages] == micro
-    told = run("train.py:task", *RAMP, *words, "--dry-run")
+    told = run("train.py:task", *RAMP, *argv, "--dry-run")
     assert ("which was not measured" in told.replace("\n", " ").replace("    ", "")) == (length != 1024)
     assert "synchronisation" in told and "synchronisation" not in run(
-        "train.py:task", *RAMP, *words, "--dry-run", "--sync-seconds", "0.1"
+        "train.py:task", *RAMP, *argv, "--dry-run", "--sync-seconds", "0.1"
     )
 
 

@@ -1,4 +1,4 @@
-"""Tables on terminals of every width; pipes and files get them whole."""
+"""Tables on terminals of every width; pipes and files get all columns."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ RAMP = (
 NEAR = "plan --global-batch-size 960 --max-micro-batch-size 4 --nodes 6 --devices-per-node 8 --tolerance 20%".split()
 
 
-def on_terminal(words: list[str], columns: int) -> list[str]:
-    """What a command writes to a terminal so wide."""
+def on_terminal(argv: list[str], columns: int) -> list[str]:
+    """What a command writes to a terminal of this width."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    done = subprocess.Popen([sys.executable, "-m", "batchwright", *words], stdout=its)
+    done = subprocess.Popen([sys.executable, "-m", "batchwright", *argv], stdout=its)
     os.close(its)
     out = b""
     while True:
@@ -43,12 +43,12 @@ def on_terminal(words: list[str], columns: int) -> list[str]:
     return out.decode().splitlines()
 
 
-@pytest.mark.parametrize("words", [RAMP, NEAR], ids=["ramp", "plan"])
+@pytest.mark.parametrize("argv", [RAMP, NEAR], ids=["ramp", "plan"])
 @pytest.mark.parametrize("columns", [60, 80])
-def test_no_line_is_wider_than_the_terminal(words, columns):
-    lines = on_terminal(words, columns)
+def test_no_line_is_wider_than_the_terminal(argv, columns):
+    lines = on_terminal(argv, columns)
     assert max(map(len, lines)) <= columns
-    if words is RAMP:
+    if argv is RAMP:
         head = next(line for line in lines if line.startswith("  stage")).split()
         assert {"stage", "global", "steps", "nodes", "node-hours"} <= set(head)
         assert any(line.startswith("  left out here: from token, to sample") for line in lines)
@@ -83,4 +83,6 @@ def test_wrapping_loses_no_word(rows, width):
         assert {str(a), str(c), *b.split()} <= set(" ".join(shown).split())
     whole = text.table([(a, b, c, b) for a, b, c in rows], head=("x", "y", "z", "why"), right=[0])
     assert len(whole) == 1 + len(rows)
-    assert text.table([(1, "a")], head=("n", "t"), width=5) == ["  n  t", "  1  a"], "left as it is where it must be"
+    assert text.table([(1, "a")], head=("n", "t"), width=5) == ["  n  t", "  1  a"], (
+        "a column of one letter cannot get narrower"
+    )

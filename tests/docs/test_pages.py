@@ -1,4 +1,4 @@
-"""README and docs: every command prints what the page says, every Python block runs, every link leads somewhere."""
+"""README and docs: every command prints what the page shows, every Python block runs, every link resolves."""
 
 from __future__ import annotations
 
@@ -32,11 +32,20 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 
 @by_name
-def test_links_lead_somewhere(page):
-    text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#\s]+)", text):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def test_every_relative_link_resolves(page):
+    for target in links(page):
+        assert target.exists(), f"{page.name} links to {target}"
+
+
+def links(page: Path) -> list[Path]:
+    """The files that a page links to."""
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    return [(page.parent / target).resolve() for target in targets if "://" not in target]
+
+
+def test_the_index_links_every_page():
+    index = ROOT / "docs" / "README.md"
+    assert {page for page in PAGES if page != index} <= set(links(index))
 
 
 def test_every_verb_has_a_page_with_its_help_and_an_example():

@@ -47,7 +47,7 @@ def test_a_project_file_names_the_task(capsys, tmp_path):
     file.write_text("task: {target: missing.py:task, args: [1]}\n")
     code, _, err = run(capsys, str(file))
     assert code == 2
-    assert "task.args has to be KEY: VALUE, not '[1]'" in err
+    assert "task.args must be KEY: VALUE, not '[1]'" in err
 
 
 def test_nothing_fits_exits_3_with_one_document(capsys, tmp_path):

@@ -105,7 +105,7 @@ def test_the_command_line_measures_and_prints_one_document(task_file, tmp_path, 
     with pytest.raises(SystemExit):
         main([*arguments, "--plot"])  # everything is in the journal: one process that describes the task
     out, err = capsys.readouterr()
-    assert "micro_batch_size 2 is the largest that ran (the cap)" in out
+    assert "micro_batch_size 2 is the largest that ran; larger sizes were not tried" in out
     assert "samples/s against micro_batch_size" in out
     assert "resumed: " in err
 

@@ -1,4 +1,4 @@
-"""The command line: one file per verb, loaded when it is called."""
+"""The command line: one file per verb, imported when it is called."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from batchwright import __version__
 # Verbs by the group that `--help` shows them in.
 GROUPS = {
     "decide": {
-        "plan": "The rest of a batch from the numbers that are known.",
-        "ramp": "A batch that grows: stages, nodes, cost, learning rate.",
-        "rl": "Batches of reinforcement learning: prompts, responses, updates.",
+        "plan": "Work out a batch from the numbers you know.",
+        "ramp": "Plan a batch that grows: stages, nodes, cost, learning rate.",
+        "rl": "Plan batches of reinforcement learning: prompts, responses, updates.",
     },
     "measure": {
-        "probe": "What fits, what is fast, and why: trials in processes of their own.",
-        "estimate": "Peak memory by batch, without running and without a GPU.",
-        "check": "Does the split change the gradient? Errors with their causes.",
+        "probe": "Measure which batch fits in memory, which is fast, and why.",
+        "estimate": "Predict peak memory by batch, without training and without a GPU.",
+        "check": "Check that splitting the batch does not change the gradient.",
     },
-    "run": {"run": "The whole ramp, launch by launch, to its end, through crashes."},
+    "run": {"run": "Train the whole ramp, launch by launch, and restart after failures."},
 }
 _VERBS = [verb for verbs in GROUPS.values() for verb in verbs]
 
 
 class Verbs(click.Group):
-    """Verbs that are imported only when they run."""
+    """The group of all verbs; a verb is imported only when it runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return _VERBS
@@ -47,7 +47,7 @@ class Verbs(click.Group):
             from difflib import get_close_matches
 
             close = get_close_matches(args[0], _VERBS, n=1)
-            hint = f" Did you mean {close[0]}?" if close else f" There are: {', '.join(_VERBS)}."
+            hint = f" Did you mean {close[0]}?" if close else f" The verbs are: {', '.join(_VERBS)}."
             raise click.UsageError(f"{args[0][:60]!r} is not a verb.{hint}", ctx=ctx)
         return super().resolve_command(ctx, args)
 
@@ -55,7 +55,8 @@ class Verbs(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise BrokenPipeError("the reader went away") from None  # without errno, at which click would exit with 1
+            # Without errno: with it, click would exit with 1.
+            raise BrokenPipeError("the reader closed the pipe") from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for group, verbs in GROUPS.items():
@@ -75,34 +76,36 @@ class Verbs(click.Group):
 def cli(ctx: click.Context) -> None:
     """The batch size of a training job, from end to end.
 
-    Exit codes: 0 done, 1 a bug of ours, 2 invalid request, 3 nothing fits, 4 environment, 5 your code, a check or a
-    run failed, 130 interrupted.
+    Exit codes: 0 success, 1 a bug in batchwright, 2 an invalid request, 3 nothing fits in memory, 4 something is missing
+    on this machine, 5 your code, a check or a run failed, 130 interrupted.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Run a command line and exit; no traceback of ours ever reaches a user."""
-    words = sys.argv[1:] if argv is None else argv
+    """Run a command line and exit. Users never see a traceback of batchwright."""
+    argv = sys.argv[1:] if argv is None else argv
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a word may hold bytes that are no text
+            # An argument may contain bytes that are not text.
+            stream.reconfigure(errors="backslashreplace")
     try:
-        code = _run(words)
+        code = _run(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader went away (`| head`): not an error, and nothing more can be written.
+        # The reader closed the pipe (`| head`): not an error, and nothing more can be written.
         os._exit(0)
-    except OSError as error:  # a full disk under standard output
+    except OSError as error:
+        # Standard output is a file on a full disk.
         sys.stderr.write(f"error: the output cannot be written: {error.strerror}.\n")
         os._exit(4)
     sys.exit(code)
 
 
-def _run(words: list[str]) -> int:
+def _run(argv: list[str]) -> int:
     try:
-        code = cli.main(args=words, prog_name="batchwright", standalone_mode=False)
+        code = cli.main(args=argv, prog_name="batchwright", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, click.Abort):
         sys.stderr.write("interrupted\n")
@@ -114,7 +117,7 @@ def _run(words: list[str]) -> int:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == ENOSPC:
             raise
-        return _report(error, as_json="--json" in words)
+        return _report(error, as_json="--json" in argv)
 
 
 def _report(error: Exception, *, as_json: bool) -> int:

@@ -15,7 +15,8 @@ from batchwright.core.numbers import count
 from batchwright.core.ramp.rules import parse_thresholds
 
 from . import text
-from .options import json_option, number, print_json, read_task
+from .naming import Verb, notes
+from .options import counts, json_option, number, print_json, read_task, task_option
 
 if TYPE_CHECKING:
     from batchwright.runtime.check import CheckReport
@@ -24,49 +25,62 @@ _DTYPES = ("float32", "float64")
 
 
 @click.command(
-    epilog="\b\nExample:\n  batchwright check train.py:task --global-batch-size 32 --micro-batch-size 1,3,16 --ranks 2\n"
+    cls=Verb,
+    epilog="\b\nExamples:\n  batchwright check train.py:task --global-batch-size 32 --micro-batch-size 1,3,16 --ranks 2\n"
     '  batchwright check train.py:task --ramp "0:256 10M:512 50M:1024"\n'
     "  batchwright check --ledger runs/7b",
 )
 @click.argument("target", required=False, metavar="[FILE.py:FUNCTION | FILE.yaml]")
-@click.option("--arg", "arguments", multiple=True, metavar="KEY=VALUE", help="An argument of the task's function.")
-@number("--global-batch-size", "Samples to compare with.  [default: 16]")
-@number("--micro-batch-size", "Sizes to split it into.  [default: 1, one with a ragged tail, half, all]", "N,N,...")
-@number("--ranks", "Also on so many processes (DDP over gloo).  [default: 1]")
-@number("--seed", "Of the model, the order and what is drawn.  [default: 0]")
-@number("--accumulate-dtype", f"{' | '.join(_DTYPES)}: add gradients up in this.  [default: the parameters']", "NAME")
-@number("--ramp", 'The batch grows: from each sample on, a size, as in "0:256 10M:512".', '"AT:SIZE ..."')
-@number("--lr-horizon-steps", "The learning rate's schedule counts steps, and ends after so many.")
-@number("--samples", "The budget that this horizon should meet.")
-@click.option("--allow", multiple=True, metavar="CAUSE", help="Report this cause as a note; repeatable.")
-@click.option("--ledger", metavar="DIR", help="Instead: audit a run's ledger, every sample in exactly one step.")
+@task_option
+@number("--global-batch-size", "Samples in the batch that is split.  [default: 16]")
+@number(
+    "--micro-batch-size",
+    "Micro batches to split it into, in samples.  [default: 1, one that does not divide, half, all]",
+    "N,N,...",
+)
+@number("--ranks", "Also split over this many processes (DDP over gloo).  [default: 1]")
+@number("--seed", "Seed of the model, the sample order and dropout.  [default: 0]")
+@number(
+    "--accumulate-dtype",
+    f"{' | '.join(_DTYPES)}: accumulate gradients in this type.  [default: the parameters' type]",
+    "NAME",
+)
+@number(
+    "--ramp", 'The batch grows: from sample AT on, SIZE samples per step, such as "0:256 10M:512".', '"AT:SIZE ..."'
+)
+@number("--lr-horizon-steps", "Optimizer steps after which the learning-rate schedule ends.")
+@number("--samples", "Training budget in samples, to compare with --lr-horizon-steps.")
+@click.option(
+    "--allow", multiple=True, metavar="CAUSE", help="Report this cause as a note, not as an error; repeatable."
+)
+@click.option("--ledger", metavar="DIR", help="Audit the ledger of a run instead: is every sample in exactly one step?")
 @json_option
 @click.pass_context
 def command(
     ctx: click.Context,
     target: str | None,
-    arguments: tuple[str, ...],
+    args: tuple[str, ...],
     allow: tuple[str, ...],
     ledger: str | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Does the split change the gradient? Prove it on your own task.
+    """Check on your own task that splitting the batch does not change the gradient.
 
-    Runs one global batch in one piece and at several splits, compares the gradients that reach the optimizer, and names
+    Runs one global batch in one piece and in several splits, compares the gradients that reach the optimizer, and names
     the cause of every difference: a mean of means, a loss scaled by accumulation, BatchNorm, precision, and others.
-    Exits with 5 when one of them is an error.
+    Exits with 5 if one of them is an error.
     """
     if (target is None) == (ledger is None):
         raise ConfigError(
-            "check needs FILE.py:function (a task), or --ledger DIR (a run); "
-            f"{'got both' if target else 'got neither'}. Give one of them.",
+            "check needs either FILE.py:function (a task) or --ledger DIR (a run); "
+            f"{'both are given' if target else 'neither is given'}.",
             field="task",
             given=target,
         )
     if ledger is not None:
         ctx.exit(_audit(ledger, as_json))
-    report = _check(str(target), arguments, allow, flags)
+    report = _check(str(target), args, allow, flags)
     if as_json:
         print_json(report.to_json())
     else:
@@ -74,15 +88,15 @@ def command(
     ctx.exit(0 if report.ok else RunError.exit_code)
 
 
-def _check(target: str, arguments: tuple[str, ...], allow: tuple[str, ...], flags: dict[str, Any]) -> CheckReport:
+def _check(target: str, args: tuple[str, ...], allow: tuple[str, ...], flags: dict[str, Any]) -> CheckReport:
     numbers = {name: None if flags[name] is None else count(flags[name], name) for name in _COUNTS}
     seed = 0 if flags["seed"] is None else count(flags["seed"], "seed", least=0, most=2**32 - 1)
-    sizes = [count(part, "micro_batch_size") for part in (flags["micro_batch_size"] or "").replace(",", " ").split()]
+    sizes = counts(flags["micro_batch_size"], "micro_batch_size")
     ramp = None if flags["ramp"] is None else parse_thresholds(flags["ramp"]).compile()
-    (target, args), kind = read_task(target, arguments), flags["accumulate_dtype"]
+    (target, arguments), kind = read_task(target, args), flags["accumulate_dtype"]
     if kind not in (None, *_DTYPES):
         raise ConfigError(
-            f"accumulate_dtype={kind!r} is none of {', '.join(_DTYPES)}.", field="accumulate_dtype", given=kind
+            f"accumulate_dtype={kind!r} is not one of {', '.join(_DTYPES)}.", field="accumulate_dtype", given=kind
         )
     with _torch_needed():
         import torch
@@ -91,15 +105,17 @@ def _check(target: str, arguments: tuple[str, ...], allow: tuple[str, ...], flag
         from batchwright.runtime.check.causes import unknown_causes
         from batchwright.runtime.state.generators import set_seeds
         from batchwright.runtime.task import load_task
-    raise_violations(PlanError, unknown_causes(allow))  # before the user's function runs
+    # Checked before the user's function runs.
+    raise_violations(PlanError, unknown_causes(allow))
     try:
-        set_seeds(seed)  # what the function itself draws (a model, a synthetic dataset) is the same in every process
+        # The function may draw random numbers (a model, a synthetic dataset): the same ones in every process.
+        set_seeds(seed)
         return check(
-            load_task(target, args),
+            load_task(target, arguments),
             global_batch_size=numbers["global_batch_size"],
             micro_batch_sizes=sizes or None,
             ranks=numbers["ranks"] or 1,
-            source=(target, args),
+            source=(target, arguments),
             seed=seed,
             accumulate_dtype=getattr(torch, kind) if kind else None,
             ramp=ramp,
@@ -131,7 +147,8 @@ def _torch_needed() -> Iterator[None]:
 
 
 def _audit(directory: str, as_json: bool) -> int:
-    if not os.path.isdir(directory):  # before torch is imported, which takes seconds
+    # Checked before torch is imported, which takes seconds.
+    if not os.path.isdir(directory):
         raise ConfigError(f"{directory} is not a directory.", field="ledger", given=directory)
     with _torch_needed():
         from batchwright.runtime.state.audit import audit
@@ -147,14 +164,13 @@ def _audit(directory: str, as_json: bool) -> int:
             *text.table([(n, f"{getattr(made, n):,}") for n in shown], right=[1]),
         ]
         found = [f"{f.cause}: {f.message}" for f in made.findings]
-        for title, items in (("findings", found), ("notes", made.notes)):
-            lines += ["", f"{title}:", *text.notes(items)] if items else []
-        click.echo("\n".join(lines))
+        lines += ["", "findings:", *text.bullets(found)] if found else []
+        click.echo("\n".join([*lines, *notes(made.notes)]))
     return 0 if made.ok else RunError.exit_code
 
 
 def render(report: CheckReport) -> list[str]:
-    """A report for people: the verdict, the splits with their errors, and what was found."""
+    """A report as text: the verdict, the splits with their errors, and the findings."""
     errors = sum(f.severity == "error" for f in report.findings)
     verdict = (
         "ok: the split does not change the gradient" if report.ok else f"not ok: {errors} error{'s' * (errors > 1)}"
@@ -169,10 +185,8 @@ def render(report: CheckReport) -> list[str]:
         right=range(4),
     )
     for finding in report.findings:
-        lines += ["", f"{finding.severity}: {finding.cause}", *text.notes([finding.message])]
-    if report.notes:
-        lines += ["", "notes:", *text.notes(report.notes)]
-    return lines
+        lines += ["", f"{finding.severity}: {finding.cause}", *text.bullets([finding.message])]
+    return lines + notes(report.notes)
 
 
 def _error(value: float | None) -> str:
@@ -180,6 +194,6 @@ def _error(value: float | None) -> str:
 
 
 def _groups(groups: Any) -> str:
-    # Below this it is rounding: where it sits says nothing.
+    # Smaller errors are rounding: their place says nothing.
     large = [(name, error) for name, error in groups.items() if error > 1e-5][:2]
     return ", ".join(f"{name} {error:.1e}" for name, error in large)

@@ -1,4 +1,4 @@
-"""From the words of a command line to a request: file < `key=value` < flag, and each value remembers its source."""
+"""From files, `key=value` arguments and flags to a request. A flag wins over `key=value`, which wins over a file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.fields import unknown_key
 from batchwright.core.numbers import LONGEST
 
+from .naming import Verb, remember
 from .options import FILES
 from .paste import unpaste
 
@@ -41,54 +42,57 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "launch": (), "task": (),
 }  # fmt: skip
 _NATIVE = {f"{section}.{name}": name for section, names in SECTIONS.items() for name in names}
-LARGEST_FILE = 2**18  # a few times the largest in use (MaxText's base.yml): more would not be read in a second
+# A few times the largest file in use (MaxText's base.yml): a larger one would take more than a second.
+LARGEST_FILE = 2**18
 MOST_KEYS = 10_000
-NOT_READ = "Not known here, and left out, though it may concern the batch"
+NOT_READ = "Ignored because batchwright does not know it, though it may concern the batch"
 
 
-class PasteCommand(click.Command):
-    """A verb that also takes another tool's flags, or its whole command line."""
+class PasteCommand(Verb):
+    """A verb that also accepts the flags of another tool, or its whole command line."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
         own = {flag: not p.is_flag for p in options for flag in (*p.opts, *p.secondary_opts)}
-        words, left = unpaste(args, own, lambda key: f"--{key.replace('_', '-')}" in own)
+        arguments, left = unpaste(args, own, lambda key: f"--{key.replace('_', '-')}" in own)
         ctx.meta["left_out"] = left
-        return super().parse_args(ctx, words)
+        return super().parse_args(ctx, arguments)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Raw values by our names, where each was given, and notes on how they were read."""
+    """Values by field name, where each was given, and notes on how they were read."""
 
     values: dict[str, Any]
     origins: dict[str, str]
     notes: tuple[str, ...]
 
     def request(self) -> BatchRequest:
-        """The part that describes a batch and its world."""
+        """The fields that describe a batch and its world."""
         values = {name: value for name, value in self.values.items() if name in READERS}
         return read_request(values, origins=self.origins, notes=self.notes)
 
 
 def gather(
-    words: tuple[str, ...], flags: Mapping[str, Any], left_out: tuple[str, ...] = (), own: Collection[str] = READERS
+    arguments: tuple[str, ...], flags: Mapping[str, Any], left_out: tuple[str, ...] = (), own: Collection[str] = READERS
 ) -> Gathered:
-    """What files, overrides and flags say together, of the fields that a verb reads (`own`)."""
+    """The values of files, `key=value` arguments and flags, for the fields that a verb reads (`own`)."""
     typed = {name: value for name, value in flags.items() if value is not None and value is not False}
-    if not words and not left_out:  # flags alone are in our own words: nothing to translate
+    if not arguments and not left_out:
+        # Flags alone need no translation.
         return Gathered(typed, {name: f"--{name.replace('_', '-')}" for name in typed}, ())
     from batchwright import dialects
 
     entries: list[tuple[str, dialects.Given]] = []
     lenient = bool(left_out)
     wrong: list[Violation] = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if equals and not os.path.exists(word):
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and not os.path.exists(argument):
             key = key.strip()
             lenient = lenient or dialects.is_foreign(key)
-            if key.split(".")[0] in SECTIONS and "." in key and key not in _NATIVE and not dialects.is_foreign(key):
+            in_section = "." in key and key.split(".")[0] in SECTIONS
+            if in_section and key not in _NATIVE and not dialects.is_foreign(key):
                 wrong.append(unknown_key(key, value, _NATIVE))
                 continue
             if not value.strip() and (_native(key) in own or dialects.is_foreign(key)):
@@ -98,82 +102,82 @@ def gather(
                 continue
             entries.append((_native(key), dialects.Given(value.strip().strip("'\""), f"{key}={value}", 1)))
         else:
-            tree = read_file(word)
+            tree = read_file(argument)
             ours = all(str(section) in SECTIONS for section in tree)
             lenient = lenient or not ours
             for name, item in dialects.flatten(tree).items():
                 if item in (None, "auto") or (ours and not SECTIONS[name.split(".")[0]]):
                     continue
                 if ours and name not in _NATIVE:
-                    wrong.append(unknown_key(name, _scalar(item), _NATIVE, f" of {word}"))
+                    wrong.append(unknown_key(name, _scalar(item), _NATIVE, f" of {argument}"))
                 else:
-                    entries.append((_native(name), dialects.Given(_scalar(item), f"{word}: {name}", 0)))
+                    entries.append((_native(name), dialects.Given(_scalar(item), f"{argument}: {name}", 0)))
     raise_violations(ConfigError, wrong + dialects.misspelt_flags(left_out, own, [key for key, _ in entries]))
     read: set[str] = set()
     unread: list[str] = []
-    for word in left_out:
-        for name, item in _pasted(word).items():
+    for argument in left_out:
+        for name, item in _pasted(argument).items():
             if dialects.is_foreign(name) or name in _NATIVE:
-                read.add(word)
-                entries.append((_native(name), dialects.Given(_scalar(item), f"{word}: {name}", 0)))
+                read.add(argument)
+                entries.append((_native(name), dialects.Given(_scalar(item), f"{argument}: {name}", 0)))
             elif dialects.is_about_a_batch(name):
                 unread.append(name)
     entries += [(name, dialects.Given(value, f"--{name.replace('_', '-')}", 2)) for name, value in typed.items()]
     resolved = dialects.resolve(entries, own={*own, *_NATIVE.values()}, lenient=lenient)
     notes = list(resolved.notes)
-    rest, doubtful = _apart(tuple(word for word in left_out if word not in read), dialects.is_about_a_batch)
+    rest, doubtful = _apart(tuple(argument for argument in left_out if argument not in read), dialects.is_about_a_batch)
     doubtful += [*filter(dialects.is_about_a_batch, resolved.ignored), *unread]
-    if plain := [word for word in (" ".join(rest), *resolved.ignored) if word and word not in doubtful]:
-        notes.append("Left out, as it does not concern the batch: " + _brief(plain))
+    if plain := [argument for argument in (" ".join(rest), *resolved.ignored) if argument and argument not in doubtful]:
+        notes.append("Ignored because it does not concern the batch: " + _brief(plain))
     if doubtful:
         notes.append(f"{NOT_READ}: " + _brief(doubtful))
-    # A file may hold what other verbs read; somebody who types a key expects it to count.
+    # A file may contain keys of other verbs. A key on the command line is expected to count.
     others = sorted(g.origin for name, g in resolved.fields.items() if name not in own and g.level > 0)
     if others:
         notes.append(f"Not read by this verb: {', '.join(others)}. See batchwright --help.")
     fields = {name: given for name, given in resolved.fields.items() if name in own}
-    return Gathered(
-        {name: given.value for name, given in fields.items()},
-        {name: given.origin for name, given in fields.items()},
-        tuple(notes),
-    )
+    values = {name: given.value for name, given in fields.items()}
+    origins = {name: given.origin for name, given in fields.items()}
+    remember(values, origins)
+    return Gathered(values, origins, tuple(notes))
 
 
-def _pasted(word: str) -> Mapping[str, Any]:
-    """The keys of a configuration that a pasted line names; none where the word, or the file, is anything else."""
+def _pasted(argument: str) -> Mapping[str, Any]:
+    """The keys of a configuration file that a pasted line names; none where the argument names no such file."""
     from batchwright.dialects import flatten
 
-    path = word.rpartition("=")[2]
+    path = argument.rpartition("=")[2]
     if not path.endswith(FILES) or not os.path.isfile(path):
         return {}
     try:
         return {name: item for name, item in flatten(read_file(path)).items() if item not in (None, "auto")}
     except ConfigError:
-        return {}  # data, say
+        # The file holds something else, such as data.
+        return {}
 
 
-def _apart(words: tuple[str, ...], doubtful: Callable[[str], bool]) -> tuple[list[str], list[str]]:
-    """Words of a pasted line that say nothing of a batch, and the flags that may, each with its value."""
+def _apart(arguments: tuple[str, ...], doubtful: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    """Arguments of a pasted line that do not concern the batch, and flags that may, each with its value."""
     rest: list[str] = []
     found: list[str] = []
     into = rest
-    for word in words:
-        if word.startswith("-"):
-            into = found if word.startswith("--") and doubtful(word.partition("=")[0]) else rest
+    for argument in arguments:
+        if argument.startswith("-"):
+            into = found if argument.startswith("--") and doubtful(argument.partition("=")[0]) else rest
         elif into is found:
-            found[-1] += f" {word}"
+            found[-1] += f" {argument}"
             into = rest
             continue
-        into.append(word)
+        into.append(argument)
     return rest, found
 
 
 def read_file(path: str) -> Mapping[str, Any]:
-    """A YAML, JSON or TOML file as a mapping; anything else about it is an error that names it."""
+    """A YAML, JSON or TOML file as a mapping; everything else is an error that names the file."""
     shown = path[:120]
     try:
         if not os.path.isfile(path):
-            raise OSError("there is no such file" if not os.path.exists(path) else "it is not a regular file")
+            raise OSError("no such file" if not os.path.exists(path) else "it is not a regular file")
         if os.path.getsize(path) > LARGEST_FILE:
             raise OSError(f"it is larger than {LARGEST_FILE >> 10} KiB")
         with open(path, encoding="utf-8") as file:
@@ -184,7 +188,7 @@ def read_file(path: str) -> Mapping[str, Any]:
         ) from None
     tree = _parse(path, text)
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{shown} holds no keys: the top level has to be a mapping.", field="file", given=shown)
+        raise ConfigError(f"{shown} contains no keys: the top level must be a mapping.", field="file", given=shown)
     _refuse_deep(path, tree)
     return tree
 
@@ -205,14 +209,14 @@ def _parse(path: str, text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Plain YAML of sane depth, where a key that is given twice is refused instead of the last one taken."""
+        """Plain YAML of limited depth. A key that is given twice is an error."""
 
         depth = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             self.depth += 1
             if self.depth > 100:
-                raise ValueError("it is nested too deeply")
+                raise ValueError("it is nested more than 100 levels deep")
             node = super().compose_node(parent, index)
             self.depth -= 1
             return node
@@ -223,7 +227,8 @@ def _parse(path: str, text: str) -> Any:
 
     try:
         return yaml.load(text, Loader)
-    except Exception as error:  # a tag with a wrong value raises whatever the value ran into: KeyError, IndexError …
+    except Exception as error:
+        # A tag with a wrong value raises any kind of error: KeyError, IndexError and others.
         problem = next(iter(str(getattr(error, "problem", None) or error).splitlines()), type(error).__name__)
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark else ""
@@ -231,7 +236,7 @@ def _parse(path: str, text: str) -> Any:
 
 
 def _refuse_deep(path: str, tree: Mapping[Any, Any]) -> None:
-    """Anchors can make a small file endless: bound depth and size before anything walks it."""
+    """Limit depth and size: with anchors, a small file can describe an endless tree."""
     level: list[Mapping[Any, Any]] = [tree]
     size = 0
     for _ in range(16):
@@ -241,20 +246,24 @@ def _refuse_deep(path: str, tree: Mapping[Any, Any]) -> None:
         level = [v for m in level for v in m.values() if isinstance(v, Mapping)]
         if not level:
             return
-    raise ConfigError(f"{path} is nested too deeply or too widely for a configuration.", field="file", given=path)
+    raise ConfigError(
+        f"{path} has too many keys or levels for a configuration file: at most {MOST_KEYS:,} keys in 16 levels.",
+        field="file",
+        given=path,
+    )
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{key[:60]} is given twice")
+            raise ValueError(f"{key[:60]!r} is given twice")
         found[key] = value
     return found
 
 
 def _scalar(value: Any) -> Any:
-    """A value that can be shown; anything else by its kind only, as a few lines of YAML can make endless lists."""
+    """A value that can be printed; otherwise its type, because a few lines of YAML can describe an endless list."""
     items = value if isinstance(value, list) else [value]
     if len(items) > 1000 or not all(isinstance(item, (int, float, str)) for item in items):
         return f"a {type(value).__name__}"
@@ -267,6 +276,6 @@ def _native(key: str) -> str:
     return _NATIVE.get(key, key)
 
 
-def _brief(words: list[str]) -> str:
-    text = ", ".join(word for word in words if word)
+def _brief(arguments: list[str]) -> str:
+    text = ", ".join(argument for argument in arguments if argument)
     return text if len(text) <= 200 else text[:200] + " …"

@@ -10,36 +10,44 @@ from batchwright.core.errors import BatchwrightError
 from batchwright.core.numbers import count, format_bytes, parse_bytes, positive
 
 from . import text
-from .options import json_option, number, print_json, read_task
+from .naming import Verb, notes
+from .options import counts, json_option, number, print_json, read_task, task_option
 
 if TYPE_CHECKING:
     from batchwright.estimate import Estimate
 
 
 @click.command(
+    cls=Verb,
     epilog="\b\nExample:\n  batchwright estimate train.py:task --device h100-80g --sequence-length 1024,2048 \\\n"
-    "      --precision bf16 --checkpoint-activations"
+    "      --precision bf16 --checkpoint-activations",
 )
 @click.argument("task", metavar="FILE.py:FUNCTION | FILE.yaml", required=False)
-@number("--device", "What it has to fit on, such as h100-80g; `--device list` shows the table.", "NAME")
-@number("--memory", "The same in bytes, such as 80GiB.", "BYTES")
-@number("--margin", "Bytes to leave free.", "BYTES")
-@number("--micro-batch-size", "Sizes to estimate, such as 1,2,4; chosen by a search unless given.", "N,...")
-@number("--sequence-length", "Lengths to estimate; the function has to take sequence_length.", "N,...")
-@click.option("--precision", metavar="fp32|bf16", default="fp32", show_default=True, help="bf16 is autocast.")
-@click.option("--checkpoint-activations", is_flag=True, help="Compute each repeated block again in the backward.")
-@number("--ranks", "Shard over so many ranks with FSDP2; the estimate is that of one rank.")
-@number("--accumulation-steps", "Above 1, gradients live through the forward too.")
-@click.option("--arg", "arguments", multiple=True, metavar="KEY=VALUE", help="An argument of the function; repeatable.")
-@click.option("--calibrate", is_flag=True, help="Run one real trial on this CPU and show it beside its estimate.")
-@number("--timeout", "Seconds the estimating process may take.", "S")
+@number("--device", "The device it must fit on, such as h100-80g; `--device list` prints all names.", "NAME")
+@number("--memory", "Memory it must fit in, in bytes, such as 80GiB, instead of --device.", "BYTES")
+@number("--margin", "Memory to leave free, in bytes.  [default: 0]", "BYTES")
+@number(
+    "--micro-batch-size",
+    "Micro batches to estimate, in samples, such as 1,2,4.  [default: chosen by a search]",
+    "N,...",
+)
+@number(
+    "--sequence-length", "Tokens per sample, such as 1024,2048; passed to the function as sequence_length.", "N,..."
+)
+@click.option("--precision", metavar="fp32|bf16", default="fp32", show_default=True, help="bf16 uses autocast.")
+@click.option("--checkpoint-activations", is_flag=True, help="Recompute each repeated block in the backward pass.")
+@number("--ranks", "Shard over this many ranks with FSDP2, and estimate one rank.  [default: 1]")
+@number("--accumulation-steps", "Above 1, gradients stay in memory during the forward pass.  [default: 1]")
+@task_option
+@click.option("--calibrate", is_flag=True, help="Also run one real trial on this CPU and compare it with its estimate.")
+@number("--timeout", "Stop the estimating process after this many seconds.  [default: 1800]", "S")
 @json_option
 def command(task: str | None, as_json: bool, **flags: Any) -> None:
-    """Peak memory by micro batch, without running and without a GPU.
+    """Predict peak memory by micro batch, without training and without a GPU.
 
-    Takes a function that returns a Task (or a JaxStep), follows two training steps on fake tensors, and says what the
-    peak consists of, how it grows, and the largest micro batch that fits. All of it is predicted: only a probe measures,
-    and only measured sizes are recommended.
+    Takes a function that returns a Task (or a JaxStep), follows two training steps on fake tensors, and prints what the
+    peak consists of, how it grows, and the largest micro batch that fits. All numbers are predicted: measure with
+    batchwright probe before you use one.
     """
     from batchwright.estimate import estimate
 
@@ -47,14 +55,14 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
         _devices(as_json)
         return
     if task is None:
-        raise click.UsageError("which task? Give FILE.py:FUNCTION.", ctx=click.get_current_context())
-    task, arguments = read_task(task, flags["arguments"])
+        raise click.UsageError("estimate needs a task: FILE.py:FUNCTION.", ctx=click.get_current_context())
+    task, arguments = read_task(task, flags["args"])
     given = {
         "device": flags["device"],
         "memory_bytes": None if flags["memory"] is None else parse_bytes(flags["memory"]),
         "margin_bytes": 0 if flags["margin"] is None else parse_bytes(flags["margin"], "margin"),
-        "micro_batch_sizes": _counts(flags["micro_batch_size"], "micro_batch_size"),
-        "sequence_lengths": _counts(flags["sequence_length"], "sequence_length"),
+        "micro_batch_sizes": counts(flags["micro_batch_size"], "micro_batch_size"),
+        "sequence_lengths": counts(flags["sequence_length"], "sequence_length"),
         "ranks": count(flags["ranks"] or 1, "ranks"),
         "accumulation_steps": count(flags["accumulation_steps"] or 1, "accumulation_steps"),
         "args": arguments,
@@ -64,17 +72,14 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
     try:
         made = estimate(task, progress=True, **given)
     except BatchwrightError as error:
-        for trace in getattr(error, "__notes__", ()):  # the user's
+        # The traceback of the user's code.
+        for trace in getattr(error, "__notes__", ()):
             click.echo(trace, err=True)
         raise
     if as_json:
         print_json(made.to_json())
     else:
         click.echo("\n".join(render(made)))
-
-
-def _counts(words: str | None, field: str) -> tuple[int, ...]:
-    return tuple(count(word, field) for word in words.replace(",", " ").split()) if words else ()
 
 
 def _devices(as_json: bool) -> None:
@@ -89,7 +94,7 @@ def _devices(as_json: bool) -> None:
 
 
 def render(made: Estimate) -> list[str]:
-    """An estimate for people: the answer, the table, the line, the frontier, the trial, and what was assumed."""
+    """An estimate as text: the answer, the table, the line, the frontier, the trial, and the assumptions."""
     several = len(made.lengths) > 1
     limit = None if made.memory_bytes is None else made.memory_bytes - made.margin_bytes
     lines: list[str] = []
@@ -99,7 +104,7 @@ def render(made: Estimate) -> list[str]:
             if made.device
             else format_bytes(made.memory_bytes or 0)
         )
-        left = f" ({format_bytes(made.margin_bytes)} of it left free)" if made.margin_bytes else ""
+        left = f" ({format_bytes(made.margin_bytes)} of it kept free)" if made.margin_bytes else ""
         length = f" at sequence_length {made.lengths[-1].sequence_length}" if several else ""
         lines += [f"max_micro_batch_size {made.max_micro_batch_size}{length}, predicted, in {where}{left}", ""]
     kinds = [k for k in made.points[0].breakdown if any(p.breakdown.get(k) for p in made.points)]
@@ -114,7 +119,7 @@ def render(made: Estimate) -> list[str]:
         )
         for p in made.points
     ]
-    lines += ["estimated peak, and what it consists of at that moment:"]
+    lines += ["estimated peak memory, and what it consists of:"]
     lines += text.table(rows, head=head, right=range(len(head)))
     for row in made.lengths:
         if row.slope is not None:
@@ -141,9 +146,9 @@ def render(made: Estimate) -> list[str]:
         )
     if made.calibration:
         lines += ["", *_calibration(made)]
-    lines += ["", "assumed:", *text.notes(made.assumptions)]
-    notes = [*made.notes, "Predicted, not measured: batchwright probe runs the sizes it recommends."]
-    return [*lines, "", "notes:", *text.notes(notes)]
+    lines += ["", "assumptions:", *text.bullets(made.assumptions)]
+    predicted = "All sizes are predicted, not measured: measure them with batchwright probe."
+    return lines + notes([*made.notes, predicted])
 
 
 def _calibration(made: Estimate) -> list[str]:

@@ -1,4 +1,4 @@
-"""Flags that several verbs share. Values stay text here: `core.request` reads them, so that every error is ours."""
+"""Flags that several verbs share. Values stay text here: `core` reads them, so that every error is ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import click
 
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 
-FILES = (".yaml", ".yml", ".toml", ".json")  # that are read as configuration
+from .naming import Verb
+
+# Endings of the files that are read as configuration.
+FILES = (".yaml", ".yml", ".toml", ".json")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -25,11 +28,11 @@ def stack(*options: Decorator) -> Decorator:
 
 
 def number(name: str, text: str, metavar: str = "N") -> Decorator:
-    """A flag that takes a number, possibly with a suffix."""
+    """A flag that takes a value, which stays text."""
     return click.option(name, metavar=metavar, help=text)
 
 
-class CommandLine(click.Command):
+class CommandLine(Verb):
     """A verb that keeps everything after `--` as it is: the user's command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -39,24 +42,29 @@ class CommandLine(click.Command):
 
 
 batch_options = stack(
-    number("--global-batch-size", "Samples per optimizer step."),
-    number("--global-batch-size-tokens", "The same in tokens; needs --sequence-length."),
+    number("--global-batch-size", "Samples per optimizer step, over all ranks."),
+    number("--global-batch-size-tokens", "The global batch in tokens; needs --sequence-length."),
     number("--sequence-length", "Tokens per sample."),
-    number("--micro-batch-size", "Samples per rank per forward/backward."),
-    number("--accumulation-steps", "Micro batches per rank per optimizer step."),
-    number("--max-micro-batch-size", "The largest micro batch that fits in memory."),
+    number("--micro-batch-size", "Samples per rank per forward/backward pass.  [default: derived]"),
+    number("--accumulation-steps", "Micro batches per rank per optimizer step.  [default: derived]"),
+    number("--max-micro-batch-size", "The largest micro batch that fits in memory, in samples.  [default: no limit]"),
 )
 
 world_options = stack(
-    number("--nodes", "Nodes."),
+    number("--nodes", "Number of nodes."),
     number("--devices-per-node", "Devices (GPUs, TPU chips) in each node."),
-    number("--devices", "All devices, where nodes do not matter."),
-    number("--data-parallel-size", "Ranks that hold different samples."),
-    number("--tensor-parallel", "Devices that split each layer."),
-    number("--pipeline-parallel", "Pipeline stages."),
-    number("--context-parallel", "Devices that split each sequence."),
-    number("--expert-parallel", "Devices that share the experts. It does not change the batch."),
-    number("--expert-tensor-parallel", "Devices that share one expert.  [default: the tensor-parallel size]"),
+    number("--devices", "Number of devices in total, instead of --nodes and --devices-per-node."),
+    number("--data-parallel-size", "Number of ranks that hold different samples.  [default: derived]"),
+    number("--tensor-parallel", "Devices that split each layer.  [default: 1]"),
+    number("--pipeline-parallel", "Pipeline stages.  [default: 1]"),
+    number("--context-parallel", "Devices that split each sequence.  [default: 1]"),
+    number("--expert-parallel", "Devices that share the experts; does not change the batch.  [default: 1]"),
+    number("--expert-tensor-parallel", "Devices that split one expert.  [default: --tensor-parallel]"),
+)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+task_option = click.option(
+    "--arg", "args", multiple=True, metavar="KEY=VALUE", help="An argument for the task's function; repeatable."
 )
 
 
@@ -67,13 +75,10 @@ def print_json(document: dict[str, Any]) -> None:
     click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-
-
 def mapping(value: Any, field: str) -> dict[str, Any]:
-    """A part of a project file that has keys, or nothing."""
+    """A section of a project file: its keys, none where it is empty."""
     if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{field} has to be KEY: VALUE, not {str(value)[:60]!r}.", field=field, given=str(value)[:60])
+        raise ConfigError(f"{field} must be KEY: VALUE, not {str(value)[:60]!r}.", field=field, given=str(value)[:60])
     return dict(value or {})
 
 
@@ -88,7 +93,7 @@ def read_task(target: str, words: tuple[str, ...]) -> tuple[str, dict[str, Any]]
     named = section.get("target") if isinstance(section, Mapping) else None
     if not isinstance(section, Mapping) or not isinstance(named, str):
         raise ConfigError(
-            f"{target} names no task: its `task` section has to hold `target: FILE.py:function`.",
+            f"{target} names no task: its `task` section must contain `target: FILE.py:function`.",
             field="task.target",
             given=None if named is None else str(named)[:80],
         )
@@ -98,7 +103,7 @@ def read_task(target: str, words: tuple[str, ...]) -> tuple[str, dict[str, Any]]
 
 
 def _look_for(target: str) -> None:
-    """Say that a task's file is not there before torch is imported, which takes seconds."""
+    """Refuse a missing task file before torch is imported, which takes seconds."""
     if ".py" in target:
         from batchwright.processes.target import task_file
 
@@ -126,3 +131,10 @@ def task_arguments(words: tuple[str, ...]) -> dict[str, Any]:
         except ValueError:
             read[key.strip()] = value
     return read
+
+
+def counts(words: str | None, field: str) -> tuple[int, ...]:
+    """Several whole numbers from one flag: `1,2,4`."""
+    from batchwright.core.numbers import count
+
+    return tuple(count(word, field) for word in (words or "").replace(",", " ").split())

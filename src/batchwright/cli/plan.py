@@ -14,7 +14,8 @@ from batchwright.core.errors import PlanError, Violation
 from batchwright.core.numbers import percentage
 
 from . import text
-from .config import NOT_READ, PasteCommand, gather
+from .config import NOT_READ, PasteCommand, gather, read_file
+from .naming import notes
 from .options import batch_options, json_option, number, print_json, stack, world_options
 
 if TYPE_CHECKING:
@@ -23,20 +24,31 @@ if TYPE_CHECKING:
     from batchwright.core.nodes.throughput import Throughput
 
 _pipeline_options = stack(
-    number("--pipeline-schedule", f"{' | '.join(SCHEDULES)}.", "NAME"),
-    number("--pipeline-microbatches", "Pieces fed to the pipeline per step."),
-    number("--pipeline-style", "accumulation (Megatron: they are the accumulation steps) | inner (MaxText).", "NAME"),
-    number("--pipeline-group", "Interleaved: microbatches per group."),
-    number("--virtual-stages", "Interleaved and circular: visits of each device."),
-    click.option("--delayed-forwarding", is_flag=True, help="Circular: forward activations one step later."),
+    number(
+        "--pipeline-schedule", f"{' | '.join(SCHEDULES)}.  [default: 1f1b; interleaved with --virtual-stages]", "NAME"
+    ),
+    number("--pipeline-microbatches", "Microbatches per pipeline pass.  [default: derived]"),
+    number(
+        "--pipeline-style",
+        "What a pipeline microbatch is: accumulation (Megatron: an accumulation step) | inner (MaxText: a part of one).  "
+        "[default: accumulation]",
+        "NAME",
+    ),
+    number("--pipeline-group", "Interleaved schedule: microbatches per group.  [default: the stages]"),
+    number("--virtual-stages", "Interleaved and circular schedules: model chunks per device.  [default: 1]"),
+    click.option("--delayed-forwarding", is_flag=True, help="Circular schedule: forward activations one step later."),
 )
 
 _loading_options = stack(
-    number("--hosts", "Hosts that can read; one per node unless given."),
-    number("--expansion-factor", "All hosts / reading hosts; below 1: fewer hosts go on with more stored shards.", "F"),
-    number("--loading-hosts", "How many of the hosts read."),
-    number("--stored-hosts", "How many hosts stored the position this job goes on from."),
-    click.option("--equal-rows", is_flag=True, help="Every reader fetches equally many rows."),
+    number("--hosts", "Hosts that can read data.  [default: one per node]"),
+    number(
+        "--expansion-factor",
+        "All hosts / reading hosts. Below 1: fewer hosts continue with more stored shards.  [default: 1]",
+        "F",
+    ),
+    number("--loading-hosts", "Hosts that read data.  [default: all]"),
+    number("--stored-hosts", "Hosts that stored the position from which this job continues.  [default: --hosts]"),
+    click.option("--equal-rows", is_flag=True, help="Require that every reading host fetches the same number of rows."),
 )
 
 
@@ -45,34 +57,38 @@ _loading_options = stack(
     epilog="\b\nExample:\n  batchwright plan --global-batch-size 1024 --nodes 16 --devices-per-node 8 \\\n"
     "      --tensor-parallel 2 --max-micro-batch-size 6",
 )
-@click.argument("words", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
 @batch_options
 @world_options
 @_pipeline_options
 @_loading_options
-@number("--from-probe", "A probe's result: what fits, and how long each split takes.", "FILE.json")
-@number("--samples-per-second", "Measured throughput of the whole job.", "X")
-@number("--step-seconds", "Measured time of an optimizer step.", "X")
-@number("--round", "down | up: round the global batch to what divides, and say so.", "WAY")
-@click.option("--allow-ragged", is_flag=True, help="Accept a batch that does not divide: shares differ by one sample.")
-@number("--tolerance", "List batches and node counts this near that work, such as 10%.", "PERCENT")
+@number(
+    "--from-probe", "Output of batchwright probe --json: the largest size that fits, and measured times.", "FILE.json"
+)
+@number("--samples-per-second", "Measured throughput of the whole job, in samples per second.", "X")
+@number("--step-seconds", "Measured time of one optimizer step, in seconds.", "X")
+@number("--round", "down | up: round the global batch to the next one that divides.  [default: do not round]", "WAY")
+@click.option(
+    "--allow-ragged", is_flag=True, help="Accept a batch that does not divide: shares of ranks differ by one sample."
+)
+@number("--tolerance", "Also list valid batches and node counts within this distance, such as 10%.", "PERCENT")
 @json_option
 @click.pass_context
 def command(
     ctx: click.Context,
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
     from_probe: str | None,
     tolerance: str | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """The rest of a batch from the numbers that are known.
+    """Work out a batch from the numbers you know.
 
-    global batch = micro batch × accumulation steps × data-parallel size. Give any numbers you have, as flags, as
-    KEY=VALUE, in a file, or by pasting the command line of NeMo, MaxText or Hugging Face: the rest follows, each with
-    its source. Numbers take suffixes: 4M is 4,000,000 and 4Mi is 4,194,304.
+    global batch = micro batch × accumulation steps × data-parallel size. Give the numbers you have, as flags, as
+    KEY=VALUE, in a file, or paste the command line of NeMo, MaxText or Hugging Face. plan derives the others and prints
+    where each number comes from. Numbers can have a suffix: 4M is 4,000,000 and 4Mi is 4,194,304.
     """
-    request = gather(words, flags, ctx.meta["left_out"]).request()
+    request = gather(arguments, flags, ctx.meta["left_out"]).request()
     times = None
     if from_probe:
         request, times = _probed(request, from_probe)
@@ -84,10 +100,11 @@ def command(
     try:
         made = plan(request, times)
     except PlanError as error:
-        if unread := [note for note in request.notes if note.startswith(NOT_READ)]:  # it may be what is missing
+        # A key that was ignored may be the number that is missing.
+        if unread := [note for note in request.notes if note.startswith(NOT_READ)]:
             error = PlanError(violations=[*error.violations, *(Violation(f"{note}.", "file") for note in unread)])
         if near and not as_json:
-            click.echo("\n".join(["nearby, and valid:", *_nearby(near)]))
+            click.echo("\n".join(["valid batches nearby:", *_nearby(near)]))
         if near is not None:
             error.nearby = codec.encode(near)  # type: ignore[attr-defined]
         raise error from None
@@ -99,18 +116,16 @@ def command(
 
 
 def _probed(request: BatchRequest, path: str) -> tuple[BatchRequest, Throughput]:
-    """What a probe measured: the most that fits, and the times."""
+    """The request within what a probe measured, and the measured times."""
     from batchwright.core.batch.request import within_probe
     from batchwright.core.nodes.throughput import Throughput
-
-    from .config import read_file
 
     record = read_file(path)
     return within_probe(request, record, path), Throughput.from_probe(record)
 
 
 def render(made: BatchPlan, near: tuple[Nearby, ...] | None = None) -> list[str]:
-    """A plan for people: the equation, the numbers with their sources, what else would do, and notes."""
+    """A plan as text: the equation, the numbers with their sources, alternatives and notes."""
     sign = "≤" if made.ragged else "="
     lines = [
         f"{made.global_batch_size} {sign} {made.micro_batch_size} micro × {made.accumulation_steps} accumulation × "
@@ -126,20 +141,24 @@ def render(made: BatchPlan, near: tuple[Nearby, ...] | None = None) -> list[str]
         more = ["read_amplification"] * (load.read_amplification != 1)
         lines += ["", "loading:", *_numbers(made, load, [*_LOADING, *more])]
         if load.stored_shards:
-            lines.append(f"  host h goes on with stored shards h, h + {load.hosts}, … of {load.stored_shards}")
+            lines.append(f"  host h continues with stored shards h, h + {load.hosts}, … of {load.stored_shards}")
     if made.alternatives:
         lines += ["", "alternatives, best first:", *_alternatives(made)]
     if near is not None:
-        lines += ["", "nearby, and valid:", *_nearby(near)]
-    if made.notes:
-        lines += ["", "notes:", *text.notes(made.notes)]
-    return lines
+        lines += ["", "valid batches nearby:", *_nearby(near)]
+    return lines + notes(made.notes)
 
 
 _ALWAYS = {
-    "global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices", "nodes", "hosts",
+    "global_batch_size",
+    "micro_batch_size",
+    "accumulation_steps",
+    "data_parallel_size",
+    "devices",
+    "nodes",
+    "hosts",
     "loading_hosts",
-}  # fmt: skip
+}
 _PIPELINE = ("virtual_stages", "pipeline_microbatches", "bubble_fraction", "recommended_microbatches")
 _LOADING = ("hosts", "loading_hosts", "expansion_factor", "load_batch_size", "rows_per_loading_host")
 _FEW = 6
@@ -165,7 +184,7 @@ def _alternatives(made: BatchPlan) -> list[str]:
 
 
 def _numbers(made: BatchPlan, part: object, names: Iterable[str]) -> list[str]:
-    """Numbers of a part of a plan with their sources; defaults only where a reader would miss them."""
+    """Numbers of a part of a plan with their sources. Most defaults are left out."""
     return text.table(
         [
             (name, _value(getattr(part, name), name), made.sources[name], made.reasons.get(name, ""))
@@ -177,7 +196,8 @@ def _numbers(made: BatchPlan, part: object, names: Iterable[str]) -> list[str]:
 
 
 def _value(value: object, name: str = "") -> str:
-    if isinstance(value, tuple):  # shares that differ by one
+    # Shares that differ by one.
+    if isinstance(value, tuple):
         return f"{value[0]} or {value[-1]}"
     if name.endswith("_fraction"):
         return f"{value:.1%}"

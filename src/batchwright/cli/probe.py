@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,46 +12,66 @@ from batchwright.core.errors import ConfigError, RunError
 from batchwright.core.numbers import format_bytes, parse_bytes
 
 from . import text
-from .options import CommandLine, json_option, number, print_json, read_task, stack, task_arguments
+from .naming import notes
+from .options import CommandLine, json_option, number, print_json, read_task, stack, task_arguments, task_option
+
+if TYPE_CHECKING:
+    from batchwright.probe.records import Probe
+    from batchwright.probe.speed import Curve
 
 _limit_options = stack(
     number(
-        "--memory", "Budget, such as 2GiB. CPU: above the size after importing torch. CUDA: of the device.", "BYTES"
+        "--memory",
+        "Memory limit in bytes, such as 2GiB. CPU: above the size after importing torch. CUDA: of the device.  "
+        "[default: half of the host's memory; on CUDA what is free]",
+        "BYTES",
     ),
-    number("--margin", "Keep this much of it free.", "BYTES"),
-    number("--max", "Try nothing larger."),
-    number("--multiple-of", "Only multiples of this."),
-    click.option("--exact", is_flag=True, help="The first failing size is one above the answer, not within 1%."),
-    click.option("--longest", is_flag=True, help="Fill batches with the longest sample, so that none fails later."),
-    click.option("--estimate", is_flag=True, help="Take memory per sample from the estimate: one trial fewer."),
-    click.option("--evaluation", is_flag=True, help="Also the largest evaluation batch, amid training."),
-    number("--accumulation-steps", "1: never accumulates, so gradients need no room. Default: 2, right for any more."),
-    number("--ranks", "Processes, started by torchrun; the smallest verdict wins."),
-    number("--timeout", "Seconds after which a trial hangs. Default: 600.", "X"),
-    number("--device", "cpu | cuda. Default: cuda where there is one.", "NAME"),
+    number("--margin", "Memory to keep free, in bytes.  [default: 0]", "BYTES"),
+    number("--max", "Largest micro batch to try, in samples.  [default: 16Mi]"),
+    number("--multiple-of", "Try only multiples of this many samples.  [default: 1]"),
+    click.option(
+        "--exact", is_flag=True, help="Search until the next larger size fails.  [default: until one within 1% fails]"
+    ),
+    click.option("--longest", is_flag=True, help="Fill every batch with the longest sample of the dataset."),
+    click.option(
+        "--estimate", is_flag=True, help="Predict memory per sample with batchwright estimate: saves one trial."
+    ),
+    click.option("--evaluation", is_flag=True, help="Also find the largest evaluation batch during training."),
+    number(
+        "--accumulation-steps", "1: no accumulation, so gradients need less memory; 2: any accumulation.  [default: 2]"
+    ),
+    number("--ranks", "Processes to start with torchrun; the smallest result counts.  [default: 1]"),
+    number("--timeout", "Seconds after which a trial counts as hanging.  [default: 600]", "X"),
+    number("--device", "cpu | cuda.  [default: cuda if available]", "NAME"),
 )
 
 _speed_options = stack(
-    click.option("--limit-only", is_flag=True, help="Find what fits; measure no throughput."),
-    number("--seconds", "Time to measure each size for. Default: 2.", "X"),
-    number("--workers", "Loader workers while measuring the input. Default: 0."),
-    number("--step-regex", "What a step looks like in a command's output; its first group counts steps.", "REGEX"),
-    number("--peak-tflops", "The device's peak, for MFU where it is not in the table.", "X"),
+    click.option("--limit-only", is_flag=True, help="Find the largest size only; do not measure throughput."),
+    number("--seconds", "Seconds to measure each size.  [default: 2]", "X"),
+    number("--workers", "Data loader workers while input speed is measured.  [default: 0]"),
+    number(
+        "--step-regex",
+        "Matches a training step in the output of a command; its first group is the step number.",
+        "REGEX",
+    ),
+    number("--peak-tflops", "Peak TFLOP/s of the device, for MFU.  [default: from a table of devices]", "X"),
 )
 
 
 @click.command(
     cls=CommandLine,
-    epilog="\b\nExample:\n  batchwright probe train.py:task --memory 2GiB\n"
+    epilog="\b\nExamples:\n  batchwright probe train.py:task --memory 2GiB\n"
     "  batchwright probe -- python train.py --per_device_train_batch_size {micro_batch_size}",
 )
 @click.argument("target", required=False, metavar="FILE.py:FUNCTION | FILE.yaml | -- COMMAND...")
 @_limit_options
 @_speed_options
-@click.option("--arg", "args", multiple=True, metavar="KEY=VALUE", help="An argument of the task's function.")
-@click.option("--dir", "dir", default=".batchwright", metavar="DIR", show_default=True, help="Where the journal lies.")
-@click.option("--fresh", is_flag=True, help="Do not resume from the journal.")
-@click.option("--plot/--no-plot", default=None, help="Plots. Default: on a terminal.")
+@task_option
+@click.option(
+    "--dir", "dir", default=".batchwright", metavar="DIR", show_default=True, help="Directory of the journal."
+)
+@click.option("--fresh", is_flag=True, help="Ignore the journal of an earlier probe.")
+@click.option("--plot/--no-plot", default=None, help="Draw plots.  [default: on a terminal]")
 @json_option
 @click.pass_context
 def command(
@@ -64,26 +84,26 @@ def command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """What fits, what is fast, and why: a few trials, each in processes of its own.
+    """Measure which micro batch fits in memory, which is fast, and why.
 
-    Finds the largest micro batch that runs by prediction and verification, measures throughput at sizes up to it, and
-    names the bottleneck. Only sizes that ran are recommended. Every trial goes to a journal, from which an interrupted
-    probe goes on.
+    Runs a few trials, each in its own process: finds the largest micro batch that runs, measures throughput at sizes up
+    to it, and names the bottleneck. Only sizes that ran are recommended. Every trial is saved in a journal, so that an
+    interrupted probe continues where it stopped.
     """
     from batchwright.probe.display import TrialLines, TrialTable
     from batchwright.probe.prober import probe
 
-    words = ctx.meta["command"]
-    if bool(target) == bool(words):
-        given = f"got both {target!r} and a command" if target else "got neither"
+    command = ctx.meta["command"]
+    if bool(target) == bool(command):
+        given = f"both {target!r} and a command are given" if target else "neither is given"
         raise ConfigError(
-            f"a probe needs FILE.py:function, or -- and a command with {{micro_batch_size}} in it; {given}.",
+            f"probe needs either FILE.py:function, or -- and a command with {{micro_batch_size}} in it; {given}.",
             field="target",
             given=target,
         )
-    if estimate and words:
+    if estimate and command:
         raise ConfigError(
-            "--estimate is for tasks (FILE.py:function): there is nothing to estimate a command's memory from.",
+            "--estimate needs a task (FILE.py:function): the memory of a command cannot be estimated.",
             field="estimate",
             given=True,
         )
@@ -92,7 +112,7 @@ def command(
     progress = TrialTable() if sys.stderr.isatty() else TrialLines()
     try:
         made = probe(
-            target or list(words),
+            target or list(command),
             args=arguments,
             throughput=not limit_only,
             predict_slope=slope,
@@ -111,20 +131,18 @@ def command(
     else:
         click.echo("\n".join(render(made)))
         if plot or (plot is None and sys.stdout.isatty()):
-            from batchwright.probe.display import plots
-
-            click.echo("\n".join(plots(made, min(100, text_width()))))
+            click.echo("\n".join(draw(made)))
     if made.journal_error:
         click.echo(
             f"error: the journal could not be written: {made.journal_error}. The results above are complete, but a later "
-            "probe cannot go on from them. Free some space, or give another --dir.",
+            "probe cannot continue from them. Free some space, or give another --dir.",
             err=True,
         )
         ctx.exit(4)
 
 
 def _estimated(target: str, args: dict[str, Any], flags: dict[str, Any]) -> Callable[[], float]:
-    """Bytes per sample from the estimate, asked for when the search begins."""
+    """Bytes per sample from the estimate, computed when the search begins."""
 
     def slope() -> float:
         from batchwright.estimate import predict_slope
@@ -135,46 +153,68 @@ def _estimated(target: str, args: dict[str, Any], flags: dict[str, Any]) -> Call
     return slope
 
 
-def text_width() -> int:
-    """Columns of the terminal."""
-    import shutil
+def draw(made: Probe) -> list[str]:
+    """Throughput and memory against the micro batch, as plots; nothing where there are fewer than two points."""
+    from shutil import get_terminal_size
 
-    return shutil.get_terminal_size().columns
+    from batchwright.report.plots import curve
+
+    width = min(100, get_terminal_size().columns)
+    ran = [t for t in made.trials if t.fits]
+    speed = _best([(t.micro_batch_size, t.samples_per_second or 0.0) for t in ran])
+    memory = _best([(t.micro_batch_size, (t.peak_memory_bytes or 0) / 2**20) for t in ran if t.purpose == "limit"])
+    lines: list[str] = []
+    if len(speed) > 1:
+        knee = made.saturating_micro_batch_size
+        points = [(knee, speed[knee], f"knee {knee}", "◆")] if knee in speed else []
+        lines += ["", *curve("samples/s against micro_batch_size (knee: 90% of the best)", speed, points, width=width)]
+    # Without a limit, the peak of a command is only its memory on the host.
+    if len(memory) > 1 and made.memory_bytes:
+        size = made.first_failing_micro_batch_size
+        points = [(size, made.memory_bytes / 2**20, f"fails {size}", "×")] if size else []
+        lines += ["", *curve("peak memory, MiB, against micro_batch_size", memory, points, width=width)]
+    return lines
 
 
-def render(made: Any) -> list[str]:
-    """A probe for people: the answer, the trials behind it, the speed, and notes."""
+def _best(points: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """The largest value of each size, without zeros."""
+    found: dict[int, float] = {}
+    for size, value in sorted(points):
+        if value > 0:
+            found[size] = max(found.get(size, 0.0), value)
+    return found
+
+
+def render(made: Probe) -> list[str]:
+    """A probe as text: the answer, the trials, the speed, and notes."""
     from batchwright.probe.display import HEAD, row
 
     failing = made.first_failing_micro_batch_size
     lines = [
         f"micro_batch_size {made.max_micro_batch_size} is the largest that ran"
-        + (f"; {failing} did not" if failing else " (the cap)")
+        + (f"; {failing} did not" if failing else "; larger sizes were not tried")
         + (f"; limit {format_bytes(made.memory_bytes)}" if made.memory_bytes else "")
-        + (f", of which {format_bytes(made.margin_bytes)} kept free" if made.margin_bytes else ""),
+        + (f", {format_bytes(made.margin_bytes)} of it kept free" if made.margin_bytes else ""),
         "",
         *text.table([row(t) for t in made.trials], head=HEAD, right=[1, 3, 4, 5, 6]),
     ]
     if made.max_evaluation_batch_size:
         lines += ["", f"evaluation batch: {made.max_evaluation_batch_size} is the largest that ran"]
     if made.curve:
-        lines += ["", *_speed(made)]
+        lines += ["", *_speed(made, made.curve)]
     lines += ["", f"recommended: micro_batch_size {made.recommended_micro_batch_size}"]
     if made.diagnosis:
-        lines += text.notes([f"bottleneck: {made.bottleneck}. {made.diagnosis.text}"])
-    if made.notes:
-        lines += ["", "notes:", *text.notes(made.notes)]
-    return lines
+        lines += text.bullets([f"bottleneck: {made.bottleneck}. {made.diagnosis.text}"])
+    return lines + notes(made.notes)
 
 
-def _speed(made: Any) -> list[str]:
-    c = made.curve
+def _speed(made: Probe, c: Curve) -> list[str]:
     gains = "  ".join(f"{g.smaller}→{g.larger} ×{g.gain:.2f}{'' if g.certain else '?'}" for g in c.gains)
     predicted = f"; the fit predicts {c.predicted_saturating}" if c.predicted_saturating else ""
     lines = [
         f"a step takes {1000 * c.fixed_seconds:.3g} ms + {1000 * c.per_sample_seconds:.3g} ms × micro_batch_size "
         f"(within {c.fit_error:.0%})",
-        f"gains: {gains}" if gains else "gains: one size only",
+        f"gains: {gains}" if gains else "gains: only one size was measured",
         f"90% of the best throughput from {c.saturating} on{predicted}; worth using up to {c.largest_worthwhile}",
     ]
     rates = [

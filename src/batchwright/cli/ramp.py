@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from batchwright.core import codec
+from batchwright.core.batch.pipeline import SCHEDULES
 from batchwright.core.batch.request import READERS, BatchRequest
 from batchwright.core.errors import ConfigError
-from batchwright.core.nodes.policies import arrows
+from batchwright.core.nodes.policies import POLICIES, arrows
 from batchwright.core.numbers import count, human
 from batchwright.core.ramp.ramp import Ramp, ramp
 from batchwright.core.ramp.request import RAMP_READERS, RampRequest, read_ramp
@@ -19,15 +20,68 @@ from batchwright.core.ramp.schedule import Step
 
 from . import text
 from .config import PasteCommand, gather, read_file
+from .naming import notes
 from .options import batch_options, json_option, number, print_json, stack, world_options
-from .ramp_options import node_options, rule_options
 
+# `run` takes these, too: the rule of a schedule, and how its stages get their nodes.
+rule_options = stack(
+    number(
+        "--linear",
+        "Grow by INC samples per stage, in equal shares of SAMPLES, from START to --global-batch-size.",
+        "START,INC,SAMPLES",
+    ),
+    number(
+        "--per-device",
+        "MaxText's rule: START, INC and END are samples per device; all increments share SAMPLES.",
+        "START,INC,END,SAMPLES",
+    ),
+    number("--thresholds", 'From sample AT on, a batch of SIZE samples, such as "0:768 60M:1536".', '"AT:SIZE ..."'),
+    number("--thresholds-tokens", 'The same with AT in tokens, such as "0:768 250B:1536".', '"AT:SIZE ..."'),
+    number("--thresholds-steps", "The same with AT in optimizer steps.", '"AT:SIZE ..."'),
+    number(
+        "--doubling",
+        "Double the batch every EVERY samples (UNIT: samples | tokens | steps), up to --global-batch-size.",
+        "START,EVERY[,UNIT]",
+    ),
+    number("--recipe", "A published schedule; batchwright ramp --list-recipes prints all names.", "NAME"),
+    click.option("--allow-falling", is_flag=True, help="Accept a batch that becomes smaller."),
+    number("--samples", "Training budget in samples.  [default: open end]"),
+    number("--tokens", "Training budget in tokens.  [default: open end]"),
+    number(
+        "--last-step",
+        "What to do with the step in which the budget ends: shorten | drop | overshoot.  [default: shorten]",
+        "POLICY",
+    ),
+)
+node_options = stack(
+    number(
+        "--node-policy",
+        f"How many nodes each stage gets: {' | '.join(POLICIES)}.  "
+        "[default: launcher with --micro-batch-size, else constant-work]",
+        "NAME",
+    ),
+    number("--micro-step-seconds", "Time of a micro step: A + B × micro batch, in seconds.", "A,B"),
+    number(
+        "--sync-seconds",
+        "Gradient synchronisation between nodes: seconds per tree level, and seconds to send all gradients once.",
+        "LATENCY,ALL",
+    ),
+    number("--stage-seconds", "Measured time of an optimizer step in each stage, in seconds.", "S,S,..."),
+    number("--from-probe", "Output of batchwright probe --json: measured times, and the largest size.", "FILE.json"),
+    number("--restart-seconds", "Time from stopping a launch until the next one trains.  [default: 300]", "S"),
+    number("--deadline-hours", "Policy min-node-hours: the longest time, in hours.  [default: no limit]", "H"),
+    number("--node-hours-budget", "Policy min-time: the most node-hours.  [default: no limit]", "NH"),
+    click.option("--stop-every-stage", is_flag=True, help="Start a new launch for every stage, as NeMo does."),
+    click.option("--allow-ragged", is_flag=True, help="Accept stages that do not divide: shares differ by one sample."),
+)
 _rate_options = stack(
-    number("--lr", "Peak learning rate at the first stage's batch.", "X"),
-    number("--lr-scaling", "none | sqrt | linear with the batch.  [default: none]", "RULE"),
-    number("--optimizer", "Its name, for the suggested rule.", "NAME"),
-    number("--lr-horizon-steps", "Check where a schedule of so many steps really ends."),
-    number("--lr-horizon-samples", "Check that a schedule of so many samples ends at the budget."),
+    number("--lr", "Peak learning rate at the batch of the first stage.", "X"),
+    number(
+        "--lr-scaling", "How the learning rate grows with the batch: none | sqrt | linear.  [default: none]", "RULE"
+    ),
+    number("--optimizer", "Name of the optimizer, such as adam: selects the suggested --lr-scaling.", "NAME"),
+    number("--lr-horizon-steps", "Show where a learning-rate schedule of this many steps ends."),
+    number("--lr-horizon-samples", "Check that a learning-rate schedule of this many samples ends at the budget."),
 )
 
 
@@ -37,26 +91,26 @@ _rate_options = stack(
     "  batchwright ramp --recipe nemotron-4-15b --nodes 288 --node-policy constant-work\n"
     "  batchwright ramp model.global_batch_size=1024 'model.rampup_batch_size=[256, 128, 50000000]'",
 )
-@click.argument("words", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
 @rule_options
-@number("--sequence-lengths", "Thresholds: the sequence length of each stage.", "L,L,...")
-@click.option("--list-recipes", is_flag=True, help="The published schedules there are.")
+@number("--sequence-lengths", "With thresholds: tokens per sample in each stage.", "L,L,...")
+@click.option("--list-recipes", is_flag=True, help="Print the published schedules that --recipe knows.")
 @batch_options
 @world_options
-@number("--pipeline-schedule", "The pipeline's schedule, for its rules.", "NAME")
-@number("--virtual-stages", "Interleaved and circular: visits of each device.")
+@number("--pipeline-schedule", f"{' | '.join(SCHEDULES)}.  [default: 1f1b; interleaved with --virtual-stages]", "NAME")
+@number("--virtual-stages", "Interleaved and circular schedules: model chunks per device.  [default: 1]")
 @node_options
 @_rate_options
-@number("--at", "Where is the run at this sample?", "SAMPLE")
-@number("--at-step", "Where is the run at this step?", "STEP")
-@number("--compare", "Two dialects with the same numbers, such as linear,maxtext.", "A,B")
-@click.option("--plot/--no-plot", default=None, help="The staircase, as a plot.  [default: on a terminal]")
+@number("--at", "Print only the step that contains this sample (counted from 0).", "SAMPLE")
+@number("--at-step", "Print only this step (counted from 0).", "STEP")
+@number("--compare", "Compare how two frameworks read the same numbers, such as linear,maxtext.", "A,B")
+@click.option("--plot/--no-plot", default=None, help="Draw the schedule.  [default: on a terminal]")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the stages as CSV.")
 @json_option
 @click.pass_context
 def command(
     ctx: click.Context,
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
     list_recipes: bool,
     from_probe: str | None,
     at: str | None,
@@ -67,17 +121,17 @@ def command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """A batch that grows: every stage, where it runs and what it costs, before anything is submitted.
+    """Plan a batch that grows: every stage, its nodes and its cost, before anything is submitted.
 
-    One rule, an optional budget, and optionally a world: each stage is checked against it and placed on nodes by a
-    policy. NeMo's, Megatron's and MaxText's own keys work as they are.
+    Give one rule (such as --linear), a budget if there is one, and the nodes if the stages should be placed on them.
+    Every stage is checked, and a policy chooses its nodes. Keys of NeMo, Megatron and MaxText work, too.
     """
     if list_recipes:
         _list_recipes(as_json)
         return
     _refuse_together({"at": at, "at-step": at_step, "compare": compare, "csv": as_csv})
     _refuse_together({"csv": as_csv, "json": as_json})
-    gathered = gather(words, flags, ctx.meta["left_out"], own=[*READERS, *RAMP_READERS])
+    gathered = gather(arguments, flags, ctx.meta["left_out"], own=[*READERS, *RAMP_READERS])
     probe = {"probe": read_file(from_probe)} if from_probe else {}
     wanted = read_ramp({name: value for name, value in gathered.values.items() if name in RAMP_READERS} | probe)
     request = gathered.request()
@@ -103,7 +157,7 @@ def command(
 
 
 def render(made: Ramp) -> list[str]:
-    """A ramp for people: stages, totals, learning rates, notes."""
+    """A ramp as text: stages, totals, learning rates, notes."""
     schedule, placed = made.schedule, made.placement
     head = ["stage", "global", "first step", "steps", "from sample", "to sample"]
     tokens = any(s.start_token is not None and s.sequence_length for s in schedule.segments)
@@ -143,11 +197,9 @@ def render(made: Ramp) -> list[str]:
     shown, left = _middle_left_out(rows)
     lines = [*text.fitted(_title(made)), "", *text.table(shown, head=head, right=range(len(head)), drop=_DROP)]
     if left:
-        lines.append(f"  ({left} stages in between left out: --json or --csv lists them)")
+        lines.append(f"  ({left} stages in between are not shown: --json or --csv lists them)")
     lines += ["", *text.fitted(_totals(made))]
-    if made.notes:
-        lines += ["", "notes:", *text.notes(made.notes)]
-    return lines
+    return lines + notes(made.notes)
 
 
 def _title(made: Ramp) -> list[str]:
@@ -179,16 +231,16 @@ def _totals(made: Ramp) -> list[str]:
         )
     if placed.saved_node_hours is not None and placed.full_cluster_node_hours:
         share = abs(placed.saved_node_hours) / placed.full_cluster_node_hours
-        word = "saved: " if placed.saved_node_hours >= 0 else "extra: "
+        label = "saved: " if placed.saved_node_hours >= 0 else "extra: "
         lines.append(
-            f"{word}{_hours(abs(placed.saved_node_hours))} node-hours ({share:.1%}) against all nodes in every stage, which "
-            f"takes {_hours(placed.full_cluster_hours or 0.0)} hours"
+            f"{label}{_hours(abs(placed.saved_node_hours))} node-hours ({share:.1%}) compared with all nodes in every stage, "
+            f"which takes {_hours(placed.full_cluster_hours or 0.0)} hours"
         )
     return lines
 
 
 def _hours(value: float) -> str:
-    """Whole above a hundred, with a place after the point above one, else two digits that say something."""
+    """A time with about three significant digits, and no more than two below one."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 or not value else f"{value:.2g}"
 
 
@@ -201,11 +253,21 @@ def _cell(value: object) -> str:
 
 
 _FEW = 16
-# On a narrow terminal: first what follows from other columns, last what is decided here.
+# The columns that a narrow terminal leaves out, in this order: first those that follow from others.
 _DROP = (
-    "from token", "to sample", "lr before", "first step", "ranks", "to token", "from sample", "s/step", "ragged", "accum",
-    "hours", "micro",
-)  # fmt: skip
+    "from token",
+    "to sample",
+    "lr before",
+    "first step",
+    "ranks",
+    "to token",
+    "from sample",
+    "s/step",
+    "ragged",
+    "accum",
+    "hours",
+    "micro",
+)
 
 
 def _middle_left_out(rows: list[list[str]]) -> tuple[list[list[str]], int]:
@@ -220,7 +282,7 @@ def _csv(made: Ramp) -> list[str]:
 
 
 def draw(made: Ramp, *, color: bool) -> str:
-    """The staircase of batch (and nodes) against samples; an open end is drawn a little further."""
+    """Batch (and nodes) against samples, as a plot; an open end is drawn a little further."""
     from batchwright.report.plots import staircase
 
     segments = made.schedule.segments
@@ -238,7 +300,7 @@ def draw(made: Ramp, *, color: bool) -> str:
 def _refuse_together(flags: Mapping[str, object]) -> None:
     used = [f"--{name}" for name, value in flags.items() if value not in (None, False)]
     if len(used) > 1:
-        raise ConfigError(f"{' and '.join(used)} are two different answers: ask for one.", field=used[1][2:])
+        raise ConfigError(f"{' and '.join(used)} are mutually exclusive.", field=used[1][2:])
 
 
 def _show_step(made: Ramp, step: Step, as_json: bool) -> None:
@@ -258,10 +320,8 @@ def _compare(request: BatchRequest, wanted: RampRequest, names: str, as_json: bo
     from batchwright.core.ramp.rules import Linear, PerDevice, compare
 
     if wanted.linear is None or request.global_batch_size is None:
-        raise ConfigError(
-            "--compare takes the numbers of --linear START,INC,SAMPLES and --global-batch-size.", field="compare"
-        )
-    start, increment, samples = (count(word, "linear", least=0) for word in wanted.linear)
+        raise ConfigError("--compare needs --linear START,INC,SAMPLES and --global-batch-size.", field="compare")
+    start, increment, samples = (count(part, "linear", least=0) for part in wanted.linear)
     target = request.global_batch_size
     rules: Mapping[str, Any] = {
         "linear": lambda: Linear(start, increment, samples, target, allow_falling=wanted.allow_falling),
@@ -271,7 +331,7 @@ def _compare(request: BatchRequest, wanted: RampRequest, names: str, as_json: bo
     chosen = [aliases.get(name.strip(), name.strip()) for name in names.split(",")]
     if len(chosen) != 2 or any(name not in rules for name in chosen):
         raise ConfigError(
-            f"compare={names[:60]!r} is not two of {', '.join([*rules, *aliases])}.",
+            f"compare={names[:60]!r} must be two of {', '.join([*rules, *aliases])}.",
             field="compare",
             given=names[:60],
             nearest=["linear,maxtext"],

@@ -16,9 +16,10 @@ from batchwright.dialects import flatten
 
 from . import text
 from .config import read_file
+from .naming import Verb, notes, remember
 from .options import json_option, number, print_json
 
-# MaxText's keys; its micro batches count prompts, and -1 turns one off.
+# MaxText's keys. Its micro batches count prompts, and -1 switches them off.
 _MAXTEXT = {
     "batch_size": "prompts",
     "rl.num_generations": "generations",
@@ -30,28 +31,32 @@ _MAXTEXT = {
 }
 
 
-@click.command(epilog="\b\nExample:\n  batchwright rl --prompts 32 --generations 8 --train-micro-prompts 4")
-@click.argument("words", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
-@number("--prompts", "Prompts per round.")
-@number("--generations", "Responses per prompt.")
-@number("--train-micro-prompts", "Training micro batch of a rank, in prompts; -1 or none: all at once.")
-@number("--train-micro-responses", "The same in responses.")
-@number("--rollout-micro-prompts", "Prompts generated at once; -1 or none: all.")
-@number(
-    "--micro-batch-size", "Both micro batches, as MaxText counts them: prompts over all ranks; -1 or none: all at once."
+@click.command(
+    cls=Verb,
+    epilog="\b\nExample:\n  batchwright rl --prompts 32 --generations 8 --train-micro-prompts 4",
 )
-@number("--updates", "Optimizer updates that share a round's prompts among them.  [default: 1]")
-@number("--iterations", "Passes over a round.  [default: 1]")
-@number("--rounds-ahead", "Rounds sampled before they are learned from.  [default: 0]")
-@number("--data-parallel-size", "Ranks that train.  [default: 1]")
+@click.argument("arguments", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
+@number("--prompts", "Prompts per round. Required.")
+@number("--generations", "Responses per prompt. Required.")
+@number("--train-micro-prompts", "Training micro batch per rank, in prompts; -1 is all at once.  [default: -1]")
+@number("--train-micro-responses", "Training micro batch per rank, in responses.")
+@number("--rollout-micro-prompts", "Prompts for which responses are generated at once; -1 is all.  [default: -1]")
+@number(
+    "--micro-batch-size",
+    "Both micro batches as MaxText counts them, in prompts over all ranks; -1 is all at once.  [default: -1]",
+)
+@number("--updates", "Optimizer updates per round; they share its prompts.  [default: 1]")
+@number("--iterations", "Training passes over the responses of a round.  [default: 1]")
+@number("--rounds-ahead", "Rounds that are generated ahead of training.  [default: 0]")
+@number("--data-parallel-size", "Number of ranks that train.  [default: 1]")
 @json_option
-def command(words: tuple[str, ...], as_json: bool, **flags: Any) -> None:
-    """Batches of reinforcement learning: prompts -> responses -> updates -> micro batches.
+def command(arguments: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+    """Plan batches of reinforcement learning: prompts -> responses -> updates -> micro batches.
 
-    The effective batch is prompts × generations. Groups of responses are never split across an update. MaxText's keys
-    (batch_size=8 num_generations=16 micro_batch_size=2) are understood too.
+    The effective batch is prompts × generations. The responses to one prompt always belong to the same update. Keys of
+    MaxText (batch_size=8 num_generations=16 micro_batch_size=2) work, too.
     """
-    values, sources = _gather(words, flags)
+    values, sources = _gather(arguments, flags)
     made = rl(**values)
     if as_json:
         print_json({"schema": codec.SCHEMA, **codec.encode(made), "sources": sources})
@@ -59,17 +64,17 @@ def command(words: tuple[str, ...], as_json: bool, **flags: Any) -> None:
         click.echo("\n".join(render(made)))
 
 
-def _gather(words: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values and where each was given: a file's, then KEY=VALUE, then flags."""
+def _gather(arguments: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values and where each was given. A flag wins over KEY=VALUE, which wins over a file."""
     known = _MAXTEXT | {name: name for name in flags} | {f"rl.{name}": name for name in flags}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     wrong: list[Violation] = []
-    for word in sorted(words, key=lambda word: "=" in word):
-        key, equals, value = word.partition("=")
-        keys = {key: value} if equals else flatten(read_file(word))
+    for argument in sorted(arguments, key=lambda argument: "=" in argument):
+        key, equals, value = argument.partition("=")
+        keys = {key: value} if equals else flatten(read_file(argument))
         for key, value in keys.items():
-            name, typed = known.get(key), f"{key}={value}" if equals else f"{word}: {key}"
+            name, typed = known.get(key), f"{key}={value}" if equals else f"{argument}: {key}"
             if name is None:
                 if equals:
                     wrong.append(unknown_key(key, value, known))
@@ -85,15 +90,16 @@ def _gather(words: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[str,
             values[name], sources[name] = value, f"--{name.replace('_', '-')}"
     for name in ("prompts", "generations"):
         if name not in values:
-            wrong.append(Violation(f"{name} is needed: --{name} N.", name))
+            wrong.append(Violation(f"{name} is required.", name))
     raise_violations(ConfigError, wrong)
     if sources.get("train_micro_prompts", "").startswith("train_micro_batch_size"):
         values["train_micro_prompts"] = _per_rank(values)
+    remember(values, sources)
     return values, sources
 
 
 def _per_rank(values: Mapping[str, Any]) -> Any:
-    """MaxText counts a micro batch over all ranks; here it is one rank's."""
+    """The micro batch of one rank: MaxText counts that of all ranks."""
     ranks, whole = count(values.get("data_parallel_size", 1), "data_parallel_size"), values["train_micro_prompts"]
     if ranks == 1 or str(whole) == "-1":
         return whole
@@ -101,8 +107,8 @@ def _per_rank(values: Mapping[str, Any]) -> Any:
     if prompts % ranks:
         near = nearest_multiples(ranks, prompts)
         raise ConfigError(
-            f"train_micro_batch_size={prompts} counts the prompts of all ranks: {prompts} / {ranks} data_parallel_size = "
-            f"{prompts / ranks:.2f}. Nearest: {either(near)}.",
+            f"train_micro_batch_size={prompts} counts the prompts of all ranks and must be a multiple of "
+            f"data_parallel_size {ranks}: {prompts} / {ranks} = {prompts / ranks:.2f}. Nearest: {either(near)}.",
             field="train_micro_batch_size",
             given=prompts,
             nearest=near,
@@ -111,7 +117,7 @@ def _per_rank(values: Mapping[str, Any]) -> Any:
 
 
 def render(made: RLPlan) -> list[str]:
-    """The graph of a round, each count with its unit."""
+    """The counts of a round as text, each with its unit."""
 
     def plural(number: int, unit: str) -> str:
         return f"{number:,} {unit}{'s' * (number != 1)}"
@@ -142,4 +148,4 @@ def render(made: RLPlan) -> list[str]:
         "",
         *text.table([(*row[:3], f"= {row[3]}", row[4]) for row in rows]),
     ]
-    return lines + (["", "notes:", *text.notes(made.notes)] if made.notes else [])
+    return lines + notes(made.notes)

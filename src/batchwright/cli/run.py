@@ -20,8 +20,19 @@ from batchwright.core.ramp.request import RAMP_READERS, read_ramp
 
 from . import GROUPS, text
 from .config import gather, read_file
-from .options import CommandLine, batch_options, json_option, mapping, number, print_json, stack, task_arguments
-from .ramp_options import node_options, rule_options
+from .naming import spell
+from .options import (
+    CommandLine,
+    batch_options,
+    json_option,
+    mapping,
+    number,
+    print_json,
+    stack,
+    task_arguments,
+    task_option,
+)
+from .ramp import node_options, render, rule_options
 
 if TYPE_CHECKING:
     from batchwright.core.ramp.ramp import Ramp
@@ -30,44 +41,64 @@ if TYPE_CHECKING:
     from batchwright.launch.status import RunStatus
 
 _world_options = stack(
-    number("--nodes", "Nodes of the largest stage. Locally a node is a group of processes."),
-    number("--devices-per-node", "Processes in each."),
-    number("--devices", "All processes, where nodes do not matter."),
+    number("--nodes", "Nodes of the largest stage; on this machine, a node is a group of processes."),
+    number("--devices-per-node", "Processes (devices) in each node."),
+    number("--devices", "Number of processes in total, instead of --nodes and --devices-per-node."),
 )
 _launch_options = stack(
-    number("--engine", "local | slurm.  [default: local]", "NAME"),
-    number("--site", "Slurm: a file with what the cluster always needs, the keys of launch.slurm.", "FILE.yaml"),
-    click.option("--detach", is_flag=True, help="Slurm: leave at once; the jobs submit one another."),
-    click.option("--elastic", is_flag=True, help="Slurm: rather fewer nodes than a long wait."),
-    number("--dir", "The run directory.  [default: runs/NAME]", "RUN_DIR"),
-    click.option("--arg", "args", multiple=True, metavar="KEY=VALUE", help="An argument of the task's function."),
-    click.option("--env", multiple=True, metavar="KEY=VALUE", help="A variable for every rank."),
-    number("--position-command", "Prints how many samples the command has trained on and saved.", "COMMAND"),
-    number("--checkpoint-samples", "Save every so many samples.  [default: a twentieth of the run]"),
-    number("--keep", "Checkpoints to keep.  [default: 3]"),
-    number("--strategy", "auto | ddp | fsdp2 | none.  [default: auto]", "NAME"),
-    number("--seed", "Of the model and the order.  [default: 0]"),
-    number("--threads", "CPU threads of each rank.  [default: 1]"),
-    number("--max-retries", "Failures in a row, without a new checkpoint, that are retried.  [default: 3]"),
-    number("--retry-seconds", "Wait before the first retry; doubled for each further one.  [default: 5]", "S"),
+    number(
+        "--engine",
+        "What starts the processes: local | slurm.  [default: local]",
+        "NAME",
+    ),
+    number("--site", "Slurm: a file with the settings of the cluster (the keys of launch.slurm).", "FILE.yaml"),
+    click.option("--detach", is_flag=True, help="Slurm: submit the first job and exit; each job submits the next one."),
+    click.option("--elastic", is_flag=True, help="Slurm: start with fewer nodes instead of waiting long."),
+    number("--dir", "The run directory.  [default: runs/NAME, NAME from the task file or the command]", "RUN_DIR"),
+    task_option,
+    click.option(
+        "--env", multiple=True, metavar="KEY=VALUE", help="An environment variable for every rank; repeatable."
+    ),
+    number(
+        "--position-command", "A command that prints how many samples your command has trained on and saved.", "COMMAND"
+    ),
+    number("--checkpoint-samples", "Samples between checkpoints.  [default: a twentieth of the run]"),
+    number("--keep", "Number of checkpoints to keep.  [default: 3]"),
+    number("--strategy", "How ranks share the model: auto | ddp | fsdp2 | none.  [default: auto]", "NAME"),
+    number("--seed", "Seed of the model and the sample order.  [default: 0]"),
+    number("--threads", "CPU threads per rank.  [default: 1]"),
+    number("--max-retries", "Retries after failures without a new checkpoint in between.  [default: 3]"),
+    number(
+        "--retry-seconds", "Seconds before the first retry; each further retry waits twice as long.  [default: 5]", "S"
+    ),
     number(
         "--stall-seconds",
-        "No progress for so long: name the rank and restart. Or never.  [default: 600; a command: never]",
+        "Restart after this many seconds without progress, or never.  [default: 600; for a command: never]",
         "S",
     ),
-    number("--start-seconds", "The same until a launch's first step.  [default: 1800]", "S"),
-    number("--grace-seconds", "From asking for a checkpoint to ending the processes.  [default: 60]", "S"),
-    number("--stop-signal", "What your command takes as save and stop.  [default: SIGTERM]", "NAME"),
+    number("--start-seconds", "The same before the first step of a launch.  [default: 1800]", "S"),
+    number("--grace-seconds", "Seconds for a last checkpoint before the processes are killed.  [default: 60]", "S"),
+    number("--stop-signal", "The signal that makes your command save and exit.  [default: SIGTERM]", "NAME"),
 )
 _LAUNCH_FLAGS = (
-    "engine", "checkpoint_samples", "keep", "strategy", "seed", "threads", "max_retries", "retry_seconds",
-    "stall_seconds", "start_seconds", "grace_seconds", "stop_signal",
-)  # fmt: skip
+    "engine",
+    "checkpoint_samples",
+    "keep",
+    "strategy",
+    "seed",
+    "threads",
+    "max_retries",
+    "retry_seconds",
+    "stall_seconds",
+    "start_seconds",
+    "grace_seconds",
+    "stop_signal",
+)
 
 
 @click.command(
     cls=CommandLine,
-    epilog="\b\nExample:\n"
+    epilog="\b\nExamples:\n"
     "  batchwright run train.py:task --linear 16,16,96 --global-batch-size 64 --samples 4096 \\\n"
     "      --micro-batch-size 8 --nodes 4 --devices-per-node 1 --node-policy constant-work\n"
     "  batchwright run batchwright.yaml --dry-run\n"
@@ -75,43 +106,52 @@ _LAUNCH_FLAGS = (
     "      -- python train.py --batch {global_batch_size} --until {end_sample}\n"
     "  batchwright run --resume runs/train",
 )
-@click.argument("words", nargs=-1, metavar="[FILE.py:FUNCTION] [FILE.yaml] [KEY=VALUE]... [-- COMMAND...]")
+@click.argument("arguments", nargs=-1, metavar="[FILE.py:FUNCTION] [FILE.yaml] [KEY=VALUE]... [-- COMMAND...]")
 @rule_options
 @batch_options
 @_world_options
 @node_options
 @_launch_options
-@click.option("--dry-run", is_flag=True, help="Print every launch's command, environment and stages; start nothing.")
-@click.option("--resume", metavar="RUN_DIR", help="Go on with a run, after whatever ended it.")
-@click.option("--status", "status_of", metavar="RUN_DIR", help="Where a run is; from anywhere.")
-@click.option("--stop", "stop_of", metavar="RUN_DIR", help="Save a checkpoint and end a run.")
-@click.option("--now", is_flag=True, help="With --stop: without the checkpoint.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the command, environment and stages of every launch; start nothing."
+)
+@click.option("--resume", metavar="RUN_DIR", help="Continue a run that was stopped or failed.")
+@click.option("--status", "status_of", metavar="RUN_DIR", help="Print the state and position of a run.")
+@click.option("--stop", "stop_of", metavar="RUN_DIR", help="Stop a run after it has saved a checkpoint.")
+@click.option("--now", is_flag=True, help="With --stop: do not save a checkpoint.")
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, words: tuple[str, ...], dry_run: bool, resume: str | None, status_of: str | None,
-    stop_of: str | None, now: bool, as_json: bool, **flags: Any,
-) -> None:  # fmt: skip
-    """The whole ramp, launch by launch: each stage on its own nodes, to the end, through crashes.
+    ctx: click.Context,
+    arguments: tuple[str, ...],
+    dry_run: bool,
+    resume: str | None,
+    status_of: str | None,
+    stop_of: str | None,
+    now: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Train the whole ramp, launch by launch, each stage on its own nodes, and restart after failures.
 
-    Trains a task (FILE.py:function) in batchwright's loop, or runs any command with {global_batch_size},
-    {micro_batch_size}, {accumulation_steps}, {nodes}, {start_sample} and {end_sample} filled in per launch. A command
-    tells how far it got in the file that BATCHWRIGHT_STATUS_FILE names, or --position-command does. All state is in the
-    run directory. Ctrl-C once: checkpoint and stop; twice: stop now.
+    Trains a task (FILE.py:function) in the loop of batchwright, or runs any command. In a command, every launch fills in
+    {global_batch_size}, {micro_batch_size}, {accumulation_steps}, {nodes}, {start_sample} and {end_sample}. A command
+    reports its position in the file that BATCHWRIGHT_STATUS_FILE names, or through --position-command. All state is in
+    the run directory. Ctrl-C once: save a checkpoint and stop; twice: stop now.
     """
     from batchwright.launch.directory import RunDirectory
     from batchwright.launch.plan import begin
 
     chosen = [name for name, value in {"--resume": resume, "--status": status_of, "--stop": stop_of}.items() if value]
     if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} are two stop_requests: give one.", field=chosen[1][2:])
+        raise ConfigError(f"{' and '.join(chosen)} are mutually exclusive.", field=chosen[1][2:])
     if dry_run and chosen:
         raise ConfigError(
-            f"--dry-run shows a run that is to begin, and {chosen[0]} is about one that has: --status RUN_DIR shows it.",
+            f"--dry-run shows a new run, and {chosen[0]} needs an existing one. To show that, use --status RUN_DIR.",
             field="dry-run",
         )
     if now and stop_of is None:
-        raise ConfigError("--now says how to --stop: give --stop RUN_DIR.", field="now")
+        raise ConfigError("--now needs --stop RUN_DIR.", field="now")
     if status_of is not None:
         _show_status(RunDirectory(status_of), as_json)
     elif stop_of is not None:
@@ -119,12 +159,12 @@ def command(
     elif resume is not None:
         directory = RunDirectory(resume)
         try:
-            directory, plan = _resumed(directory, words + ctx.meta["command"], flags)
+            directory, plan = _resumed(directory, arguments + ctx.meta["command"], flags)
             ctx.exit(_detach(directory, plan, as_json) if flags["detach"] else _supervise(directory, plan, as_json))
         finally:
             directory.unlock()
     else:
-        directory, plan, made = _new(words, ctx.meta["command"], flags)
+        directory, plan, made = _new(arguments, ctx.meta["command"], flags)
         if dry_run:
             _dry_run(directory, plan, made, as_json)
             return
@@ -135,17 +175,21 @@ def command(
             directory.unlock()
 
 
-def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) -> tuple[RunDirectory, RunPlan, Ramp]:
+def _new(
+    arguments: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]
+) -> tuple[RunDirectory, RunPlan, Ramp]:
     """A plan from files, overrides and flags."""
     from batchwright.launch.directory import RunDirectory
     from batchwright.launch.plan import build
     from batchwright.launch.settings import TASK_KEYS, read_options, split_command
 
-    targets = [w for w in words if _is_task(w)]
+    targets = [w for w in arguments if _is_task(w)]
     mine = [
-        w for w in words if w not in targets and "=" in w and w.partition("=")[0].split(".")[0] in ("launch", "task")
+        w
+        for w in arguments
+        if w not in targets and "=" in w and w.partition("=")[0].split(".")[0] in ("launch", "task")
     ]
-    rest = tuple(w for w in words if w not in targets and w not in mine)
+    rest = tuple(w for w in arguments if w not in targets and w not in mine)
     launch, task = _sections(rest, mine)
     _cluster(launch, flags)
     own = {name: value for name, value in flags.items() if name in READERS or name in RAMP_READERS}
@@ -154,12 +198,13 @@ def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) 
     wanted = read_ramp({k: v for k, v in gathered.values.items() if k in RAMP_READERS} | probe)
     unknown = [unknown_key(f"task.{k}", "", [f"task.{n}" for n in TASK_KEYS]) for k in task if k not in TASK_KEYS]
     if len(targets) > 1:
-        unknown.append(Violation(f"{' and '.join(targets)} are two tasks: give one.", "task", targets[1]))
+        unknown.append(Violation(f"{' and '.join(targets)} are two tasks: a run takes one.", "task", targets[1]))
     raise_violations(ConfigError, unknown)
     there = {name: launch.pop(name, None) for name in ("dir", "position_command", "command", "environment")}
     variables = [f"{k}={v}" for k, v in mapping(there["environment"], "launch.environment").items()]
     flagged = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
-    if after or there["command"]:  # silent for hours is how some scripts train
+    # Some commands report nothing for hours.
+    if after or there["command"]:
         launch.setdefault("stall_seconds", "never")
     values = {
         **launch,
@@ -168,12 +213,14 @@ def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) 
         "environment": [*variables, *flags["env"]],
     }
     plan, made = build(
-        gathered.request(), wanted, read_options(values),
+        gathered.request(),
+        wanted,
+        read_options(values),
         target=targets[0] if targets else None if after else task.get("target"),
         arguments={**mapping(task.get("args"), "task.args"), **task_arguments(flags["args"])},
         command=after or (() if targets else split_command(there["command"] or ())),
         position_command=split_command(flags["position_command"] or there["position_command"] or ()),
-    )  # fmt: skip
+    )
     if plan.options.settings and plan.kind == "task":
         from batchwright.runtime.loop.settings import read_settings
 
@@ -183,50 +230,56 @@ def _new(words: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]) 
 
 
 def _cluster(launch: dict[str, Any], flags: dict[str, Any]) -> None:
-    """The site's file and the flags of a cluster, put into `launch.slurm`; refused for other engines."""
+    """Add the site's file and the flags of a cluster to `launch.slurm`; an error with other engines."""
     from batchwright.launch.slurm.site import layers
 
     given = [name for name in ("site", "detach", "elastic") if flags[name]]
     name = flags["engine"] or launch.get("engine") or "local"
     if given and name != "slurm":
         raise ConfigError(
-            f"--{given[0]} is for --engine slurm, and the engine is {name}.",
-            field=given[0], given=flags[given[0]], nearest=("slurm",),
-        )  # fmt: skip
+            f"--{given[0]} needs --engine slurm; the engine is {name}.",
+            field=given[0],
+            given=flags[given[0]],
+            nearest=("slurm",),
+        )
     if given or launch.get("slurm"):
         site = read_file(flags["site"]) if flags["site"] else None
         launch["slurm"] = layers(launch.get("slurm"), site, flags["elastic"])
 
 
-def _sections(words: tuple[str, ...], overrides: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _sections(arguments: tuple[str, ...], overrides: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The `launch` and `task` sections of the files, with `launch.key=value` and `task.key=value` on top."""
     import yaml
 
     sections: dict[str, Any] = {"launch": {}, "task": {}}
-    for word in words:
-        if "=" not in word or os.path.exists(word):
-            tree = read_file(word)
+    for argument in arguments:
+        if "=" not in argument or os.path.exists(argument):
+            tree = read_file(argument)
             for name, section in sections.items():
                 section.update(tree.get(name) if isinstance(tree.get(name), Mapping) else {})
-    for word in overrides:
-        key, _, value = word.partition("=")
+    for argument in overrides:
+        key, _, value = argument.partition("=")
         *path, last = key.split(".")
         into = sections
         for part in path:
             into = into.setdefault(part, {})
             if not isinstance(into, dict):
-                raise ConfigError(f"{key[:80]} has no place: {part} is a value.", field=key[:80], given=value[:80])
+                raise ConfigError(
+                    f"{key[:80]} is not a key: {part} is a value, not a section.", field=key[:80], given=value[:80]
+                )
         into[last] = yaml.safe_load(value)
     return sections["launch"], sections["task"]
 
 
-def _is_task(word: str) -> bool:
-    file, _, name = word.rpartition(":")
-    return word.endswith(".py") or (file.endswith(".py") and name.isidentifier())
+def _is_task(argument: str) -> bool:
+    file, _, name = argument.rpartition(":")
+    return argument.endswith(".py") or (file.endswith(".py") and name.isidentifier())
 
 
-def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, Any]) -> tuple[RunDirectory, RunPlan]:
-    """The plan of a run, with the launch settings that are given again."""
+def _resumed(
+    directory: RunDirectory, arguments: tuple[str, ...], flags: dict[str, Any]
+) -> tuple[RunDirectory, RunPlan]:
+    """The plan of an existing run, with changed launch settings."""
     from batchwright.launch.directory import write_json
     from batchwright.launch.plan import refit
     from batchwright.launch.settings import read_options
@@ -234,15 +287,15 @@ def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, A
     plan = directory.plan()
     known = {*_LAUNCH_FLAGS, "max_micro_batch_size", "env", "site", "detach", "elastic"} - {"seed"}
     others = sorted(name for name, value in flags.items() if value not in (None, False, ()) and name not in known)
-    if words or others:
-        named = ", ".join([*words, *(f"--{name.replace('_', '-')}" for name in others)])
+    if arguments or others:
+        named = ", ".join([*arguments, *(f"--{name.replace('_', '-')}" for name in others)])
         raise ConfigError(
-            f"a run is resumed as it was planned: {named[:200]} cannot be changed. Launch settings and "
-            "--max-micro-batch-size can.",
+            f"{named[:200]} cannot be changed with --resume. Launch settings and --max-micro-batch-size can.",
             field="resume",
             given=named[:200],
         )
-    free = directory.supervisor() is None  # else the one who supervises it is named when we try to
+    # If another supervisor runs, the attempt to supervise reports it.
+    free = directory.supervisor() is None
     if free:
         directory.lock(fresh=True)
         plan = directory.plan()
@@ -259,10 +312,11 @@ def _resumed(directory: RunDirectory, words: tuple[str, ...], flags: dict[str, A
 
 
 def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
-    """Submit the first job of a chain, or all of them, and leave."""
+    """Submit the first job of a chain, or all jobs, and return."""
     from batchwright.launch.slurm.control import detach
 
-    directory.unlock()  # the jobs take it
+    # The jobs take the lock.
+    directory.unlock()
     jobs = detach(directory, plan)
     place = shlex.quote(str(directory.path))
     if as_json:
@@ -270,7 +324,7 @@ def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
         print_json({"schema": codec.SCHEMA, "state": state, "jobs": jobs, "dir": str(directory.path)})
     elif jobs:
         click.echo(
-            f"submitted: job {', '.join(jobs)}. They submit one another; look with batchwright run --status {place}"
+            f"submitted: job {', '.join(jobs)}. Each job submits the next one. Watch: batchwright run --status {place}"
         )
     else:
         click.echo("nothing to do: the run is complete")
@@ -278,14 +332,14 @@ def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
 
 
 def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
-    """Bring it to its end; the exit code says how that went."""
+    """Run all launches; returns the exit code."""
     from batchwright.launch.engine import engine
     from batchwright.launch.show import display
     from batchwright.launch.supervisor import Supervisor
 
     shown = display()
     for note in plan.notes:
-        shown.note(f"note: {note}")
+        shown.note(f"note: {spell(note)}")
     shown.note(f"run directory: {directory.path}")
     try:
         if plan.options.engine == "slurm":
@@ -323,8 +377,8 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
     if rows := shown.boundary_rows(now.boundaries):
         lines += ["", "time lost at boundaries:", *text.table(rows, head=shown.BOUNDARY_HEAD, right=range(6))]
     if ledger.get("ok") is not None:
-        lines += ["", f"ledger: {'ok' if ledger['ok'] else 'NOT ok'}, {ledger['gaps']} gaps, {ledger['repeats']} repeats, "
-                  f"{ledger['discarded_samples']} samples discarded and done again"]  # fmt: skip
+        verdict = f"ledger: {'ok' if ledger['ok'] else 'NOT ok'}, {ledger['gaps']} gaps, {ledger['repeats']} repeats"
+        lines += ["", f"{verdict}, {ledger['discarded_samples']} samples discarded and trained again"]
     if plot and now.starts:
         from batchwright.report.plots import staircase
 
@@ -333,18 +387,19 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
         lines += ["", staircase(edges, series, xlabel="samples", height=9, color=text.color())]
     verbs = [verb for group in GROUPS.values() for verb in group]
     if steps := shown.next_steps(plan, now, ledger, verbs):
-        lines += ["", "next:", *text.notes(steps)]
+        lines += ["", "next:", *text.bullets(steps)]
     click.echo("\n".join(lines))
 
 
 def _ledger(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> dict[str, Any]:
-    """The audit of the loop's ledger; a command keeps none, so nothing is claimed for it."""
+    """The audit of the loop's ledger; all None for a command, which keeps none."""
     nothing = {"ok": None, "gaps": None, "repeats": None}
     if plan.kind != "task" or not (directory.path / "ledger").is_dir():
         return nothing
     try:
         from batchwright.runtime.state.audit import audit
-    except ImportError:  # looked at from a machine without torch
+    except ImportError:
+        # This machine has no torch.
         return nothing
     try:
         made = codec.encode(audit(directory.path))
@@ -354,7 +409,7 @@ def _ledger(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> dict[str,
 
 
 def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
-    """Ask the supervisor to end, and wait until it has."""
+    """Ask the supervisor to stop, and wait until it has."""
     from batchwright.launch.status import stop
 
     plan = directory.plan()
@@ -374,13 +429,11 @@ def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:
 
 
 def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) -> None:
-    """Every launch as it would be started from its first sample."""
+    """Print every launch as it would start from its first sample."""
     if plan.options.engine == "slurm":
         from batchwright.launch.slurm.control import dry_run
     else:
         from batchwright.launch.work import dry_run
-
-    from .ramp import render
 
     records = dry_run(directory, plan)
     if as_json:
@@ -392,11 +445,11 @@ def _dry_run(directory: RunDirectory, plan: RunPlan, made: Ramp, as_json: bool) 
         span = f"samples {record['start_sample']:,} to {record['end_sample']:,}"
         lines += ["", f"launch {record['index'] + 1}: {where}, {span}"]
         lines += [f"  {key}={shlex.quote(value)}" for key, value in record["environment"].items()]
-        lines += ["  $ " + " ".join(shlex.quote(_near(word)) for word in record["command"])]
+        lines += ["  $ " + " ".join(shlex.quote(_near(argument)) for argument in record["command"])]
         lines += [f"  {key}: {_near(record[key])}" for key in ("script", "test") if key in record]
     click.echo("\n".join(lines))
 
 
-def _near(word: str) -> str:
-    """A path as it looks from here, so that a line can be read; --json has it whole."""
-    return "python" if word == sys.executable else word.replace(os.getcwd() + os.sep, "")
+def _near(argument: str) -> str:
+    """A path relative to this directory, so that the line is short; --json has the full path."""
+    return "python" if argument == sys.executable else argument.replace(os.getcwd() + os.sep, "")

@@ -1,10 +1,10 @@
-"""Plain text for terminals and pipes: aligned columns and wrapped notes."""
+"""Plain text for terminals and pipes: aligned columns and wrapped lines."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def table(
@@ -17,8 +17,8 @@ def table(
 ) -> list[str]:
     """Rows as aligned lines, indented by two; columns whose index is in `right` align right.
 
-    On a terminal too narrow for them, columns named in `drop` are left out, the first one first, and the last column,
-    where it is text, is wrapped. A pipe or a file gets them whole.
+    On a terminal that is too narrow, columns named in `drop` are left out in this order, and the last column is wrapped if
+    it is text. A pipe or a file gets all columns.
 
     >>> table([("a", 1), ("bc", 22)], right=[1])
     ['  a    1', '  bc  22']
@@ -57,11 +57,12 @@ def table(
     return lines
 
 
-_NARROWEST = 12  # a column of text does not get narrower: the terminal breaks what is left
+# A column of text does not get narrower than this: the terminal breaks what is too long.
+_NARROWEST = 12
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """A text broken at its spaces; a word longer than the width stands alone. (textwrap would cost more than a plan.)
+    """A text broken at its spaces; a word longer than the width gets its own line. (Importing textwrap is slower.)
 
     >>> wrapped("one two three", 7)
     ['one two', 'three']
@@ -77,17 +78,17 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def fitted(items: Sequence[str]) -> list[str]:
-    """Lines as they are, or on a terminal that is too narrow broken at spaces and indented."""
+    """Lines unchanged, or broken at spaces and indented where the terminal is too narrow."""
     width = _terminal()
     if width is None:
         return list(items)
     return [("    " if k else "") + line for item in items for k, line in enumerate(wrapped(item, max(20, width - 4)))]
 
 
-def notes(items: Sequence[str], width: int | None = None) -> list[str]:
-    """Notes as bullets, wrapped at the terminal's width.
+def bullets(items: Iterable[str], width: int | None = None) -> list[str]:
+    """Texts as bullets, wrapped at the width of the terminal.
 
-    >>> notes(["one two three four five six seven eight nine"], width=40)
+    >>> bullets(["one two three four five six seven eight nine"], width=40)
     ['  - one two three four five six seven', '    eight nine']
     """
     width = max(40, min(100, width or _terminal() or 100))
@@ -95,17 +96,18 @@ def notes(items: Sequence[str], width: int | None = None) -> list[str]:
 
 
 def color() -> bool:
-    """Whether standard output is a terminal that wants colours: NO_COLOR and dumb terminals do not."""
+    """Whether standard output is a terminal with colours; not with NO_COLOR or a dumb terminal."""
     if not sys.stdout.isatty():
         return False
-    from rich.console import Console  # it knows the conventions
+    # rich knows the conventions.
+    from rich.console import Console
 
     console = Console()
     return console.color_system is not None and not console.no_color
 
 
 def _terminal() -> int | None:
-    """The width of the terminal that is written to; None where it is a pipe or a file."""
+    """The width of the terminal that standard output writes to; None for a pipe or a file."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or None
     except (OSError, ValueError, AttributeError):

@@ -1,15 +1,14 @@
-"""What a user sees: progress while trials run (on standard error), a table of trials, and two plots for a terminal."""
+"""What a user sees: progress while trials run (on standard error), and a table of trials."""
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from batchwright.core.numbers import format_bytes
 
-from .records import Probe, Trial
+from .records import Trial
 
 
 class TrialProgress(Protocol):
@@ -146,50 +145,3 @@ def eta(seconds: Sequence[float], left: int) -> str:
 def _print(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
-
-
-def plots(probe: Probe, width: int = 76) -> list[str]:
-    """Throughput and memory against batch size, without colours; no lines where there is nothing to draw."""
-    speed = _best_by_size([t for t in probe.trials if t.fits], lambda t: t.samples_per_second)
-    memory = _best_by_size(
-        [t for t in probe.trials if t.purpose == "limit" and t.fits], lambda t: (t.peak_memory_bytes or 0) / 2**20
-    )
-    lines: list[str] = []
-    if len(speed) > 1:
-        labels = [(size, speed[size], "knee") for size in [probe.saturating_micro_batch_size] if size in speed]
-        lines += _plot("samples/s against micro_batch_size (knee: 90% of the best)", speed, labels, width)
-    if len(memory) > 1 and probe.memory_bytes:  # without a limit, the peak is only a command's host memory
-        failing = probe.first_failing_micro_batch_size
-        labels = [(failing, probe.memory_bytes / 2**20, "fails")] if failing else []
-        lines += _plot("peak memory, MiB, against micro_batch_size", memory, labels, width)
-    return lines
-
-
-def _best_by_size(trials: Sequence[Trial], value: Callable[[Trial], float | None]) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for trial in trials:
-        found[trial.micro_batch_size] = max(found.get(trial.micro_batch_size, 0.0), float(value(trial) or 0.0))
-    return dict(sorted((size, v) for size, v in found.items() if v > 0))
-
-
-def _plot(title: str, points: dict[int, float], labels: list[tuple[int, float, str]], width: int) -> list[str]:
-    import plotext
-
-    figure: Any = plotext.figure
-    figure.clear()
-    plotext.terminal.limit(False, False)
-    figure.plot_size(width, 14)
-    figure.title(title)
-    line = figure.signal([math.log2(s) for s in points], list(points.values()), marker="braille")
-    line.lines()
-    figure.draw(line)
-    figure.draw(figure.signal([math.log2(s) for s in points], list(points.values()), marker="•"))
-    for size, value, label in labels:
-        figure.draw(figure.signal([math.log2(size)], [value], marker="×" if label == "fails" else "◆"))
-        figure.draw(figure.text(math.log2(size), value, f"{label} {size} ", alignment="right"))
-    sizes = sorted({*points, *(size for size, *_ in labels)})
-    kept = [s for i, s in enumerate(sizes) if i == 0 or s >= 1.3 * sizes[i - 1]]
-    figure.ruler("x").ticks([math.log2(s) for s in kept], [str(s) for s in kept])
-    text = figure.build().string(colorless=True)
-    figure.clear()
-    return ["", *(row.rstrip() for row in text.rstrip("\n").split("\n"))]

@@ -1,1 +1,1 @@
-"""From numbers to what a person sees: terminal plots, and later reports."""
+"""Plots for a terminal."""

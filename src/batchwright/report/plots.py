@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 _PLAIN = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -19,7 +21,7 @@ def staircase(
 ) -> str:
     """Values that hold from one edge to the next, as stairs; `edges` has one more entry than each series.
 
-    Several series share the x axis, each in a panel of its own: a batch and a node count have no common scale.
+    Each series gets its own panel, because a batch and a node count have no common scale. The panels share the x axis.
     """
     panels = [_panel(edges, name, values, width, height, color) for name, values in series.items()]
     return "\n".join([*panels, xlabel.center(len(_PLAIN.sub("", panels[-1]).splitlines()[1])).rstrip()])
@@ -37,7 +39,7 @@ def _panel(edges: Sequence[int], name: str, values: Sequence[int], width: int, h
     figure.clear()
     figure.plot_size(width, height)
     figure.draw(figure.signal(xs, ys).lines())
-    # From zero, so that a doubling looks like one.
+    # The axis starts at zero, so that a doubling looks like one.
     figure.draw(figure.signal([xs[0]], [0], marker=" "))
     ticks = _ticks(edges[0], edges[-1])
     figure.ruler("x").ticks(ticks, [_short(t) for t in ticks])
@@ -45,9 +47,44 @@ def _panel(edges: Sequence[int], name: str, values: Sequence[int], width: int, h
     shown = levels if len(levels) <= height - 4 else levels[:: -(-len(levels) // (height - 4))]
     figure.ruler("y").ticks(shown, [str(v) for v in shown])
     figure.title(name)
+    return "\n".join(_lines(figure, color=color))
+
+
+def curve(
+    title: str,
+    values: Mapping[int, float],
+    points: Sequence[tuple[int, float, str, str]],
+    *,
+    width: int,
+) -> list[str]:
+    """Values by size on a logarithmic axis, and labelled points: (size, value, label, marker)."""
+    import plotext
+
+    figure = plotext.figure
+    figure.clear()
+    plotext.terminal.limit(False, False)
+    figure.plot_size(width, 14)
+    figure.title(title)
+    xs, ys = [math.log2(size) for size in values], list(values.values())
+    line = figure.signal(xs, ys, marker="braille")
+    line.lines()
+    figure.draw(line)
+    figure.draw(figure.signal(xs, ys, marker="•"))
+    for size, value, label, marker in points:
+        figure.draw(figure.signal([math.log2(size)], [value], marker=marker))
+        # A text replaces what is below it, so it ends with the marker.
+        figure.draw(figure.text(math.log2(size), value, f"{label} {marker}", alignment="right"))
+    sizes = sorted({*values, *(size for size, *_ in points)})
+    # Labels of sizes that are too close to each other would overlap.
+    kept = [size for i, size in enumerate(sizes) if i == 0 or size >= 1.3 * sizes[i - 1]]
+    figure.ruler("x").ticks([math.log2(size) for size in kept], [str(size) for size in kept])
+    return _lines(figure, color=False)
+
+
+def _lines(figure: Any, *, color: bool) -> list[str]:
     text = figure.build().string() if color else figure.build().string(colorless=True)
     figure.clear()
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    return [line.rstrip() for line in text.rstrip("\n").splitlines()]
 
 
 def _ticks(low: int, high: int) -> list[int]:

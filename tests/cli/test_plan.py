@@ -1,4 +1,4 @@
-"""`batchwright plan`: lines people paste, files, precedence, what is printed."""
+"""`batchwright plan`: pasted command lines, files, precedence, output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_documented_product(cli):
 @pytest.mark.parametrize(
     ("line", "micro", "steps", "ranks", "batch"),
     [
-        # NeMo, word for word
+        # NeMo, as documented
         ("data.micro_batch_size=4 data.global_batch_size=16 trainer.accumulate_grad_batches=1", 4, 1, 4, 16),
         (
             "nemo llm pretrain --factory llama3_8b data.micro_batch_size=4 data.global_batch_size=16 "
@@ -49,7 +49,7 @@ def test_the_documented_product(cli):
         ("srun -N 4 -n 32 python train.py --per_device_train_batch_size 2", 2, 1, 32, 64),
         ("srun -N4 --ntasks-per-node=8 -p gpu python train.py --per_device_train_batch_size 2 -n 3", 2, 1, 32, 64),
         ("srun -N 4 -n 4 torchrun --nproc_per_node 8 train.py --per_device_train_batch_size 2", 2, 1, 32, 64),
-        # ours, sections and all
+        # our own keys, with sections
         ("batch.global_batch_size=64 world.devices=2 batch.max_micro_batch_size=4", 4, 8, 2, 64),
     ],
 )  # fmt: skip
@@ -70,15 +70,15 @@ def test_nemos_line_says_that_nemo_derives_accumulation(cli):
     assert shown(ran.out, "micro_batch_size") == ["4", "given", "data.micro_batch_size=4"]
 
 
-def test_what_a_launcher_takes_for_granted_was_not_given(cli):
+def test_a_default_of_a_launcher_is_not_given(cli):
     ran = cli("plan", "torchrun", "--nproc_per_node", "2", "t.py", "--per_device_train_batch_size", "4")
     assert shown(ran.out, "nodes") == ["1", "default", "the launcher's default"]
     assert shown(ran.out, "devices_per_node") == ["2", "given", "nproc_per_node=2"]
 
 
-def test_what_is_left_out_of_a_pasted_line_is_named(cli):
+def test_a_note_lists_what_is_ignored_in_a_pasted_line(cli):
     ran = cli("plan", "nemo", "llm", "pretrain", "--factory", "llama3_8b", "data.micro_batch_size=4", "optim.lr=1")
-    assert "Left out, as it does not concern the batch: nemo llm pretrain --factory llama3_8b, optim.lr" in " ".join(
+    assert "Ignored because it does not concern the batch: nemo llm pretrain --factory llama3_8b, optim.lr" in " ".join(
         ran.out.split()
     )
 
@@ -89,13 +89,13 @@ def test_what_is_left_out_of_a_pasted_line_is_named(cli):
 def test_a_flag_wins_over_an_override_and_that_over_a_file(cli, tmp_path):
     file = tmp_path / "batchwright.yaml"
     file.write_text("batch:\n  global_batch_size: 64\n  micro_batch_size: 1\nworld: {devices: 4}\n")
-    words = ["plan", str(file)]
-    assert shown(cli(*words).out, "micro_batch_size") == ["1", "given", f"{file}: batch.micro_batch_size"]
-    words.append("batch.micro_batch_size=2")
-    assert shown(cli(*words).out, "micro_batch_size") == ["2", "given", "batch.micro_batch_size=2"]
-    words += ["--micro-batch-size", "4"]
-    assert shown(cli(*words).out, "micro_batch_size") == ["4", "given", "--micro-batch-size"]
-    found = cli(*words, "--json").json
+    argv = ["plan", str(file)]
+    assert shown(cli(*argv).out, "micro_batch_size") == ["1", "given", f"{file}: batch.micro_batch_size"]
+    argv.append("batch.micro_batch_size=2")
+    assert shown(cli(*argv).out, "micro_batch_size") == ["2", "given", "batch.micro_batch_size=2"]
+    argv += ["--micro-batch-size", "4"]
+    assert shown(cli(*argv).out, "micro_batch_size") == ["4", "given", "--micro-batch-size"]
+    found = cli(*argv, "--json").json
     assert found["reasons"]["global_batch_size"] == f"{file}: batch.global_batch_size"
     assert (found["accumulation_steps"], found["sources"]["accumulation_steps"]) == (4, "derived")
 
@@ -128,7 +128,9 @@ def test_a_misspelt_key_of_a_file_is_named_with_what_was_meant(cli, tmp_path):
         f"error: batch.global_batchsize is not a known key of {file}. Did you mean batch.global_batch_size" in ran.err
     )
     assert "error: world.device is not a known key" in ran.err
-    file.write_text("nodes: 4\nbatch: {micro_batch_size: 2}\n")  # a section, but not one: must not be ignored
+    file.write_text(
+        "nodes: 4\nbatch: {micro_batch_size: 2}\n"
+    )  # `nodes` is the name of a section, but not a section here: an error
     ran = cli("plan", str(file))
     assert ran.code == 2
     assert "world.nodes" in ran.err
@@ -140,19 +142,40 @@ def test_a_key_given_twice_in_a_file_is_refused(cli, tmp_path, ending):
     file.write_text('{"micro_batch_size": 2, "devices": 4, "micro_batch_size": 4}')
     ran = cli("plan", str(file))
     assert ran.code == 2
-    assert "micro_batch_size is given twice" in ran.err
+    assert "'micro_batch_size' is given twice" in ran.err
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_json_has_the_promised_keys(cli):
-    ran = cli("plan", "--global-batch-size", "256", "--nodes", "4", "--devices-per-node", "8", "--pipeline-parallel", "4",
-              "--max-micro-batch-size", "2", "--json")  # fmt: skip
+    ran = cli(
+        "plan",
+        "--global-batch-size",
+        "256",
+        "--nodes",
+        "4",
+        "--devices-per-node",
+        "8",
+        "--pipeline-parallel",
+        "4",
+        "--max-micro-batch-size",
+        "2",
+        "--json",
+    )
     found = ran.json
     assert found["schema"] == 1
-    for name in ("global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "batch_quantum", "devices",
-                 "sources", "alternatives", "notes"):  # fmt: skip
+    for name in (
+        "global_batch_size",
+        "micro_batch_size",
+        "accumulation_steps",
+        "data_parallel_size",
+        "batch_quantum",
+        "devices",
+        "sources",
+        "alternatives",
+        "notes",
+    ):
         assert name in found
     assert {"pipeline_microbatches", "bubble_fraction", "schedule"} <= set(found["pipeline"])
     assert {"load_batch_size", "loading_hosts", "rows_per_loading_host"} <= set(found["loading"])
@@ -165,17 +188,20 @@ def test_an_error_is_one_json_document_on_stdout(cli):
     assert (ran.code, ran.err) == (2, "")
     error = ran.json["error"]
     assert (error["type"], error["field"], error["given"], error["nearest"]) == (
-        "PlanError", "global_batch_size", 1000, [960, 1152],
-    )  # fmt: skip
+        "PlanError",
+        "global_batch_size",
+        1000,
+        [960, 1152],
+    )
     several = cli("plan", "--global-batch-size", "x", "--nodes", "0", "--json").json["error"]
     assert [v["field"] for v in several["violations"]] == ["global_batch_size", "nodes"]
 
 
-def test_nothing_at_all_is_a_helpful_error(cli):
+def test_a_request_without_numbers_says_what_to_give(cli):
     ran = cli("plan")
     assert (ran.code, ran.out) == (2, "")
     assert "Not enough is known to plan a batch" in ran.err
-    assert "Give global_batch_size (or global_batch_size_tokens), micro_batch_size or max_micro_batch_size" in ran.err
+    assert "Give --global-batch-size (or --global-batch-size-tokens), --micro-batch-size or --max-micro" in ran.err
 
 
 def test_a_contradiction_shows_the_product(cli):
@@ -183,27 +209,38 @@ def test_a_contradiction_shows_the_product(cli):
         "plan", "--global-batch-size", "64", "--micro-batch-size", "4", "--accumulation-steps", "8", "--devices", "4"
     )
     assert ran.code == 2
-    assert "micro_batch_size 4 × accumulation_steps 8 × data_parallel_size 4 = 128" in ran.err
+    assert "--micro-batch-size 4 × --accumulation-steps 8 × data_parallel_size 4 = 128" in ran.err
 
 
 # --- tolerance, round, ragged -----------------------------------------------------------------------------------------
 
 
 def test_tolerance_lists_what_works_even_when_the_request_does_not(cli):
-    words = ["plan", "--global-batch-size", "1000", "--micro-batch-size", "4", "--nodes", "6", "--devices-per-node", "8",
-             "--tolerance", "20%"]  # fmt: skip
-    ran = cli(*words)
+    argv = [
+        "plan",
+        "--global-batch-size",
+        "1000",
+        "--micro-batch-size",
+        "4",
+        "--nodes",
+        "6",
+        "--devices-per-node",
+        "8",
+        "--tolerance",
+        "20%",
+    ]
+    ran = cli(*argv)
     assert ran.code == 2
-    assert "nearby, and valid:" in ran.out
+    assert "valid batches nearby:" in ran.out
     assert "960" in ran.out
-    found = cli(*words, "--json").json
+    found = cli(*argv, "--json").json
     assert "error" in found
     assert found["nearby"][0]["global_batch_size"] == 960
     assert {row["nodes"] for row in found["nearby"]} == {5, 6, 7}
-    fine = cli("plan", "--global-batch-size", "960", *words[3:])
+    fine = cli("plan", "--global-batch-size", "960", *argv[3:])
     assert fine.code == 0
-    assert "nearby, and valid:" in fine.out
-    assert cli("plan", "--global-batch-size", "960", *words[3:], "--json").json["nearby"]
+    assert "valid batches nearby:" in fine.out
+    assert cli("plan", "--global-batch-size", "960", *argv[3:], "--json").json["nearby"]
     nothing = cli("plan", "--global-batch-size", "7", "--micro-batch-size", "4", "--devices", "48", "--tolerance", "1%")
     assert nothing.code == 2
 
@@ -223,21 +260,35 @@ def test_tolerance_lists_what_is_near_numbers_that_are_not_whole(cli, line, batc
     assert (found["nearby"][0]["global_batch_size"], found["nearby"][0]["data_parallel_size"]) == (batch, ranks)
 
 
-def test_round_and_ragged_are_said(cli):
-    words = ["plan", "--global-batch-size", "1000", "--micro-batch-size", "4", "--data-parallel-size", "48"]
-    down, up = cli(*words, "--round", "down"), cli(*words, "--round", "up")
-    assert "Rounded down as asked: global_batch_size 1000 -> 960" in " ".join(down.out.split())
-    assert "Rounded up as asked: global_batch_size 1000 -> 1152" in " ".join(up.out.split())
+def test_round_and_ragged_are_noted(cli):
+    argv = ["plan", "--global-batch-size", "1000", "--micro-batch-size", "4", "--data-parallel-size", "48"]
+    down, up = cli(*argv, "--round", "down"), cli(*argv, "--round", "up")
+    assert "Rounded down as asked: --global-batch-size 1000 -> 960" in " ".join(down.out.split())
+    assert "Rounded up as asked: --global-batch-size 1000 -> 1152" in " ".join(up.out.split())
     assert shown(down.out, "global_batch_size") == ["960", "derived", "rounded down as asked"]
-    ragged = cli(*words, "--allow-ragged")
+    ragged = cli(*argv, "--allow-ragged")
     assert ragged.out.splitlines()[0] == "1000 ≤ 4 micro × 6 accumulation × 48 data-parallel   (ragged)"
-    assert cli(*words, "--allow-ragged", "--json").json["ragged"] is True
-    assert cli(*words).code == 2
+    assert cli(*argv, "--allow-ragged", "--json").json["ragged"] is True
+    assert cli(*argv).code == 2
 
 
 def test_loading_and_pipeline_are_shown(cli):
-    ran = cli("plan", "--micro-batch-size", "8", "--nodes", "5", "--devices-per-node", "8", "--tensor-parallel", "5",
-              "--equal-rows", "--loading-hosts", "3", "--pipeline-parallel", "2")  # fmt: skip
+    ran = cli(
+        "plan",
+        "--micro-batch-size",
+        "8",
+        "--nodes",
+        "5",
+        "--devices-per-node",
+        "8",
+        "--tensor-parallel",
+        "5",
+        "--equal-rows",
+        "--loading-hosts",
+        "3",
+        "--pipeline-parallel",
+        "2",
+    )
     assert "pipeline: 1f1b, 2 stages\n" in ran.out
     assert shown(ran.out, "pipeline_microbatches") == ["2", "derived", "accumulation_steps"]
     assert shown(ran.out, "bubble_fraction") == ["33.3%", "derived", "1 / (1 × 2 + 1)"]
@@ -249,13 +300,13 @@ def test_loading_and_pipeline_are_shown(cli):
     stored = cli(
         "plan", "--micro-batch-size", "8", "--nodes", "4", "--devices-per-node", "8", "--expansion-factor", "1/2"
     )
-    assert "host h goes on with stored shards h, h + 4, … of 8" in stored.out
+    assert "host h continues with stored shards h, h + 4, … of 8" in stored.out
 
 
 def test_many_alternatives_are_cut_short_and_all_in_the_json(cli):
-    words = ["plan", "--global-batch-size", "5040", "--devices", "1"]
-    assert "… and 53 more: --json lists them" in cli(*words).out
-    assert len(cli(*words, "--json").json["alternatives"]) == 59
+    argv = ["plan", "--global-batch-size", "5040", "--devices", "1"]
+    assert "… and 53 more: --json lists them" in cli(*argv).out
+    assert len(cli(*argv, "--json").json["alternatives"]) == 59
 
 
 def test_speed_is_shown(cli):
@@ -285,8 +336,18 @@ def test_a_probe_says_what_fits_and_what_each_split_costs(cli, tmp_path):
     assert costs == pytest.approx({m: 48 // m * (0.1 + 0.05 * m) for m in (1, 2, 3, 4, 6)})
     text = cli("plan", "--global-batch-size", "96", "--devices", "2", "--from-probe", str(probe)).out
     assert "s/step" in text
-    given = cli("plan", "--global-batch-size", "96", "--devices", "2", "--max-micro-batch-size", "4",
-                "--from-probe", str(probe), "--json").json  # fmt: skip
+    given = cli(
+        "plan",
+        "--global-batch-size",
+        "96",
+        "--devices",
+        "2",
+        "--max-micro-batch-size",
+        "4",
+        "--from-probe",
+        str(probe),
+        "--json",
+    ).json
     assert given["micro_batch_size"] == 4 and given["sources"]["max_micro_batch_size"] == "given"
     probe.write_text(json.dumps({"trials": trials, "bottleneck": "too-noisy", "ranks": 1}))
     notes = " ".join(
@@ -295,7 +356,7 @@ def test_a_probe_says_what_fits_and_what_each_split_costs(cli, tmp_path):
     assert "too noisy to rely on" in notes and "a probe on 1 rank:" in notes
 
 
-def test_what_may_concern_the_batch_is_never_said_not_to(cli, tmp_path):
+def test_a_key_that_may_concern_the_batch_is_listed_separately(cli, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(
         '{"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, "fp16": 1}'
@@ -340,7 +401,7 @@ def test_a_pasted_maxtext_line_with_its_own_base_yml(cli, tmp_path, monkeypatch)
     line = "plan python3 -m MaxText.train base.yml run_name= load_parameters_path= per_device_batch_size=2".split()
     assert cli(*line, "ici_fsdp_parallelism=16", "--json").json["global_batch_size"] == 2 * 2 * 16
     assert cli(*line, "--devices", "8", "--json").json["global_batch_size"] == 2 * 2 * 8
-    ran = cli(*line, "ici_fsdp_parallelism=-1")  # whoever types it wants it filled
+    ran = cli(*line, "ici_fsdp_parallelism=-1")  # a key that is typed counts
     assert ran.code == 2 and "ici_fsdp_parallelism=-1 takes the devices that the other axes leave" in ran.err
 
 
@@ -374,12 +435,12 @@ def test_flags_that_may_concern_the_batch_are_named_with_their_values(cli, flags
 
 
 def test_the_arguments_of_nemo_s_factory_are_read(cli):
-    words = ["nemo", "llm", "pretrain", "--factory", "llama3_8b(num_nodes=128, num_gpus_per_node=8, name='x=1')"]
+    argv = ["nemo", "llm", "pretrain", "--factory", "llama3_8b(num_nodes=128, num_gpus_per_node=8, name='x=1')"]
     batch = ["data.micro_batch_size=4", "data.global_batch_size=4096"]
-    for line in (words, [*words[:3], f"--factory={words[4]}"]):
+    for line in (argv, [*argv[:3], f"--factory={argv[4]}"]):
         found = cli("plan", *line, *batch, "--json").json
         assert (found["nodes"], found["devices"], found["accumulation_steps"]) == (128, 1024, 1)
-        assert cli("plan", *line, *batch, "trainer.num_nodes=4", "--json").json["devices"] == 32  # what is typed wins
+        assert cli("plan", *line, *batch, "trainer.num_nodes=4", "--json").json["devices"] == 32  # a typed key wins
 
 
 def test_a_key_without_a_value_is_an_error(cli):
@@ -387,7 +448,7 @@ def test_a_key_without_a_value_is_an_error(cli):
     assert ran.code == 2 and "data.micro_batch_size= has no value" in ran.err
 
 
-def test_what_is_chosen_is_not_said_to_be_derived(cli):
+def test_a_chosen_number_is_not_called_derived(cli):
     found = cli("plan", "--global-batch-size", "512", "--micro-batch-size", "4", "--json").json
     assert found["sources"]["accumulation_steps"] == "default" and found["sources"]["data_parallel_size"] == "derived"
 
@@ -399,14 +460,28 @@ def test_a_bad_probe_file_is_refused(cli, tmp_path, content):
     probe = tmp_path / "probe.json"
     probe.write_text(content)
     for verb in ("plan", "ramp"):
-        ran = cli(verb, "--global-batch-size", "96", "--nodes", "2", "--devices-per-node", "1", "--micro-batch-size", "1",
-                  "--from-probe", str(probe), "--json")  # fmt: skip
+        ran = cli(
+            verb,
+            "--global-batch-size",
+            "96",
+            "--nodes",
+            "2",
+            "--devices-per-node",
+            "1",
+            "--micro-batch-size",
+            "1",
+            "--from-probe",
+            str(probe),
+            "--json",
+        )
         assert ran.code == 2 and ran.json["error"]["type"] == "ConfigError"
 
 
 def test_megatrons_expert_flags_as_they_are(cli):
-    line = "--global-batch-size 32 --micro-batch-size 1 --devices 8 --tensor-model-parallel-size 2 " \
-        "--expert-model-parallel-size 8 --expert-tensor-parallel-size"  # fmt: skip
+    line = (
+        "--global-batch-size 32 --micro-batch-size 1 --devices 8 --tensor-model-parallel-size 2 "
+        "--expert-model-parallel-size 8 --expert-tensor-parallel-size"
+    )
     assert cli("plan", *line.split(), "1", "--json").json["accumulation_steps"] == 8
     refused = cli("plan", *line.split(), "2")
     assert refused.code == 0 and "Megatron refuses 8 devices" in refused.out

@@ -18,8 +18,15 @@ def test_the_graph_is_shown_with_units(cli):
 
 
 def test_maxtexts_keys_and_flags_win(cli):
-    found = cli("rl", "batch_size=32", "rl.num_generations=8", "train_micro_batch_size=4", "rollout_micro_batch_size=-1",
-                "rl.num_iterations=2", "--json").json  # fmt: skip
+    found = cli(
+        "rl",
+        "batch_size=32",
+        "rl.num_generations=8",
+        "train_micro_batch_size=4",
+        "rollout_micro_batch_size=-1",
+        "rl.num_iterations=2",
+        "--json",
+    ).json
     assert found["schema"] == 1
     assert (found["responses_per_round"], found["accumulation_steps"], found["rollout_micro_steps"]) == (256, 8, 1)
     assert (found["on_policy"], found["worst_policy_lag_updates"]) == (False, 1)
@@ -34,15 +41,27 @@ def test_no_micro_batching(cli, off):
 
 def test_counts_always_say_what_they_count(cli):
     found = cli("rl", "--prompts", "32", "--generations", "8", "--json").json
-    bare = {"updates_per_pass", "iterations", "updates_per_round", "data_parallel_size", "accumulation_steps",
-            "rollout_micro_steps", "rounds_ahead", "on_policy", "worst_policy_lag_updates", "notes",
-            "schema", "sources", "generations_per_prompt"}  # fmt: skip
+    bare = {
+        "updates_per_pass",
+        "iterations",
+        "updates_per_round",
+        "data_parallel_size",
+        "accumulation_steps",
+        "rollout_micro_steps",
+        "rounds_ahead",
+        "on_policy",
+        "worst_policy_lag_updates",
+        "notes",
+        "schema",
+        "sources",
+        "generations_per_prompt",
+    }
     assert all("prompts" in name or "responses" in name for name in found if name not in bare)
 
 
 def test_errors(cli):
-    assert "prompts is needed: --prompts N." in cli("rl").err
-    assert "generations is needed" in cli("rl", "--prompts", "4").err
+    assert "--prompts is required." in cli("rl").err
+    assert "--generations is required" in cli("rl", "--prompts", "4").err
     ran = cli("rl", "--prompts", "32", "--generations", "8", "--updates", "5", "--json")
     assert (ran.code, ran.json["error"]["nearest"]) == (2, [4, 8])
     slip = cli("rl", "promts=32", "generations=8")
@@ -57,19 +76,21 @@ def test_a_file_is_weakest_and_every_source_is_shown(cli, tmp_path):
     found = cli("rl", str(file), "prompts=32", "--generations", "8", "--json").json
     assert (found["prompts_per_round"], found["generations_per_prompt"], found["iterations"]) == (32, 8, 2)
     assert found["sources"] == {
-        "prompts": "prompts=32", "generations": "--generations", "iterations": f"{file}: rl.num_iterations"
-    }  # fmt: skip
+        "prompts": "prompts=32",
+        "generations": "--generations",
+        "iterations": f"{file}: rl.num_iterations",
+    }
 
 
 def test_maxtexts_micro_batch_counts_all_ranks(cli):
-    words = ("rl", "batch_size=32", "rl.num_generations=8", "train_micro_batch_size=4")
-    assert cli(*words, "--data-parallel-size", "4", "--json").json["accumulation_steps"] == 8  # batch / micro
-    refused = cli(*words, "--data-parallel-size", "8", "--json")
+    argv = ("rl", "batch_size=32", "rl.num_generations=8", "train_micro_batch_size=4")
+    assert cli(*argv, "--data-parallel-size", "4", "--json").json["accumulation_steps"] == 8  # batch / micro
+    refused = cli(*argv, "--data-parallel-size", "8", "--json")
     assert (refused.code, refused.json["error"]["nearest"]) == (2, [8])
 
 
 @pytest.mark.parametrize("given", [("micro_batch_size=2",), ("--micro-batch-size", "2")])
-def test_maxtexts_page_word_for_word(cli, given):
+def test_the_examples_of_maxtexts_page(cli, given):
     found = cli("rl", "batch_size=8", "num_generations=16", *given, "--json").json
     assert (found["responses_per_update"], found["train_micro_responses"], found["accumulation_steps"]) == (128, 32, 4)
     assert (found["rollout_micro_prompts"], found["rollout_micro_steps"]) == (2, 4)
@@ -78,17 +99,17 @@ def test_maxtexts_page_word_for_word(cli, given):
 
 
 def test_one_micro_batch_for_both(cli):
-    words = ("rl", "batch_size=8", "num_generations=16")
-    off = cli(*words, "micro_batch_size=-1", "--json").json
+    argv = ("rl", "batch_size=8", "num_generations=16")
+    off = cli(*argv, "micro_batch_size=-1", "--json").json
     assert (off["accumulation_steps"], off["rollout_micro_steps"]) == (1, 1) and not off["notes"]
-    ranks = cli(*words, "micro_batch_size=4", "--data-parallel-size", "2", "--json").json
+    ranks = cli(*argv, "micro_batch_size=4", "--data-parallel-size", "2", "--json").json
     assert (ranks["train_micro_prompts"], ranks["accumulation_steps"], ranks["rollout_micro_prompts"]) == (2, 2, 4)
     assert "for that reading give train_micro_responses=2." in ranks["notes"][0]  # of each rank
-    none = cli(*words, "micro_batch_size=4", "train_micro_batch_size=-1", "--json").json
+    none = cli(*argv, "micro_batch_size=4", "train_micro_batch_size=-1", "--json").json
     assert (none["accumulation_steps"], none["rollout_micro_steps"]) == (1, 2)
-    own = cli(*words, "micro_batch_size=4", "train_micro_batch_size=1", "--json").json
+    own = cli(*argv, "micro_batch_size=4", "train_micro_batch_size=1", "--json").json
     assert (own["train_micro_prompts"], own["rollout_micro_prompts"]) == (1, 4)
-    wrong = cli(*words, "micro_batch_size=3", "--json")
+    wrong = cli(*argv, "micro_batch_size=3", "--json")
     assert (wrong.code, wrong.json["error"]["field"], wrong.json["error"]["nearest"]) == (2, "micro_batch_size", [2, 4])
-    odd = cli(*words, "micro_batch_size=1", "--data-parallel-size", "16")
-    assert "No number of prompts works: give train_micro_responses" in odd.err
+    odd = cli(*argv, "micro_batch_size=1", "--data-parallel-size", "16")
+    assert "No number of prompts works: give --train-micro-responses" in odd.err

@@ -43,10 +43,10 @@ def test_help_and_version(cli):
 
 
 @pytest.mark.parametrize(
-    ("words", "hint"),
+    ("argv", "hint"),
     [
         (["pln"], "Did you mean plan?"),
-        (["xyzzy"], "There are: plan"),
+        (["xyzzy"], "The verbs are: plan"),
         ([""], "is not a verb"),
         (["plan", "--global-batch-siz", "3"], "Did you mean one of: '--global-batch-size'"),
         (["rl", "--prompt", "3"], "--prompts"),
@@ -58,13 +58,13 @@ def test_help_and_version(cli):
         (["plan", "--pipeline-schedule", "2f2b", "--pipeline-parallel", "2"], "gpipe, 1f1b"),
     ],
 )
-def test_what_was_meant(cli, words, hint):
-    ran = cli(*words)
+def test_an_error_suggests_what_was_meant(cli, argv, hint):
+    ran = cli(*argv)
     assert ran.code == 2
     assert hint in ran.err
-    as_json = cli(*words, "--json")
+    as_json = cli(*argv, "--json")
     assert as_json.code == 2
-    if words != ["plan", "--nodes"]:  # there, --json is the value that was missing
+    if argv != ["plan", "--nodes"]:  # there, --nodes takes --json as its value
         assert hint in as_json.json["error"]["message"]
         assert set(as_json.json["error"]) >= {"type", "message", "field", "given", "nearest"}
 
@@ -93,7 +93,7 @@ def test_ctrl_c_in_a_real_process(tmp_path):
     assert process.returncode == 130
 
 
-def test_a_bug_of_ours_is_exit_1_and_no_traceback(cli, monkeypatch):
+def test_a_bug_in_batchwright_exits_with_1_without_a_traceback(cli, monkeypatch):
     from batchwright.cli import plan
 
     def broken(*_: object) -> None:
@@ -108,7 +108,7 @@ def test_a_bug_of_ours_is_exit_1_and_no_traceback(cli, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "stream", "code"),
+    ("argv", "stream", "code"),
     [
         (PLAN, "stdout", 0),
         ([*PLAN, "--json"], "stdout", 0),
@@ -117,12 +117,12 @@ def test_a_bug_of_ours_is_exit_1_and_no_traceback(cli, monkeypatch):
         (["plan"], "stderr", 2),
     ],
 )
-def test_a_reader_that_went_away_is_no_error(words, stream, code):
+def test_a_closed_pipe_is_not_an_error(argv, stream, code):
     read, write = os.pipe()
     os.close(read)
     try:
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: write}
-        done = subprocess.run([BATCHWRIGHT, *words], **streams, timeout=60)
+        done = subprocess.run([BATCHWRIGHT, *argv], **streams, timeout=60)
     finally:
         os.close(write)
     assert done.returncode == code
@@ -153,21 +153,21 @@ def test_notes_are_wrapped_at_the_width_of_a_real_terminal(columns):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_words_that_are_no_text_and_terminals_that_know_few_letters(encoding):
+def test_arguments_that_are_not_text_and_terminals_without_unicode(encoding):
     env = {**os.environ, "PYTHONIOENCODING": encoding}
-    for words in (
+    for argv in (
         [*PLAN, "--json"],
         PLAN,
         ["plan", b"global_batch_size=\xff\xfe"],
         ["plan", "nemo", b"\xff", b"x\xff=1", *PLAN[1:]],
     ):
-        done = subprocess.run([BATCHWRIGHT, *words], capture_output=True, env=env, timeout=60)
+        done = subprocess.run([BATCHWRIGHT, *argv], capture_output=True, env=env, timeout=60)
         assert done.returncode in (0, 2)
         assert b"Traceback" not in done.stderr
         assert b"bug" not in done.stderr
 
 
-def test_a_full_disk_under_the_output_is_the_environment_s():
+def test_a_full_disk_under_the_output_exits_with_4():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "batchwright", "plan", "--global-batch-size", "8"],
