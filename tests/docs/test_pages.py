@@ -64,3 +64,13 @@ def test_every_error_is_documented():
     names = [n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.BatchwrightError)]
     text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     assert [n for n in names if f"`{n}`" not in text] == []
+
+
+def test_every_module_answers_a_question_of_the_design():
+    source = ROOT / "src" / "batchwright"
+    table = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("## Where is it?")[1].split("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)`", table)
+    # An `__init__` of one line has only the docstring of its folder.
+    modules = [path for path in source.rglob("*.py") if len(path.read_text(encoding="utf-8").splitlines()) > 1]
+    folders = {f"{room}/__init__.py" for room in ("probe", "estimate", "runtime/check")}  # they repeat one module's names
+    assert sorted(named) == sorted({str(path.relative_to(source)) for path in modules} - folders)
