@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 # Three workers for two cores: many tests wait for a process.
-PYTEST := $(BIN)/pytest -n 3 --dist loadgroup
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all check bench docs venv clean
 

@@ -1,15 +1,40 @@
-"""For all tests: Ctrl-C means what it does at a terminal, and a busy machine is no failure of a property."""
+"""For all tests: Ctrl-C works as at a terminal, properties have no deadline, and long files start first."""
 
 from __future__ import annotations
 
 import signal
 
+import pytest
 from hypothesis import settings
 
 from tests.examples import many
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores it in what it starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("patient", deadline=None, max_examples=many(100))  # in all else what was loaded: `ci` in CI
+settings.register_profile(
+    "patient", deadline=None, max_examples=many(100)
+)  # the rest as in the loaded profile: `ci` in CI
 settings.load_profile("patient")
+
+# The files that take longest, longest first: a worker that got one of them last would keep the others waiting.
+LONGEST = (
+    "launch/slurm/test_slurm_loop.py",
+    "launch/test_torture.py",
+    "launch/slurm/test_slurm_chain.py",
+    "launch/slurm/test_slurm_engine.py",
+    "probe/test_real.py",
+    "launch/test_supervisor.py",
+    "runtime/loop/test_loop.py",
+    "runtime/step/test_accumulate.py",
+    "probe/test_server.py",
+    "runtime/check/test_check.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        path = item.path.as_posix()
+        return next((index for index, name in enumerate(LONGEST) if path.endswith(f"tests/{name}")), len(LONGEST))
+
+    items.sort(key=place)

@@ -72,5 +72,7 @@ def test_every_module_answers_a_question_of_the_design():
     named = re.findall(r"`([\w/]+\.py)`", table)
     # An `__init__` of one line has only the docstring of its folder.
     modules = [path for path in source.rglob("*.py") if len(path.read_text(encoding="utf-8").splitlines()) > 1]
-    folders = {f"{room}/__init__.py" for room in ("probe", "estimate", "runtime/check")}  # they repeat one module's names
+    folders = {
+        f"{room}/__init__.py" for room in ("probe", "estimate", "runtime/check")
+    }  # they repeat one module's names
     assert sorted(named) == sorted({str(path.relative_to(source)) for path in modules} - folders)

@@ -12,7 +12,7 @@ from batchwright.estimate.records import EstimateRequest
 pytestmark = pytest.mark.torch
 
 
-@pytest.mark.parametrize(("name", "size"), [("gpt", 8), ("mlp", 1024)])
+@pytest.mark.parametrize(("name", "size"), [("gpt", 8), pytest.param("mlp", 1024, marks=pytest.mark.rounds)])
 def test_slope_and_peak_at_eight_times_the_batch_are_within_two_percent(tasks, peaks, name, size):
     sizes = (size, 8 * size)
     with ThreadPoolExecutor(2) as pool:

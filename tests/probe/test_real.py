@@ -64,7 +64,7 @@ def runs(folder: Path, size: int, micro_steps: int) -> bool:
     return done.returncode == 0
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 8])
+@pytest.mark.parametrize("accumulation_steps", [pytest.param(1, marks=pytest.mark.rounds), 8])
 def test_the_limit_is_that_of_a_plain_loop_in_fresh_processes(accumulation_steps, task_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     random.seed(7)

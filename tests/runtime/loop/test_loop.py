@@ -87,7 +87,16 @@ def test_three_launches_on_1_2_and_4_ranks_train_like_one_process(whole, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (2, "ddp"), (4, "ddp"), (2, "fsdp2"), (4, "fsdp2")])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        (1, "auto"),
+        pytest.param(2, "ddp", marks=pytest.mark.rounds),
+        (4, "ddp"),
+        pytest.param(2, "fsdp2", marks=pytest.mark.rounds),
+        (4, "fsdp2"),
+    ],
+)
 def test_bit_equal_after_kill_at_equal_world(tmp_path, ranks, strategy):
     """With dropout: the generators of each rank are restored."""
     options = {"micro_batch_size": 2, "checkpoint_every": 32, "num_workers": 0, "strategy": strategy}
