@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .api import nearby as nearby
     from .api import plan as plan
     from .api import ramp as ramp
+    from .api import run as run
     from .core.batch.nearby import Nearby as Nearby
     from .core.errors import BatchwrightError as BatchwrightError
     from .core.errors import ConfigError as ConfigError
@@ -70,6 +71,7 @@ _HOMES = {
     "probe": "probe.prober",
     "ramp": "api",
     "rl": "core.rl",
+    "run": "api",
     "train": "runtime.loop.train",
 }
 

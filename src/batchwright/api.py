@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from io import StringIO
 from typing import TYPE_CHECKING, Any, cast
 
 from . import dialects
@@ -11,10 +12,12 @@ from .core.batch.nearby import nearby as _nearby
 from .core.batch.plan import BatchPlan
 from .core.batch.plan import plan as _plan
 from .core.batch.request import READERS, BatchRequest, read_request
+from .core.errors import ConfigError
 from .core.numbers import percentage
 
 if TYPE_CHECKING:
     from .core.ramp.ramp import Ramp
+    from .launch.status import RunStatus
 
 
 class Plan(BatchPlan):
@@ -85,3 +88,61 @@ def ramp(source: object = None, /, **given: Any) -> Ramp:
     resolved = _resolve(source, given, [*READERS, *RAMP_READERS])
     wanted = read_ramp({name: g.value for name, g in resolved.fields.items() if name in RAMP_READERS})
     return make(_request(resolved), wanted)
+
+
+def run(
+    target: str | Sequence[str] | None = None,
+    /,
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    dir: str | None = None,
+    resume: str | None = None,
+    progress: bool = True,
+    **given: Any,
+) -> RunStatus:
+    """Train a whole ramp, launch by launch, and restart after failures. Names are those of `batchwright run`'s flags.
+
+    `target` is `FILE.py:function`, with `arguments` for the function, or a command as a list. With `resume`, a run
+    directory, the rest changes its launch settings. Returns the state at the end, also of a run that failed or was stopped.
+    """
+    from .core.numbers import count
+    from .core.ramp.request import RAMP_READERS, read_ramp
+    from .launch import plan as planning
+    from .launch.directory import RunDirectory
+    from .launch.settings import READERS as OPTIONS
+    from .launch.settings import read_options
+    from .launch.show import LineDisplay, display
+    from .launch.status import status
+    from .launch.supervisor import supervise
+
+    options = {name: given.pop(name) for name in list(given) if name in OPTIONS}
+    if resume is not None:
+        directory, limit = RunDirectory(resume), given.pop("max_micro_batch_size", None)
+        if target or arguments or dir or given:
+            names = [name for name, value in (("target", target), ("arguments", arguments), ("dir", dir)) if value]
+            raise ConfigError(
+                f"{', '.join([*names, *given])} cannot be changed with resume. Launch settings and max_micro_batch_size can.",
+                field="resume",
+                given=resume,
+            )
+        made = planning.resume(directory, options, None if limit is None else count(limit, "max_micro_batch_size"))
+    else:
+        command = () if target is None or isinstance(target, str) else tuple(target)
+        resolved = _resolve(None, given, [*READERS, *RAMP_READERS])
+        made, _ = planning.build(
+            _request(resolved),
+            read_ramp({name: g.value for name, g in resolved.fields.items() if name in RAMP_READERS}),
+            read_options(options, command=bool(command)),
+            target=None if command or target is None else str(target),
+            arguments=arguments,
+            command=command,
+        )
+        directory = RunDirectory(dir) if dir else planning.default_directory(made)
+        planning.begin(directory, made)
+    shown = display() if progress else LineDisplay(StringIO())
+    try:
+        supervise(directory, made, shown)
+    finally:
+        shown.close()
+        directory.unlock()
+    return status(directory, made)

@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -180,7 +179,7 @@ def _new(
 ) -> tuple[RunDirectory, RunPlan, Ramp]:
     """A plan from files, overrides and flags."""
     from batchwright.launch.directory import RunDirectory
-    from batchwright.launch.plan import build
+    from batchwright.launch.plan import build, default_directory
     from batchwright.launch.settings import TASK_KEYS, read_options, split_command
 
     targets = [w for w in arguments if _is_task(w)]
@@ -203,9 +202,6 @@ def _new(
     there = {name: launch.pop(name, None) for name in ("dir", "position_command", "command", "environment")}
     variables = [f"{k}={v}" for k, v in mapping(there["environment"], "launch.environment").items()]
     flagged = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
-    # Some commands report nothing for hours.
-    if after or there["command"]:
-        launch.setdefault("stall_seconds", "never")
     values = {
         **launch,
         "settings": mapping(task.get("settings"), "task.settings"),
@@ -215,7 +211,7 @@ def _new(
     plan, made = build(
         gathered.request(),
         wanted,
-        read_options(values),
+        read_options(values, command=bool(after or there["command"])),
         target=targets[0] if targets else None if after else task.get("target"),
         arguments={**mapping(task.get("args"), "task.args"), **task_arguments(flags["args"])},
         command=after or (() if targets else split_command(there["command"] or ())),
@@ -225,8 +221,8 @@ def _new(
         from batchwright.runtime.loop.settings import read_settings
 
         read_settings({"directory": "", "micro_batch_size": 1, **plan.options.settings}, "task.settings")
-    name = os.path.splitext(os.path.basename(plan.target.rpartition(":")[0] or plan.target))[0]
-    return RunDirectory(flags["dir"] or there["dir"] or os.path.join("runs", name)), plan, made
+    place = flags["dir"] or there["dir"]
+    return RunDirectory(place) if place else default_directory(plan), plan, made
 
 
 def _cluster(launch: dict[str, Any], flags: dict[str, Any]) -> None:
@@ -280,11 +276,9 @@ def _resumed(
     directory: RunDirectory, arguments: tuple[str, ...], flags: dict[str, Any]
 ) -> tuple[RunDirectory, RunPlan]:
     """The plan of an existing run, with changed launch settings."""
-    from batchwright.launch.directory import write_json
-    from batchwright.launch.plan import refit
-    from batchwright.launch.settings import read_options
+    from batchwright.launch.plan import resume
 
-    plan = directory.plan()
+    options = directory.plan().options
     known = {*_LAUNCH_FLAGS, "max_micro_batch_size", "env", "site", "detach", "elastic"} - {"seed"}
     others = sorted(name for name, value in flags.items() if value not in (None, False, ()) and name not in known)
     if arguments or others:
@@ -294,21 +288,12 @@ def _resumed(
             field="resume",
             given=named[:200],
         )
-    # If another supervisor runs, the attempt to supervise reports it.
-    free = directory.supervisor() is None
-    if free:
-        directory.lock(fresh=True)
-        plan = directory.plan()
     values = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
-    section: dict[str, Any] = {"engine": plan.options.engine, "slurm": dict(plan.options.slurm)}
+    section: dict[str, Any] = {"engine": options.engine, "slurm": dict(options.slurm)}
     _cluster(section, flags)
-    values["slurm"] = section["slurm"]
-    changed = replace(plan, options=read_options({**values, "environment": list(flags["env"])}, plan.options))
-    if flags["max_micro_batch_size"] is not None:
-        changed = refit(changed, count(flags["max_micro_batch_size"], "max_micro_batch_size"))
-    if changed != plan and free:
-        write_json(directory.path / "plan.json", changed)
-    return directory, changed
+    changes = {**values, "slurm": section["slurm"], "environment": list(flags["env"])}
+    limit = flags["max_micro_batch_size"]
+    return directory, resume(directory, changes, None if limit is None else count(limit, "max_micro_batch_size"))
 
 
 def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
@@ -333,21 +318,15 @@ def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
 
 def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
     """Run all launches; returns the exit code."""
-    from batchwright.launch.engine import engine
     from batchwright.launch.show import display
-    from batchwright.launch.supervisor import Supervisor
+    from batchwright.launch.supervisor import supervise
 
     shown = display()
     for note in plan.notes:
         shown.note(f"note: {spell(note)}")
     shown.note(f"run directory: {directory.path}")
     try:
-        if plan.options.engine == "slurm":
-            from batchwright.launch.slurm.control import supervise
-
-            state = supervise(directory, plan, shown)
-        else:
-            state = Supervisor(directory, plan, engine(plan.options.engine), shown).run()
+        state = supervise(directory, plan, shown)
     finally:
         shown.close()
     _show_status(directory, as_json, plot=True, plan=plan)

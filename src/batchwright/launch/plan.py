@@ -17,6 +17,7 @@ from batchwright.rundir import names
 
 from .directory import RunDirectory, write_json
 from .records import COMMAND, TASK, Options, RunPlan
+from .settings import read_options
 from .work import BATCH_PLACEHOLDERS, check_placeholders, placeholders
 
 
@@ -130,6 +131,12 @@ def refit(plan: RunPlan, limit: int) -> RunPlan:
     )
 
 
+def default_directory(plan: RunPlan) -> RunDirectory:
+    """`runs/NAME`, where NAME is that of the task's file or of the command."""
+    name = os.path.splitext(os.path.basename(plan.target.rpartition(":")[0] or plan.target))[0]
+    return RunDirectory(os.path.join("runs", name))
+
+
 def begin(directory: RunDirectory, plan: RunPlan) -> None:
     """Write the plan of a new run. The lock is held from here on, so no other process can write one."""
     taken = ConfigError(
@@ -148,3 +155,21 @@ def begin(directory: RunDirectory, plan: RunPlan) -> None:
         write_json(directory.path / names.PLAN, plan)
     except OSError as error:
         raise EnvironmentFault(f"{directory.path} cannot be written: {error}.", field="dir") from None
+
+
+def resume(directory: RunDirectory, changes: Mapping[str, Any], limit: int | None = None) -> RunPlan:
+    """The plan of an existing run with changed launch settings, and micro batches of at most `limit`.
+
+    The lock is held from here on. If another supervisor holds it, nothing is written: the attempt to supervise says who.
+    """
+    plan = directory.plan()
+    free = directory.supervisor() is None
+    if free:
+        directory.lock(fresh=True)
+        plan = directory.plan()
+    changed = replace(plan, options=read_options(changes, plan.options))
+    if limit is not None:
+        changed = refit(changed, limit)
+    if changed != plan and free:
+        write_json(directory.path / names.PLAN, changed)
+    return changed

@@ -93,14 +93,16 @@ READERS: Readers = {
 }
 
 
-def read_options(values: Mapping[str, Any], base: Options | None = None) -> Options:
+def read_options(values: Mapping[str, Any], base: Options | None = None, *, command: bool = False) -> Options:
     """Options from raw values, on top of `base`; one error lists everything that is wrong.
+
+    A command may report nothing for hours: it has no `stall_seconds` unless one is given.
 
     >>> read_options({"max_retries": "5", "stall_seconds": "never"}).max_retries
     5
     """
     read = read_fields(values, READERS, "launch.")
-    known = base or Options()
+    known = base or Options(stall_seconds=None if command else Options.stall_seconds)
     if "environment" in read:
         read["environment"] = {**known.environment, **read["environment"]}
     return Options(**{**vars(known), **read})

@@ -21,7 +21,7 @@ from batchwright.rundir import names
 from batchwright.rundir.files import find_object
 
 from .directory import RunDirectory, write_json
-from .engine import Action, Engine, Handle, Job, Poll, tail
+from .engine import Action, Engine, Handle, Job, Poll, engine, tail
 from .failure import explain, memory_advice, stuck
 from .interrupts import Interrupts
 from .records import COMMAND, Ending, Failure, LaunchProgress, Manifest, RunPlan
@@ -46,6 +46,15 @@ class Listener(Protocol):
     def progress(self, plan: RunPlan, manifest: Manifest, progress: LaunchProgress, eta: float | None) -> None: ...
     def ended(self, plan: RunPlan, manifest: Manifest, ending: Ending) -> None: ...
     def note(self, text: str) -> None: ...
+
+
+def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener) -> str:
+    """Run all launches of a plan with its engine; returns complete, stopped or failed."""
+    if plan.options.engine == "slurm":
+        from .slurm import control
+
+        return control.supervise(directory, plan, listener)
+    return Supervisor(directory, plan, engine(plan.options.engine), listener).run()
 
 
 class Supervisor:
