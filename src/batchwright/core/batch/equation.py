@@ -104,14 +104,11 @@ def _smallest(given: Unknowns) -> Split:
     """No global batch is given: one accumulation step (or as many as the pipeline needs) on the known ranks."""
     micro = given.micro_batch_size or given.max_micro_batch_size
     if micro is None:
+        known = " and ".join(f"{name}={value}" for name, value in given.known.items())
         raise PlanError(
-            "Not enough is known to plan a batch: "
-            + (
-                f"only {' and '.join(f'{name}={value}' for name, value in given.known.items())}"
-                if given.known
-                else "nothing"
-            )
-            + " is given. Give global_batch_size (or global_batch_size_tokens), micro_batch_size or max_micro_batch_size.",
+            f"Not enough is known to plan a batch: {f'only {known}' if known else 'nothing'} "
+            f"{'are' if len(given.known) > 1 else 'is'} given. Give global_batch_size (or global_batch_size_tokens), "
+            "micro_batch_size or max_micro_batch_size.",
             field="global_batch_size",
         )
     steps = given.accumulation_steps

@@ -17,8 +17,7 @@ from batchwright.core.numbers import count, positive
 from .learning_rate import RULES
 from .recipes import Recipe
 from .rules import Constant, Doubling, Linear, PerDevice, parse_thresholds
-from .schedule import POLICIES as LAST_STEPS
-from .schedule import LastStep, Rule, Schedule, Unit
+from .schedule import LAST_STEPS, LastStep, Rule, Schedule, Unit
 
 # The flags that name a rule; at most one of them.
 RULE_FLAGS = ("linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling", "recipe")
