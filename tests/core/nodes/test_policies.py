@@ -287,7 +287,7 @@ def test_pipeline_needs_enough_microbatches():
     assert caught.value.nearest == (128, 256)
 
 
-def test_largest_legal_micro_batch_when_none_is_given():
+def test_largest_valid_micro_batch_when_none_is_given():
     stages = place(ramp(96, 192), World(1, 8), nodes=1, policy="constant", max_micro_batch_size=5).stages
     assert [(s.micro_batch_size, s.accumulation_steps) for s in stages] == [(4, 3), (4, 6)]
     stages = place(ramp(96), World(1, 8, 1, 2), nodes=1, policy="constant").stages

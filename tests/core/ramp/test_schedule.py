@@ -343,7 +343,7 @@ def test_the_same_budget_twice_is_the_same_budget(schedule: Schedule, budget: in
     assert run.until(budget, last_step=policy) == run  # type: ignore[arg-type]
 
 
-def test_ending_is_said_in_words():
+def test_the_ending_as_text():
     run = Constant(32).compile()
     assert run.ending is None and run.until(256).ending is None
     assert run.until(250, last_step="drop").ending == "The last 26 samples are dropped."
@@ -422,7 +422,7 @@ def test_a_schedule_continued_with_itself_is_itself(schedule: Schedule, data: st
 
 
 @given(schedules(), linears() | thresholds(), st.none() | st.integers(300, 900), st.data())
-def test_going_on_again_and_again_adds_no_segments(past: Schedule, rule: Rule, budget: int | None, data: st.DataObject):
+def test_continuing_repeatedly_adds_no_segments(past: Schedule, rule: Rule, budget: int | None, data: st.DataObject):
     new = rule.compile() if budget is None else rule.compile().until(budget)
     at = past.at_step(data.draw(st.integers(0, (past.total_steps or 60) - 1)))
     assume(new.total_samples is None or at.start_sample < new.total_samples)

@@ -323,8 +323,8 @@ def arrows(counts: Sequence[int]) -> str:
     >>> arrows([8, 10, 12])
     '8 -> 10 -> 12'
     """
-    words = [str(count) for count in counts]
-    return " -> ".join(words if len(words) <= 12 else [*words[:6], "…", *words[-3:]])
+    shown = [str(count) for count in counts]
+    return " -> ".join(shown if len(shown) <= 12 else [*shown[:6], "…", *shown[-3:]])
 
 
 def _with_constant_work(rules: StageRules, batches: Sequence[int], error: ScheduleError) -> list[Violation]:
