@@ -13,7 +13,7 @@ from itertools import islice
 from math import prod
 
 from batchwright.core.errors import PlanError, Violation, either
-from batchwright.core.numbers import divisors, nearest_divisors
+from batchwright.core.numbers import divisors, nearest_divisors, nearest_of
 
 from .pipeline import PipelineRule
 from .request import BatchRequest, asked_for
@@ -239,7 +239,7 @@ def _nearest(given: Unknowns, name: str) -> tuple[int, ...]:
         return tuple(n for n in found if n and not _refusals(given, _smallest(replace(given, **{name: n}))))
     others = prod(value for other, value in given.known.items() if other != name)
     works = [n for n in divisors(batch // others) if any(splits(replace(given, **{name: n})))]
-    return (*[n for n in works if n < wanted][-1:], *[n for n in works if n > wanted][:1])
+    return nearest_of(works, wanted)
 
 
 def _nearest_batches(given: Unknowns, batch: int) -> tuple[int, ...]:

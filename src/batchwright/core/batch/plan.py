@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.core import codec
 from batchwright.core.errors import PlanError, Violation, either, raise_violations
-from batchwright.core.numbers import count, divisors, nearest_divisors
+from batchwright.core.numbers import count, divisors, nearest_divisors, nearest_of
 
 from .equation import Split, Unknowns, ragged_plan, rounded_batch, solve
 from .explain import notes_for, provenance
@@ -290,7 +290,7 @@ def _pipeline(request: BatchRequest, rule: PipelineRule | None, split: Split, ba
                 f"they do not divide the {quantum} samples of one accumulation step: {quantum} / {pieces} = "
                 f"{quantum / pieces:.2f}"
             )
-            near = [*[m for m in valid if m < pieces][-1:], *[m for m in valid if m > pieces][:1]]
+            near = nearest_of(valid, pieces)
             raise PlanError(
                 f"pipeline_microbatches={pieces}: {reason}. "
                 + (f"Nearest: {either(near)}." if near else f"No number of microbatches works with {quantum} samples."),
