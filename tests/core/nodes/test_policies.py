@@ -706,7 +706,7 @@ def test_an_optimum_that_is_not_proven_states_its_gap(monkeypatch):
     assert rough.hours <= deadline
     note = next(note for note in rough.notes if "another choice could save" in note)
     bound = float(note.split("could save ")[1].split()[0])
-    assert bound == pytest.approx(rough.gap, rel=0.01)
+    assert rough.gap <= bound <= 1.02 * rough.gap
     assert exact.node_hours - 1e-9 <= rough.node_hours <= exact.node_hours + rough.gap + 1e-9
 
 

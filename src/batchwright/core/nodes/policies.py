@@ -228,8 +228,9 @@ def place(
     hours, node_hours = _totals(stages, restart, stop_every_stage)
     if gap:
         unit, total = ("hours", hours) if policy == "min-time" else ("node-hours", node_hours)
+        most = 1.005 * gap  # three digits of it are never below the gap
         notes.append(
-            f"within the limit, {policy} found {total:.4g} {unit}; another choice could save {gap:.3g} {unit} at most."
+            f"within the limit, {policy} found {total:.4g} {unit}; another choice could save {most:.3g} {unit} at most."
         )
     full: tuple[float | None, float | None] = (None, None)
     if isinstance(throughput, Throughput) and hours is not None:
