@@ -151,7 +151,12 @@ def test_a_value_of_a_file_or_of_another_framework_is_named_by_its_key(cli, tmp_
     assert "per_device_batch_size 3" not in cli("plan", *argv).err
 
 
-def test_other_verbs_name_flags_too(cli):
+def test_other_verbs_name_flags_too(cli, tmp_path):
+    probe = tmp_path / "probe.json"
+    probe.write_text("{}")
+    argv = ("--from-probe", str(probe), "--micro-step-seconds", "1,1", "--nodes", "1", "--devices-per-node", "1")
+    shown = cli("ramp", "--thresholds", "0:8", *argv).err
+    assert "error: --micro-step-seconds and --from-probe are mutually exclusive." in shown
     assert "error: --keep=0" in cli("run", "a.py:b", "--keep", "0", "--samples", "8", "--thresholds", "0:8").err
     assert "error: --updates=5" in cli("rl", "--prompts", "32", "--generations", "8", "--updates", "5").err
     assert "error: --linear and --thresholds " in cli("ramp", "--linear", "1,1,1", "--thresholds", "0:8").err

@@ -127,6 +127,8 @@ def _names(ctx: click.Context) -> Names:
             flags[name] = flag
             if (value := ctx.params.get(option.name)) not in (None, False, ()):
                 given[name] = (value, flag)
+    if "from_probe" in flags:
+        flags["probe"] = flags["from_probe"]  # the library takes the record, the flag names its file
     return Names(flags, given | ctx.meta.get(_GIVEN, {}))
 
 
