@@ -153,6 +153,8 @@ def test_exported_names_are_importable_sorted_and_all_there_is():
     assert names == sorted(names)
     for name in names:
         assert getattr(batchwright, name).__doc__, name
+    # Two packages have the name of their verb: it can be called before and after they are imported.
+    assert callable(batchwright.probe) and callable(batchwright.estimate)
     assert dir(batchwright) == sorted(batchwright.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = batchwright.nothing

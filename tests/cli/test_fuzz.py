@@ -1,4 +1,4 @@
-"""Whatever a user types: no traceback, no long wait, exit code 0 or 2."""
+"""Anything a user types: no traceback, no long wait, exit code 0 or 2."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_any_value_of_any_key(cli, given_):
         st.sampled_from(["plan", "rl", "pln", *FLAGS, *RL_FLAGS, *SWITCHES, *JUNK]) | st.text(max_size=8), max_size=7
     )
 )
-def test_any_words_at_all(cli, argv):
+def test_any_arguments(cli, argv):
     check(cli, argv)
 
 

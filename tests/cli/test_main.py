@@ -176,3 +176,8 @@ def test_a_full_disk_under_the_output_exits_with_4():
         )
     assert done.returncode == 4
     assert done.stderr.decode() == "error: the output cannot be written: No space left on device.\n"
+
+
+def test_json_in_the_users_command_does_not_change_the_output(cli):
+    ran = cli("run", "--keep", "0", "--samples", "8", "--thresholds", "0:8", "--", "train", "--json")
+    assert (ran.code, ran.out) == (2, "") and ran.err.startswith("error: --keep=0")

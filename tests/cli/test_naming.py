@@ -72,13 +72,17 @@ NAMES = Names(
         ("micro_batch_size 4 × nodes 8 = 32", "data.micro_batch_size 4 × --nodes 8 = 32"),
         # Values that were worked out, or are those of a stage, were not given.
         ("stage 2: global_batch_size=640 is odd", "stage 2: global_batch_size=640 is odd"),
-        ("global_batch_size falls from 64 to 32.", "global_batch_size falls from 64 to 32."),
+        ("the global batch falls from 1024 to 32.", "the global batch falls from 1024 to 32."),
         ("data_parallel_size 64 × devices 64", "data_parallel_size 64 × devices 64"),
         ("4 / 8 data_parallel_size = 0.5", "4 / 8 data_parallel_size = 0.5"),
         # What is suggested can be given by its flag.
         ("Nearest: data_parallel_size=8, or nodes 4.", "Nearest: --data-parallel-size=8, or --nodes 4."),
         ("Nearest: 32, or allow_falling=True.", "Nearest: 32, or --allow-falling."),
         ("Or allow_ragged, where shares differ.", "Or --allow-ragged, where shares differ."),
+        ("for that, give data_parallel_size=8.", "for that, give --data-parallel-size=8."),
+        ("nodes and devices_per_node, or devices.", "--nodes and --devices-per-node, or devices."),
+        # Flags of other programs stay as they are.
+        ("nodes=8; ignored: --bf16=True '--fp16=True'", "--nodes=8; ignored: --bf16=True '--fp16=True'"),
         ("(devices, or nodes × devices_per_node)", "(devices, or --nodes × --devices-per-node)"),
         # Plain English.
         ("Nearest: 3 or 4 nodes.", "Nearest: 3 or 4 nodes."),
@@ -147,13 +151,27 @@ def test_a_value_of_a_file_or_of_another_framework_is_named_by_its_key(cli, tmp_
     assert "per_device_batch_size 3" not in cli("plan", *argv).err
 
 
-def test_other_verbs_name_flags_too(cli):
+def test_other_verbs_name_flags_too(cli, tmp_path):
+    probe = tmp_path / "probe.json"
+    probe.write_text("{}")
+    argv = ("--from-probe", str(probe), "--micro-step-seconds", "1,1", "--nodes", "1", "--devices-per-node", "1")
+    shown = cli("ramp", "--thresholds", "0:8", *argv).err
+    assert "error: --micro-step-seconds and --from-probe are mutually exclusive." in shown
     assert "error: --keep=0" in cli("run", "a.py:b", "--keep", "0", "--samples", "8", "--thresholds", "0:8").err
     assert "error: --updates=5" in cli("rl", "--prompts", "32", "--generations", "8", "--updates", "5").err
     assert "error: --linear and --thresholds " in cli("ramp", "--linear", "1,1,1", "--thresholds", "0:8").err
     assert "error: --multiple-of=0" in cli("probe", "--multiple-of", "0", "--", "true", "{micro_batch_size}").err
     assert "error: --seed=-1" in cli("check", "a.py:b", "--seed", "-1").err
     assert "error: --ranks=0" in cli("estimate", __file__ + ":b", "--ranks", "0").err
+
+
+@pytest.mark.torch
+def test_the_text_of_the_users_error_is_not_changed(cli, tmp_path):
+    said = "micro_batch_size and seed=3 in f(micro_batch_size, x)"
+    task = tmp_path / "mine.py"
+    task.write_text(f"def task():\n    raise ValueError({said!r})\n")
+    error = cli("check", f"{task}:task", "--seed", "3", "--micro-batch-size", "1").err.splitlines()[-1]
+    assert error == f"error: {task}:task failed: ValueError: {said}"
 
 
 def test_notes_name_flags_too(cli):

@@ -35,7 +35,7 @@ def sizes(document: dict) -> list[int]:
 LINEAR = ("--linear", "256,128,50M", "--global-batch-size", "1024")
 
 
-def test_linear_and_nemo_words_give_the_same_stages():
+def test_linear_and_nemo_keys_give_the_same_stages():
     ours = run_json(*LINEAR)
     nemo = run_json("model.global_batch_size=1024", "model.rampup_batch_size=[256, 128, 50000000]")
     data = run_json("data.global_batch_size=1024", "data.rampup_batch_size=[256,128,50000000]")

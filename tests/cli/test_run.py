@@ -165,8 +165,8 @@ def test_an_invalid_request_is_refused_before_anything_starts(argv, kind, field,
 
 
 def test_a_note_says_that_a_command_does_not_get_its_batch():
-    told = run(*RAMP, *WORLD, "--dry-run", "--", "train", "{end_sample}")
-    assert "The command has no placeholder for its batch" in told and "{global_batch_size}" in told
+    shown = run(*RAMP, *WORLD, "--dry-run", "--", "train", "{end_sample}")
+    assert "The command has no placeholder for its batch" in shown and "{global_batch_size}" in shown
     assert "no placeholder for its batch" not in run(*RAMP, *WORLD, "--dry-run", *SCRIPT)
     assert "no place" not in run("--global-batch-size", "8", "--samples", "64", "--dry-run", "--", "train")
 
@@ -188,9 +188,9 @@ def test_the_largest_micro_batch_scales_with_the_sequence_length(length, micro):
     argv = ("--nodes", "1", "--devices-per-node", "1", "--from-probe", "probe.json", "--sequence-length", str(length))
     stages = dry("train.py:task", *RAMP, *argv)["stages"]
     assert [stage["micro_batch_size"] for stage in stages] == micro
-    told = run("train.py:task", *RAMP, *argv, "--dry-run")
-    assert ("which was not measured" in told.replace("\n", " ").replace("    ", "")) == (length != 1024)
-    assert "synchronisation" in told and "synchronisation" not in run(
+    shown = run("train.py:task", *RAMP, *argv, "--dry-run")
+    assert ("which was not measured" in shown.replace("\n", " ").replace("    ", "")) == (length != 1024)
+    assert "synchronisation" in shown and "synchronisation" not in run(
         "train.py:task", *RAMP, *argv, "--dry-run", "--sync-seconds", "0.1"
     )
 

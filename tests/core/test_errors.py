@@ -63,14 +63,14 @@ anything = st.one_of(
 
 
 @given(anything, st.lists(st.integers() | st.text(), max_size=3))
-def test_a_record_is_strict_json_whatever_was_given(given_, nearest):
+def test_a_record_of_any_value_is_strict_json(given_, nearest):
     record = PlanError("message", field="f", given=given_, nearest=nearest).record()
     again = json.loads(json.dumps(record, allow_nan=False))
     assert set(again) == {"type", "message", "field", "given", "nearest"}
     assert again["nearest"] == nearest
 
 
-def test_all_wrong_values_are_said_at_once():
+def test_one_error_lists_all_wrong_values():
     with pytest.raises(ConfigError) as caught:
         batchwright.plan(global_batch_size="x", micro_batch_size=-1, nodes=0, tensor_paralel=2, round="sideways")
     assert {v.field for v in caught.value.violations} == {"tensor_paralel"}  # spelling comes first

@@ -116,7 +116,7 @@ def test_junk_is_refused_by_name(junk):
 
 
 @pytest.mark.parametrize("junk", [None, True, False, [], {}, (), object(), b"4", 1j, float("nan"), float("inf")])
-def test_what_is_no_number_is_refused(junk):
+def test_text_that_is_not_a_number_is_refused(junk):
     with pytest.raises(ConfigError):
         fraction(junk)
 
@@ -204,7 +204,7 @@ def test_bytes_as_people_write_them(text, size):
 
 
 @pytest.mark.parametrize("text", ["much", "", "GiB", "-1GiB", "0", "1.5B B", "1GiBB", None, True])
-def test_what_is_no_number_of_bytes_is_refused(text):
+def test_text_that_is_not_a_number_of_bytes_is_refused(text):
     with pytest.raises(ConfigError, match=r"^margin") as caught:
         parse_bytes(text, "margin")
     assert caught.value.field == "margin"

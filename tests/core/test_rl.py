@@ -138,7 +138,7 @@ def test_contradicting_spellings_show_the_product():
     assert rl(prompts=32, generations=8, train_micro_prompts=4, train_micro_responses=32).accumulation_steps == 8
 
 
-def test_all_that_is_wrong_is_said_at_once():
+def test_one_error_lists_everything_that_is_wrong():
     with pytest.raises(PlanError) as caught:
         rl(prompts=32, generations=8, train_micro_responses=7, rollout_micro_prompts=5)
     assert [v.field for v in caught.value.violations] == ["train_micro_responses", "rollout_micro_prompts"]

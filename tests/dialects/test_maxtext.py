@@ -114,14 +114,14 @@ def test_pipeline_microbatches_are_a_factor_inside_a_step():
 
 
 @pytest.mark.parametrize("wrong", [0, -2, -0.5, "x"])
-def test_an_expansion_factor_that_is_none(wrong):
+def test_an_invalid_expansion_factor_is_refused(wrong):
     with pytest.raises(ConfigError) as caught:
         batchwright.plan({"per_device_batch_size": 2, "expansion_factor_real_data": wrong}, devices=8)
     assert caught.value.field == "expansion_factor_real_data"
 
 
 @pytest.mark.parametrize("wrong", [0, -1, "nan", "1e999", "1e-999", "1" + "0" * 400 + ".5", "", None, [1]])
-def test_a_size_that_is_none(wrong):
+def test_an_invalid_size_is_refused(wrong):
     with pytest.raises(PlanError):
         batchwright.plan({"per_device_batch_size": wrong, "ici_tensor_parallelism": 2})
 

@@ -165,6 +165,10 @@ def as_numpy() -> Task:
     return _mlp(loss, width=16, layers=2)
 
 
+def broken() -> Task:
+    raise ValueError("no data")
+
+
 def wrong() -> Task:
     def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
         raise ValueError("the labels are missing")

@@ -120,7 +120,10 @@ def test_what_fake_tensors_cannot_follow_is_refused_by_name(tasks, name, named):
     assert "Measure instead: batchwright probe" in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "text"), [("wrong", "the labels are missing"), ("mismatched", "RuntimeError")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("wrong", "the labels are missing"), ("mismatched", "RuntimeError"), ("broken", "ValueError: no data")],
+)
 def test_a_task_that_fails_shows_its_own_traceback(tasks, name, text):
     with pytest.raises(RunError, match=text) as caught:
         estimate(f"{tasks}:{name}", micro_batch_sizes=(2,))

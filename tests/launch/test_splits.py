@@ -141,6 +141,15 @@ def test_a_circular_pipeline_gets_multiples_of_its_stages():
     assert legal_nodes(plan, plan.launches[0]) == (8, 4)
 
 
+def test_a_stage_that_divides_does_not_become_ragged():
+    request = BatchRequest(nodes=6, devices_per_node=1, micro_batch_size=4, allow_ragged=True)
+    plan = run_plan(request, 24, 28)
+    assert [(numbers(stage), stage.ragged) for stage in plan.stages] == [((4, 1, 6), False), ((4, 2, 6), True)]
+    smaller = refit(plan, 3)
+    assert [(numbers(stage), stage.ragged) for stage in smaller.stages] == [((2, 2, 6), False), ((3, 2, 6), True)]
+    assert legal_nodes(run_plan(request, 24), plan.launches[0]) == (6, 4, 3, 2, 1)
+
+
 def test_where_no_split_is_valid_the_nearest_limit_is_named():
     """28 samples on 2 replicas: zero-bubble takes 7 microbatches on 4 stages, and not 14."""
     request = replace(CIRCULAR, pipeline_schedule="zero-bubble", micro_batch_size=2)

@@ -117,7 +117,8 @@ def _run(argv: list[str]) -> int:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == ENOSPC:
             raise
-        return _report(error, as_json="--json" in argv)
+        own = argv[: argv.index("--")] if "--" in argv else argv  # the rest is the user's command
+        return _report(error, as_json="--json" in own)
 
 
 def _report(error: Exception, *, as_json: bool) -> int:

@@ -143,7 +143,7 @@ def gather(
 
 
 def _pasted(argument: str) -> Mapping[str, Any]:
-    """The keys of a configuration file that a pasted line names; none where the argument names no such file."""
+    """The keys of a configuration file that a pasted line names; none if it names no file."""
     from batchwright.dialects import flatten
 
     path = argument.rpartition("=")[2]

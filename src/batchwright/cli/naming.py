@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from batchwright.core.errors import BatchwrightError, ConfigError
+from batchwright.core.errors import BatchwrightError, ConfigError, RunError
 from batchwright.core.numbers import fraction, parse_bytes
 
 from . import text
@@ -18,20 +18,24 @@ _GIVEN = "batchwright.given"
 _NAME = r"[a-z]+(?:_[a-z]+)*"
 # Quoted text is what the user wrote. A name in a path, in a dotted key, in {braces} or in a flag is not one of ours.
 # Patterns are compiled when a message has a name in it: most commands never need them.
-_WORD = rf"(?<!\w)(?:'[^'\n]*'|\"[^\"\n]*\"|`[^`\n]*`)(?!\w)|(?<![\w./{{$:+\\-])(?P<name>{_NAME})(?![\w/{{}}(]|[.:-]\w)"
+_QUOTED = r"(?<!\w)(?:'[^'\n]*'|\"[^\"\n]*\"|`[^`\n]*`)(?!\w)"
+_WORD = rf"{_QUOTED}|(?<![\w./{{$:+\\-])(?P<name>{_NAME})(?![\w/{{}}(]|[.:-]\w)(?P<on>=True\b)?"
 _LIST = rf"(?<![\w./{{$:+\\-]){_NAME}(?:(?:,? or|,? and|,| ×) {_NAME})+"
-_VALUE = r"(=| is | falls from | )('[^']*'|-?\d[\d,./]*[a-zA-Z]{0,3}%?|True\b)"
-_SUGGESTION = r"\b(?:Nearest|Give|Or|or keep)\b"
+_VALUE = r"(=| is | )('[^']*'|-?\d[\d,./]*[a-zA-Z]{0,3}%?|True\b)"
+_SUGGESTION = r"\b(?:Nearest|[Gg]ive|Or|or keep)\b"
 
 
 class Verb(click.Command):
-    """A verb: its errors name flags when they are printed as text, and keywords when they are printed as JSON."""
+    """A verb: its errors name flags when they are printed as text, and keywords when they are printed as JSON.
+
+    A RunError is not changed: it contains text of the user's program.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except BatchwrightError as error:
-            if ctx.params.get("as_json"):
+            if ctx.params.get("as_json") or isinstance(error, RunError):
                 raise
             names = _names(ctx)
             spelled = [
@@ -84,22 +88,26 @@ class Names:
 
         def spelled(match: re.Match[str]) -> str:
             name, start = match["name"], match.start()
-            if name not in self.flags or name in keep or re.search(r"\d $", message[:start]):
+            if name not in self.flags or name in keep or re.match(r"\d ", message[max(0, start - 2) : start]):
                 return match[0]
             value, written = self.given.get(name, (None, self.flags[name]))
-            shown = re.match(_VALUE, message[match.end() :])
+            after = match.end("name")
+            shown = re.match(_VALUE, message[after:])
             if shown:
                 typed = name in self.given and ((start == 0 and shown[1] == "=") or _same(value, shown[2]))
                 ours = start >= suggestions or typed
                 # A word such as `nodes` before a number may be plain English, but not in an equation.
                 if "_" not in name and shown[1] != "=" and start < suggestions:
-                    ours = ours and re.match(r" [×/=]", message[match.end() + shown.end() :]) is not None
+                    ours = ours and re.match(r" [×/=]", message[after + shown.end() :]) is not None
             else:
                 about = name == field and (start == 0 or message[:start].endswith(("needs ", "give ", "Give ")))
                 ours = "_" in name or start in listed or about
-            return (written if ours else None) or match[0]
+            if not ours or written is None:
+                return match[0]
+            # A flag without a value.
+            return written if written.startswith("--") else written + (match["on"] or "")
 
-        return re.sub(r"(--[a-z-]+)=True\b", r"\1", re.sub(_WORD, spelled, message))
+        return re.sub(_WORD, spelled, message)
 
     def _listed(self, message: str, field: str | None) -> Iterable[int]:
         """The positions of names in a list of names: there, `nodes` is not plain English."""
@@ -119,6 +127,8 @@ def _names(ctx: click.Context) -> Names:
             flags[name] = flag
             if (value := ctx.params.get(option.name)) not in (None, False, ()):
                 given[name] = (value, flag)
+    if "from_probe" in flags:
+        flags["probe"] = flags["from_probe"]  # the library takes the record, the flag names its file
     return Names(flags, given | ctx.meta.get(_GIVEN, {}))
 
 

@@ -82,11 +82,11 @@ def mapping(value: Any, field: str) -> dict[str, Any]:
     return dict(value or {})
 
 
-def read_task(target: str, words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+def read_task(target: str, args: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     """`FILE.py:function`, or the `task` section of a project file, and the function's arguments (`--arg` wins)."""
     if not target.endswith(FILES):
         _look_for(target)
-        return target, task_arguments(words)
+        return target, task_arguments(args)
     from .config import read_file
 
     section = read_file(target).get("task")
@@ -97,7 +97,7 @@ def read_task(target: str, words: tuple[str, ...]) -> tuple[str, dict[str, Any]]
             field="task.target",
             given=None if named is None else str(named)[:80],
         )
-    arguments = {**mapping(section.get("args"), "task.args"), **task_arguments(words)}
+    arguments = {**mapping(section.get("args"), "task.args"), **task_arguments(args)}
     _look_for(named)
     return named, arguments
 
@@ -110,7 +110,7 @@ def _look_for(target: str) -> None:
         task_file(target)
 
 
-def task_arguments(words: tuple[str, ...]) -> dict[str, Any]:
+def task_arguments(args: tuple[str, ...]) -> dict[str, Any]:
     """`--arg KEY=VALUE` as the task's function gets it: JSON where it is (`2`, `1e-4`, `true`, `[1, 2]`), else text.
 
     >>> task_arguments(("layers=2", "lr=1e-4", "causal=true", "name=gpt"))
@@ -119,13 +119,13 @@ def task_arguments(words: tuple[str, ...]) -> dict[str, Any]:
     import json
 
     wrong = [
-        Violation(f"--arg {w[:60]!r} is not KEY=VALUE.", "arg", w[:60], (f"{w[:60]}=...",))
-        for w in words
-        if "=" not in w
+        Violation(f"--arg {arg[:60]!r} is not KEY=VALUE.", "arg", arg[:60], (f"{arg[:60]}=...",))
+        for arg in args
+        if "=" not in arg
     ]
     raise_violations(ConfigError, wrong)
     read: dict[str, Any] = {}
-    for key, _, value in (word.partition("=") for word in words):
+    for key, _, value in (arg.partition("=") for arg in args):
         try:
             read[key.strip()] = json.loads(value)
         except ValueError:
@@ -133,8 +133,8 @@ def task_arguments(words: tuple[str, ...]) -> dict[str, Any]:
     return read
 
 
-def counts(words: str | None, field: str) -> tuple[int, ...]:
+def counts(text: str | None, field: str) -> tuple[int, ...]:
     """Several whole numbers from one flag: `1,2,4`."""
     from batchwright.core.numbers import count
 
-    return tuple(count(word, field) for word in (words or "").replace(",", " ").split())
+    return tuple(count(part, field) for part in (text or "").replace(",", " ").split())

@@ -50,10 +50,10 @@ def choice(*names: str) -> Callable[[Any, str], str]:
 
 def switch(value: Any, name: str) -> bool:
     """A reader for true or false."""
-    words = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
-    if str(value).lower() not in words:
+    meaning = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+    if str(value).lower() not in meaning:
         raise ConfigError(f"{name}={str(value)[:40]!r} is not true or false.", field=name, given=value)
-    return words[str(value).lower()]
+    return meaning[str(value).lower()]
 
 
 def unknown_key(name: str, value: Any, known: Iterable[str], where: str = "") -> Violation:

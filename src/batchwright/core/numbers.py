@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Sequence
 from fractions import Fraction
 
 from .errors import ConfigError
@@ -201,6 +202,15 @@ def nearest_divisors(number: int, wanted: int) -> tuple[int, ...]:
     found = divisors(number)
     at = bisect_right(found, wanted)
     return found[max(0, at - 1) : at + 1]
+
+
+def nearest_of(candidates: Sequence[int], wanted: int) -> tuple[int, ...]:
+    """The largest candidate below `wanted` and the smallest above it, if there are any; `candidates` ascend.
+
+    >>> nearest_of((1, 2, 4, 8), 4), nearest_of((1, 2), 4)
+    ((2, 8), (2,))
+    """
+    return (*[n for n in candidates if n < wanted][-1:], *[n for n in candidates if n > wanted][:1])
 
 
 def nearest_multiples(quantum: int, wanted: int) -> tuple[int, ...]:

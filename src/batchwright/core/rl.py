@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .errors import ConfigError, PlanError, Violation, either, raise_violations
-from .numbers import count, divisors, nearest_divisors, nearest_multiples
+from .numbers import count, divisors, nearest_divisors, nearest_multiples, nearest_of
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _prompts_of_a_rank(micro: int, sizes: _Sizes) -> int:
     whole = [ranks * n for n in divisors(part // ranks)] if part % ranks == 0 else []
     if micro in whole:
         return micro // ranks
-    near = (*[n for n in whole if n < micro][-1:], *[n for n in whole if n > micro][:1])
+    near = nearest_of(whole, micro)
     raise PlanError(
         f"micro_batch_size={micro} does not divide an update: it counts the prompts of all ranks, an update has "
         f"{part} prompts, {part} / {micro} = {part / micro:.2f}, and {micro} / {ranks} data_parallel_size = "
@@ -152,7 +152,7 @@ class _Sizes:
         """The nearest candidates for one size on both sides; only those that work with the other sizes, if any do."""
         wanted = getattr(self, name)
         good = [n for n in candidates if replace(self, **{name: n}).works()] or candidates
-        return (*[n for n in good if n < wanted][-1:], *[n for n in good if n > wanted][:1])
+        return nearest_of(good, wanted)
 
 
 def _graph(

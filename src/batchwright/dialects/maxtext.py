@@ -75,10 +75,10 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
         all_devices = devices or (count(ranks.value, "data_parallel_size") * replica if ranks else None)
         cut = all_devices is not None and (size * all_devices).denominator != 1
         if micro > 0 and micro.denominator == 1:
-            words = f"{given.origin} × {replica} devices per replica" if replica > 1 else given.origin
+            origin = f"{given.origin} × {replica} devices per replica" if replica > 1 else given.origin
             # A ramp ends at this size and its stages are smaller, so it is the maximum.
             name = "max_micro_batch_size" if ramp else "micro_batch_size"
-            found[name] = Given(int(micro), words, given.level)
+            found[name] = Given(int(micro), origin, given.level)
         elif micro > 0 and devices and (size * devices).denominator == 1:
             # A whole batch, but not of whole micro batches: the equation reports that, with the nearest values.
             whole = int(size * devices) * known("accumulation_steps", 1)
@@ -143,11 +143,13 @@ def _repeats(special: Fields, stages: int, notes: list[str]) -> Given | None:
         return None
     total, per_stage = count(layers.value, "layers"), count(each.value, _LAYERS[2]) if each else 1
     repeats, over = divmod(total, stages * per_stage)
-    words = f"{total} layers / ({stages} stages × {per_stage})"
+    division = f"{total} layers / ({stages} stages × {per_stage})"
     if over:
-        notes.append(f"MaxText repeats the pipeline {words} = {total / (stages * per_stage):.2f} times: 1 is assumed.")
+        notes.append(
+            f"MaxText repeats the pipeline {division} = {total / (stages * per_stage):.2f} times: 1 is assumed."
+        )
         return None
-    return Given(repeats, words, max(layers.level, each.level if each else 0))
+    return Given(repeats, division, max(layers.level, each.level if each else 0))
 
 
 def _mesh(special: Fields, fields: Fields, notes: list[str]) -> Fields:
@@ -166,10 +168,10 @@ def _mesh(special: Fields, fields: Fields, notes: list[str]) -> Fields:
     fills = [key for key, given in used.items() if str(given.value) == "-1"]
     fills += [key for key in ("ici_fsdp_parallelism", "dcn_data_parallelism") if key not in used]
     devices = _devices(fields)
-    words = " ".join(f"{key}={given.value}" for key, given in used.items())
+    mesh = " ".join(f"{key}={given.value}" for key, given in used.items())
     if devices is not None and (devices % explicit or (not fills and devices != explicit)):
         raise ConfigError(
-            f"the mesh {words} = {explicit} devices contradicts devices={devices}"
+            f"the mesh {mesh} = {explicit} devices contradicts devices={devices}"
             + (f": {devices} / {explicit} = {devices / explicit:.2f}." if fills else ".")
             + f" Nearest: {either(nearest_multiples(explicit, devices) if fills else (explicit,))} devices.",
             field="devices",

@@ -157,8 +157,10 @@ class FakeRuns:
         except PlanError:
             raise  # a wrong file, function or argument: the second attempt would fail, too
         except Exception:
-            task = load_task(self.request.task, self.args)
-            return task, Batches(task, self.mode)
+            pass
+        # Outside of `except`: a traceback of the second attempt does not show the first one.
+        task = load_task(self.request.task, self.args)
+        return task, Batches(task, self.mode)
 
     def _build(self) -> nn.Module:
         task = self.task

@@ -83,8 +83,11 @@ class RunPlan:
         return self.schedule.at_sample(position).step
 
     def resplit(self, stage: Stage, nodes: int, limit: int) -> Stage | None:
-        """The same global batch on `nodes` in micro batches of at most `limit`, or None where no split is valid."""
-        fit = self.rules.resplit(stage.global_batch_size, nodes, limit)
+        """The same global batch on `nodes` in micro batches of at most `limit`, or None where no split is valid.
+
+        A stage that is not ragged does not become ragged: a command may compute another gradient then.
+        """
+        fit = replace(self.rules, allow_ragged=stage.ragged).resplit(stage.global_batch_size, nodes, limit)
         if fit is None:
             return None
         return replace(

@@ -92,7 +92,7 @@ def test_a_contradiction_shows_the_product_and_every_way_out():
     assert caught.value.nearest == (128,)
 
 
-def test_what_does_not_fit_names_a_number_that_does():
+def test_an_error_names_a_number_that_fits():
     with pytest.raises(PlanError) as caught:
         solve(Unknowns(64, 16, None, 2, max_micro_batch_size=5))
     assert (caught.value.field, caught.value.nearest) == ("micro_batch_size", (4,))
@@ -102,7 +102,7 @@ def test_what_does_not_fit_names_a_number_that_does():
     assert "max_micro_batch_size=5" in str(caught.value)
 
 
-def test_nothing_known_says_what_to_give():
+def test_without_numbers_the_error_says_what_to_give():
     with pytest.raises(
         PlanError, match=r"Not enough is known to plan a batch: nothing is given\. Give global_batch_size"
     ):

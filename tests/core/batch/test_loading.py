@@ -88,7 +88,7 @@ def test_a_factor_is_the_same_as_counting_hosts(batch, hosts, factor):
     assert all(loading(batch, hosts=hosts, expansion_factor=Fraction(near)) for near in caught.value.nearest)
 
 
-def test_factors_that_are_none():
+def test_invalid_factors_are_refused():
     for wrong in (Fraction(0), Fraction(-1), Fraction(-1, 2)):
         with pytest.raises(PlanError) as caught:
             loading(8, hosts=4, expansion_factor=wrong)

@@ -128,7 +128,7 @@ def test_around_tokens_and_devices_that_are_not_whole(tokens, length, devices, t
         ({"devices": 8, "global_batch_size_tokens": 65}, "needs sequence_length"),
     ],
 )
-def test_what_contradicts_itself_has_nothing_near(given_, message):
+def test_a_contradiction_has_no_nearest_values(given_, message):
     with pytest.raises(PlanError, match=message):
         batchwright.nearby(global_batch_size=64, tolerance="10%", **given_)
 
@@ -140,7 +140,7 @@ def test_every_node_count_that_works_is_listed_with_its_batch():
     assert all(abs(row.batch_change) <= 0.2 for row in rows)
 
 
-def test_a_tolerance_of_nothing_gives_the_request_itself_or_nothing():
+def test_a_tolerance_of_zero_gives_the_request_itself_or_nothing():
     assert [
         r.global_batch_size for r in nearby(BatchRequest(global_batch_size=64, data_parallel_size=8), Fraction(0))
     ] == [64]

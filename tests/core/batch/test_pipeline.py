@@ -137,7 +137,7 @@ def test_the_best_number_is_legal_and_next_to_the_continuous_optimum(schedule, p
     assert best in below + above  # the cost falls and then rises, so only the two neighbours can be best
 
 
-def test_no_legal_candidate_is_no_recommendation():
+def test_without_a_valid_candidate_nothing_is_recommended():
     assert PipelineRule("circular", 4).best([1, 2, 3], 4096) is None
 
 

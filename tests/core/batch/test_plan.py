@@ -386,7 +386,7 @@ def test_the_best_choice_is_the_largest_micro_batch_that_fits(per_rank, ranks, l
     assert offered == sorted((m for m in fits if m != max(fits)), reverse=True)
 
 
-def test_an_assumption_about_memory_is_said_to_be_one():
+def test_a_note_names_an_assumption_about_memory():
     p = batchwright.plan(global_batch_size=96, devices=8)
     assert p.micro_batch_size == 12
     assert any("max_micro_batch_size is not given" in note for note in p.notes)
@@ -417,7 +417,7 @@ def test_expert_parallelism_does_not_reduce_data_parallelism():
 
 @quick
 @given(st.integers(1, 2000), st.integers(1, 12), st.integers(1, 12), st.sampled_from(["down", "up"]))
-def test_rounding_happens_only_when_asked_for_and_is_said(batch, micro, ranks, way):
+def test_rounding_happens_only_when_asked_for_and_is_noted(batch, micro, ranks, way):
     request = BatchRequest(global_batch_size=batch, micro_batch_size=micro, data_parallel_size=ranks, round=way)
     quantum = micro * ranks
     if way == "down" and batch < quantum:
@@ -446,7 +446,7 @@ def test_tokens_round_too():
     assert "Rounded up as asked: global_batch_size_tokens 4,000,000 -> 977 samples." in up.notes
 
 
-def test_nothing_is_said_to_be_rounded_when_nothing_was():
+def test_no_note_on_rounding_if_nothing_was_rounded():
     p = batchwright.plan(global_batch_size_tokens="4Mi", sequence_length=4096, devices=8, round="down")
     assert not any("Rounded" in note for note in p.notes)
     assert p.sources["global_batch_size_tokens"] == "given"
@@ -655,7 +655,7 @@ def test_sources_and_reasons_of_a_whole_plan():
         ({}, {"expansion_factor": ("default", None), "loading_hosts": ("default", None)}),
     ],
 )
-def test_who_reads_what_says_where_it_came_from(given_, expected):
+def test_loading_numbers_have_sources(given_, expected):
     p = batchwright.plan(global_batch_size=100, micro_batch_size=1, devices=4, hosts=8, **given_)
     assert p.sources["hosts"] == "given"
     for name, (source, reason) in expected.items():
@@ -670,8 +670,8 @@ def test_the_pipeline_says_where_its_numbers_came_from():
     assert p.reasons["bubble_fraction"] == "3 / (2 × 8 + 3)"
     assert p.pipeline.bubble_fraction == pytest.approx(3 / (2 * 8 + 3))
     assert (p.sources["virtual_stages"], p.sources["recommended_microbatches"]) == ("given", "derived")
-    told = batchwright.plan(**common, pipeline_microbatches=8)
-    assert (told.sources["pipeline_microbatches"], told.sources["virtual_stages"]) == ("given", "default")
+    fixed = batchwright.plan(**common, pipeline_microbatches=8)
+    assert (fixed.sources["pipeline_microbatches"], fixed.sources["virtual_stages"]) == ("given", "default")
     inner = batchwright.plan(**common, pipeline_style="inner", micro_batch_size=8)
     assert inner.reasons["pipeline_microbatches"] == "the fewest that fill 4 stages and divide 64 samples"
     assert "pipeline_microbatches" not in batchwright.plan(global_batch_size=8).sources
@@ -724,7 +724,7 @@ def test_a_micro_batch_is_chosen_that_the_pipeline_can_cut():
     assert all(a.micro_batch_size % 2 == 0 for a in p.alternatives)
 
 
-def test_the_microbatches_that_are_chosen_are_legal_where_any_are():
+def test_the_chosen_microbatches_are_valid_if_any_are():
     # 2 × 6 = 12 is usual with delayed forwarding but does not divide 18 samples; 18 does
     p = batchwright.plan(micro_batch_size=18, pipeline_parallel=6, pipeline_style="inner", delayed_forwarding=True)
     assert p.pipeline.pipeline_microbatches == 18

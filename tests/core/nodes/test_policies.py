@@ -287,7 +287,7 @@ def test_pipeline_needs_enough_microbatches():
     assert caught.value.nearest == (128, 256)
 
 
-def test_largest_legal_micro_batch_when_none_is_given():
+def test_largest_valid_micro_batch_when_none_is_given():
     stages = place(ramp(96, 192), World(1, 8), nodes=1, policy="constant", max_micro_batch_size=5).stages
     assert [(s.micro_batch_size, s.accumulation_steps) for s in stages] == [(4, 3), (4, 6)]
     stages = place(ramp(96), World(1, 8, 1, 2), nodes=1, policy="constant").stages
@@ -706,7 +706,7 @@ def test_an_optimum_that_is_not_proven_states_its_gap(monkeypatch):
     assert rough.hours <= deadline
     note = next(note for note in rough.notes if "another choice could save" in note)
     bound = float(note.split("could save ")[1].split()[0])
-    assert bound == pytest.approx(rough.gap, rel=0.01)
+    assert rough.gap <= bound <= 1.02 * rough.gap
     assert exact.node_hours - 1e-9 <= rough.node_hours <= exact.node_hours + rough.gap + 1e-9
 
 

@@ -38,7 +38,7 @@ def test_olmo_vector_and_the_rule_it_suggests():
     assert {suggested_rule(name).rule for name in OLMO["optimizers_allowed"]} == {"sqrt"}
 
 
-def test_suggestions_are_words_and_change_nothing():
+def test_suggestions_are_text_and_change_nothing():
     assert suggested_rule("torch.optim.SGD").rule == "linear" and "Goyal" in suggested_rule("SGD").reason
     assert suggested_rule("RMSprop").rule == "sqrt"
     assert suggested_rule("Lion").rule == "none" and "Lion" in suggested_rule("Lion").reason

@@ -26,7 +26,7 @@ from batchwright.core.ramp.rules import (
     compare,
     parse_thresholds,
 )
-from batchwright.core.ramp.schedule import POLICIES, Rule, Schedule, Segment, Step, Switch, walk
+from batchwright.core.ramp.schedule import LAST_STEPS, Rule, Schedule, Segment, Step, Switch, walk
 
 STEPS = 100  # how far a simulation walks
 
@@ -74,7 +74,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     """Any schedule: with or without a budget, continued or not, with or without a shortened step in its past."""
     schedule = draw(linears() | per_devices() | thresholds()).compile()
     if draw(st.booleans()):
-        schedule = schedule.until(draw(st.integers(300, 900)), last_step=draw(st.sampled_from(POLICIES)))
+        schedule = schedule.until(draw(st.integers(300, 900)), last_step=draw(st.sampled_from(LAST_STEPS)))
     if draw(st.booleans()):
         last = (schedule.total_steps or 60) - 1
         at = schedule.at_step(draw(st.integers(0, last)))
@@ -291,7 +291,7 @@ def test_ten_thousand_stages_and_a_trillion_samples():
 # --- budgets ----------------------------------------------------------------------------------------------------------
 
 
-@given(linears() | per_devices() | thresholds(), st.integers(1, 1000), st.sampled_from(POLICIES))
+@given(linears() | per_devices() | thresholds(), st.integers(1, 1000), st.sampled_from(LAST_STEPS))
 def test_budget_equals_a_simulation(rule: Rule, budget: int, policy: str):
     steps, consumed = 0, 0
     schedule = rule.compile()
@@ -317,7 +317,7 @@ def test_budget_in_tokens_is_never_overspent(rule: Thresholds, tokens: int):
     assert 0 <= tokens - run.total_tokens < 30 and run.total_tokens > 0
 
 
-@given(schedules(), st.integers(1, 900), st.sampled_from(POLICIES))
+@given(schedules(), st.integers(1, 900), st.sampled_from(LAST_STEPS))
 def test_a_budget_never_changes_what_comes_before_it(schedule: Schedule, budget: int, policy: str):
     assume(schedule.total_samples is None or budget <= schedule.total_samples)
     assume(policy != "drop" or budget >= schedule.at_step(0).end_sample)
@@ -335,7 +335,7 @@ def test_a_budget_never_changes_what_comes_before_it(schedule: Schedule, budget:
         )
 
 
-@given(schedules(), st.integers(1, 900), st.sampled_from(POLICIES))
+@given(schedules(), st.integers(1, 900), st.sampled_from(LAST_STEPS))
 def test_the_same_budget_twice_is_the_same_budget(schedule: Schedule, budget: int, policy: str):
     assume(schedule.total_samples is None or budget <= schedule.total_samples)
     assume(policy != "drop" or budget >= schedule.at_step(0).end_sample)
@@ -343,7 +343,7 @@ def test_the_same_budget_twice_is_the_same_budget(schedule: Schedule, budget: in
     assert run.until(budget, last_step=policy) == run  # type: ignore[arg-type]
 
 
-def test_ending_is_said_in_words():
+def test_the_ending_as_text():
     run = Constant(32).compile()
     assert run.ending is None and run.until(256).ending is None
     assert run.until(250, last_step="drop").ending == "The last 26 samples are dropped."
@@ -358,7 +358,7 @@ def test_ending_is_said_in_words():
         ({"samples": 0}, (1,)),
         ({"samples": -5}, (1,)),
         ({"tokens": 2047}, (2048,)),
-        ({"samples": 10, "last_step": "round"}, POLICIES),
+        ({"samples": 10, "last_step": "round"}, LAST_STEPS),
         ({"samples": 31, "last_step": "drop"}, (32,)),
     ],
 )
@@ -422,7 +422,7 @@ def test_a_schedule_continued_with_itself_is_itself(schedule: Schedule, data: st
 
 
 @given(schedules(), linears() | thresholds(), st.none() | st.integers(300, 900), st.data())
-def test_going_on_again_and_again_adds_no_segments(past: Schedule, rule: Rule, budget: int | None, data: st.DataObject):
+def test_continuing_repeatedly_adds_no_segments(past: Schedule, rule: Rule, budget: int | None, data: st.DataObject):
     new = rule.compile() if budget is None else rule.compile().until(budget)
     at = past.at_step(data.draw(st.integers(0, (past.total_steps or 60) - 1)))
     assume(new.total_samples is None or at.start_sample < new.total_samples)

@@ -13,7 +13,7 @@ from itertools import islice
 from math import prod
 
 from batchwright.core.errors import PlanError, Violation, either
-from batchwright.core.numbers import divisors, nearest_divisors
+from batchwright.core.numbers import divisors, nearest_divisors, nearest_of
 
 from .pipeline import PipelineRule
 from .request import BatchRequest, asked_for
@@ -104,14 +104,11 @@ def _smallest(given: Unknowns) -> Split:
     """No global batch is given: one accumulation step (or as many as the pipeline needs) on the known ranks."""
     micro = given.micro_batch_size or given.max_micro_batch_size
     if micro is None:
+        known = " and ".join(f"{name}={value}" for name, value in given.known.items())
         raise PlanError(
-            "Not enough is known to plan a batch: "
-            + (
-                f"only {' and '.join(f'{name}={value}' for name, value in given.known.items())}"
-                if given.known
-                else "nothing"
-            )
-            + " is given. Give global_batch_size (or global_batch_size_tokens), micro_batch_size or max_micro_batch_size.",
+            f"Not enough is known to plan a batch: {f'only {known}' if known else 'nothing'} "
+            f"{'are' if len(given.known) > 1 else 'is'} given. Give global_batch_size (or global_batch_size_tokens), "
+            "micro_batch_size or max_micro_batch_size.",
             field="global_batch_size",
         )
     steps = given.accumulation_steps
@@ -242,7 +239,7 @@ def _nearest(given: Unknowns, name: str) -> tuple[int, ...]:
         return tuple(n for n in found if n and not _refusals(given, _smallest(replace(given, **{name: n}))))
     others = prod(value for other, value in given.known.items() if other != name)
     works = [n for n in divisors(batch // others) if any(splits(replace(given, **{name: n})))]
-    return (*[n for n in works if n < wanted][-1:], *[n for n in works if n > wanted][:1])
+    return nearest_of(works, wanted)
 
 
 def _nearest_batches(given: Unknowns, batch: int) -> tuple[int, ...]:

@@ -118,7 +118,7 @@ class PipelineRule:
 
     @property
     def fewest(self) -> int:
-        """The smallest legal number of microbatches that fills the stages.
+        """The smallest valid number of microbatches that fills the stages.
 
         >>> PipelineRule("circular", stages=4, delayed=True).fewest
         8
@@ -131,16 +131,16 @@ class PipelineRule:
         return waiting * (1 + Fraction(microbatches * HALF_SPEED_TOKENS, tokens))
 
     def best(self, candidates: Sequence[int], tokens: int) -> int | None:
-        """The legal number of microbatches with the least cost; the continuous optimum is √(tokens·idle / (v·t₀)).
+        """The valid number of microbatches with the least cost; the continuous optimum is √(tokens·idle / (v·t₀)).
 
         >>> PipelineRule("1f1b", stages=8).best([16, 32, 48, 64], tokens=131_072)
         48
         """
-        legal = [m for m in candidates if self.refusal(m) is None]
-        return min(legal, key=lambda m: (self.cost(m, tokens), m), default=None)
+        valid = [m for m in candidates if self.refusal(m) is None]
+        return min(valid, key=lambda m: (self.cost(m, tokens), m), default=None)
 
     def nearest(self, microbatches: int, most: int | None = None) -> tuple[int, ...]:
-        """The legal numbers closest to `microbatches` on both sides; every schedule has one within 2p + group of it."""
+        """The valid numbers closest to `microbatches` on both sides; every schedule has one within 2p + group of it."""
         reach = 2 * self.stages + (self.group or 0) + 1
         below = (m for m in range(microbatches, max(0, microbatches - reach), -1) if self.refusal(m) is None)
         above = (m for m in range(microbatches + 1, microbatches + reach + 1) if self.refusal(m) is None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.core import codec
 from batchwright.core.errors import PlanError, Violation, either, raise_violations
-from batchwright.core.numbers import count, divisors, nearest_divisors
+from batchwright.core.numbers import count, divisors, nearest_divisors, nearest_of
 
 from .equation import Split, Unknowns, ragged_plan, rounded_batch, solve
 from .explain import notes_for, provenance
@@ -282,15 +282,15 @@ def _pipeline(request: BatchRequest, rule: PipelineRule | None, split: Split, ba
     pieces = split.accumulation_steps
     if inner:
         quantum = split.micro_batch_size * split.data_parallel_size
-        legal = [m for m in divisors(quantum) if rule.refusal(m) is None]
+        valid = [m for m in divisors(quantum) if rule.refusal(m) is None]
         usual = rule.fewest
-        pieces = request.pipeline_microbatches or next((m for m in legal if m >= usual), usual)
-        if pieces not in legal:
+        pieces = request.pipeline_microbatches or next((m for m in valid if m >= usual), usual)
+        if pieces not in valid:
             reason = rule.refusal(pieces) or (
                 f"they do not divide the {quantum} samples of one accumulation step: {quantum} / {pieces} = "
                 f"{quantum / pieces:.2f}"
             )
-            near = [*[m for m in legal if m < pieces][-1:], *[m for m in legal if m > pieces][:1]]
+            near = nearest_of(valid, pieces)
             raise PlanError(
                 f"pipeline_microbatches={pieces}: {reason}. "
                 + (f"Nearest: {either(near)}." if near else f"No number of microbatches works with {quantum} samples."),

@@ -103,8 +103,8 @@ class StageRules:
     def resplit(self, batch: int, nodes: int, limit: int) -> Fit | None:
         """The best split of `batch` on `nodes` in micro batches of at most `limit`, or None where none is valid.
 
-        A micro batch that the rules fix is kept where that is valid. Accumulation steps that they fix are not kept:
-        smaller micro batches or fewer ranks need more steps.
+        A micro batch that the rules fix stays (or becomes `limit` if that is smaller) where that is valid. Accumulation
+        steps that they fix do not stay: smaller micro batches or fewer ranks need more of them.
 
         >>> rules = StageRules(World(1, pipeline_parallel=4), nodes=8, pipeline=PipelineRule("circular", stages=4))
         >>> rules.resplit(24, nodes=8, limit=2)[1:4]  # 2 × 6 × 2 is the same batch, but 6 is not a multiple of 4
@@ -195,8 +195,8 @@ class StageRules:
     def violation(self, batch: int, nodes: int, where: str) -> Violation:
         """Why `fit` is None: the arithmetic, the nearest batches on these nodes and the nearest nodes for this batch."""
         per_node, size, dp = self.world.devices_per_node or 1, self.world.model_parallel_size, self.replicas(nodes)
-        legal = [fit.nodes for fit in self.fits(batch)]
-        near = tuple(sorted(sorted(legal, key=lambda n: (abs(n - nodes), n))[:2]))
+        valid = [fit.nodes for fit in self.fits(batch)]
+        near = tuple(sorted(sorted(valid, key=lambda n: (abs(n - nodes), n))[:2]))
         other = f"; or {either(near)} nodes" if near else ""
         if not dp:
             message = (

@@ -228,8 +228,9 @@ def place(
     hours, node_hours = _totals(stages, restart, stop_every_stage)
     if gap:
         unit, total = ("hours", hours) if policy == "min-time" else ("node-hours", node_hours)
+        most = 1.005 * gap  # three digits of it are never below the gap
         notes.append(
-            f"within the limit, {policy} found {total:.4g} {unit}; another choice could save {gap:.3g} {unit} at most."
+            f"within the limit, {policy} found {total:.4g} {unit}; another choice could save {most:.3g} {unit} at most."
         )
     full: tuple[float | None, float | None] = (None, None)
     if isinstance(throughput, Throughput) and hours is not None:
@@ -323,8 +324,8 @@ def arrows(counts: Sequence[int]) -> str:
     >>> arrows([8, 10, 12])
     '8 -> 10 -> 12'
     """
-    words = [str(count) for count in counts]
-    return " -> ".join(words if len(words) <= 12 else [*words[:6], "…", *words[-3:]])
+    shown = [str(count) for count in counts]
+    return " -> ".join(shown if len(shown) <= 12 else [*shown[:6], "…", *shown[-3:]])
 
 
 def _with_constant_work(rules: StageRules, batches: Sequence[int], error: ScheduleError) -> list[Violation]:

@@ -266,7 +266,8 @@ def _refuse_without_world(request: BatchRequest, wanted: RampRequest) -> None:
     named = [name for name in need_world if getattr(wanted, name) is not None]
     named += [name for name in ("micro_batch_size", "max_micro_batch_size") if getattr(request, name) is not None]
     if named:
-        raise ScheduleError(f"{', '.join(named)} needs nodes and devices_per_node (or devices).", field="nodes")
+        verb = "need" if len(named) > 1 else "needs"
+        raise ScheduleError(f"{', '.join(named)} {verb} nodes and devices_per_node, or devices.", field="nodes")
 
 
 def _throughput(request: BatchRequest, wanted: RampRequest) -> Throughput | StageSeconds | None:

@@ -17,8 +17,7 @@ from batchwright.core.numbers import count, positive
 from .learning_rate import RULES
 from .recipes import Recipe
 from .rules import Constant, Doubling, Linear, PerDevice, parse_thresholds
-from .schedule import POLICIES as LAST_STEPS
-from .schedule import LastStep, Rule, Schedule, Unit
+from .schedule import LAST_STEPS, LastStep, Rule, Schedule, Unit
 
 # The flags that name a rule; at most one of them.
 RULE_FLAGS = ("linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling", "recipe")
@@ -56,27 +55,27 @@ class RampRequest:
     lr_horizon_samples: int | None = None
 
 
-def _words(value: Any, name: str, shape: str) -> list[str]:
+def _items(value: Any, name: str, shape: str) -> list[str]:
     if isinstance(value, str):
-        return [word.strip() for word in value.strip("[]() ").split(",")]
+        return [item.strip() for item in value.strip("[]() ").split(",")]
     if not isinstance(value, Sequence):
         raise ConfigError(f"{name}={value!s:.60} is not {shape}.", field=name, given=str(value)[:60])
-    return [str(word) for word in cast("Sequence[Any]", value)]
+    return [str(item) for item in cast("Sequence[Any]", value)]
 
 
 def _parts(least: int, most: int, shape: str) -> Callable[[Any, str], tuple[str, ...]]:
     def read(value: Any, name: str) -> tuple[str, ...]:
-        words = _words(value, name, shape)
-        if not least <= len(words) <= most:
+        items = _items(value, name, shape)
+        if not least <= len(items) <= most:
             raise ConfigError(f"{name}={value!s:.60} is not {shape}.", field=name, given=str(value)[:60])
-        return tuple(words)
+        return tuple(items)
 
     return read
 
 
 def _seconds(most: int, shape: str) -> Callable[[Any, str], tuple[float, ...]]:
     def read(value: Any, name: str) -> tuple[float, ...]:
-        return tuple(_not_negative(word, name) for word in _parts(1, most, shape)(value, name))
+        return tuple(_not_negative(item, name) for item in _parts(1, most, shape)(value, name))
 
     return read
 
@@ -86,7 +85,7 @@ def _not_negative(value: Any, name: str) -> float:
 
 
 def _lengths(value: Any, name: str) -> tuple[int, ...]:
-    return tuple(count(word, name, most=10**9) for word in _words(value, name, "LENGTH,LENGTH,..."))
+    return tuple(count(item, name, most=10**9) for item in _items(value, name, "LENGTH,LENGTH,..."))
 
 
 def _text(value: Any, name: str) -> str:

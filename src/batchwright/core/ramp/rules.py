@@ -25,7 +25,7 @@ from .schedule import Rule, Schedule, Switch, Unit
 Number = int | float | str | Fraction
 UNITS: tuple[Unit, ...] = ("samples", "tokens", "steps")
 
-# Far above any ramp in use (BLOOM had 117 stages); compiling so many takes less than a second.
+# Far above any ramp in use (BLOOM had 117 stages); compiling this many takes less than a second.
 MOST_STAGES = 100_000
 
 
@@ -276,7 +276,7 @@ class Thresholds(Rule):
             if larger < size and not self.allow_falling:
                 found.append(
                     Violation(
-                        f"global_batch_size falls from {size} to {larger} at {after:,} {self.unit}. Nearest: {size}, "
+                        f"the global batch falls from {size} to {larger} at {after:,} {self.unit}. Nearest: {size}, "
                         "or allow_falling=True.",
                         "global_batch_size",
                         larger,

@@ -21,7 +21,7 @@ from batchwright.core.numbers import human
 Unit = Literal["samples", "tokens", "steps"]
 LastStep = Literal["shorten", "drop", "overshoot"]
 
-POLICIES = ("shorten", "drop", "overshoot")
+LAST_STEPS = ("shorten", "drop", "overshoot")
 
 _first_step = attrgetter("first_step")
 _start_sample = attrgetter("start_sample")
@@ -250,12 +250,12 @@ class Schedule:
         if again and samples and end and end < samples <= (self.samples or 0):
             return replace(self, samples=samples)  # the same end, with the step that this schedule dropped
         budget = self._budget(samples, tokens)
-        if last_step not in POLICIES:
+        if last_step not in LAST_STEPS:
             raise ScheduleError(
-                f"last_step={last_step!r} is not one of {', '.join(POLICIES)}.",
+                f"last_step={last_step!r} is not one of {', '.join(LAST_STEPS)}.",
                 field="last_step",
                 given=last_step,
-                nearest=POLICIES,
+                nearest=LAST_STEPS,
             )
         index = bisect_right(self.segments, budget - 1, key=_start_sample) - 1
         kept, segment = self.segments[:index], self.segments[index]
