@@ -31,4 +31,4 @@ echo "== the oldest packages"
 install oldest "$python" -r constraints-oldest.txt
 bin=.venv-versions/oldest/bin/python
 "$bin" -m pytest "${fast[@]}"
-"$bin" -m pytest -q -n 2 --dist loadfile tests/estimate/test_jax.py tests/estimate/test_fake.py tests/runtime
+"$bin" -m pytest -q -n 2 --dist loadfile tests/estimate/test_jax_step.py tests/estimate/test_fake.py tests/runtime

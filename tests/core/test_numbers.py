@@ -1,7 +1,8 @@
-"""Numbers as people write them, compared with exact decimal arithmetic."""
+"""Numbers as people write them, compared with exact decimal arithmetic; divisors and multiples, with brute force."""
 
 from __future__ import annotations
 
+import time
 from decimal import Decimal
 from fractions import Fraction
 
@@ -13,9 +14,12 @@ from batchwright.core.errors import ConfigError
 from batchwright.core.numbers import (
     LARGEST_COUNT,
     count,
+    divisors,
     format_bytes,
     fraction,
     human,
+    nearest_divisors,
+    nearest_multiples,
     parse_bytes,
     percentage,
     positive,
@@ -231,3 +235,33 @@ def test_zero_bytes_where_they_are_allowed():
 )
 def test_bytes_are_printed_in_binary_units(size, text):
     assert format_bytes(size) == text
+
+
+@given(st.integers(1, 5000))
+def test_divisors_equal_brute_force(number):
+    assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+@given(st.integers(1, 2000), st.integers(1, 3000))
+def test_nearest_divisors_equal_brute_force(number, wanted):
+    every = [n for n in range(1, number + 1) if number % n == 0]
+    below = [n for n in every if n <= wanted][-1:]
+    above = [n for n in every if n > wanted][:1]
+    assert nearest_divisors(number, wanted) == (*below, *above)
+
+
+@given(st.integers(1, 500), st.integers(1, 5000))
+def test_nearest_multiples_equal_brute_force(quantum, wanted):
+    every = range(quantum, wanted + 2 * quantum + 1, quantum)
+    if wanted in every:
+        assert nearest_multiples(quantum, wanted) == (wanted,)
+    else:
+        below, above = [n for n in every if n < wanted][-1:], [n for n in every if n > wanted][:1]
+        assert nearest_multiples(quantum, wanted) == (*below, *above)
+
+
+def test_the_largest_batch_is_still_divided_quickly():
+    start = time.process_time()
+    assert divisors(999_999_999_989) == (1, 999_999_999_989)
+    assert len(divisors(963_761_198_400)) == 6720  # the number below 10^12 with the most divisors
+    assert time.process_time() - start < 1
