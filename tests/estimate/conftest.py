@@ -1,4 +1,4 @@
-"""Estimates in the test process, to save the time of starting one; test_process.py has real processes."""
+"""Estimates in the test process, to save the time of starting one; test_worker.py has real processes."""
 
 from __future__ import annotations
 
