@@ -305,6 +305,17 @@ def test_a_hostile_metadata_runs_nothing(two, tmp_path, kind):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_metadata_without_a_tensors_place_is_an_error_of_the_checkpoint(two):
+    checkpoints, _ = two
+    path = checkpoints.newest().path / "tensors" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.storage_data.popitem()
+    path.write_bytes(pickle.dumps(metadata))
+    resign(path.parent.parent)
+    with pytest.raises(RunError, match=r"cannot be read: KeyError.*do not train it"):
+        checkpoints.load(checkpoints.newest(), *made(seed=4))
+
+
 class _Older(pickle.Pickler):
     """Writes the member of an enumeration as Python 3.11.0 to 3.11.3 (Debian 12) do: as a call of getattr."""
 
