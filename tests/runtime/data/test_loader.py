@@ -193,9 +193,8 @@ def test_numpys_state_is_restored_with_the_normal_it_kept(drawn: int) -> None:
     after = np.random.randn(3)
     np.random.set_state(before)
     assert np.array_equal(after, np.random.randn(3))
-    assert (
-        len({float(row[0]) for m in micros for row in m.data["noise"]}) == 121
-    )  # a kept normal is not used for another sample
+    # A kept normal is not used for another sample.
+    assert len({float(row[0]) for m in micros for row in m.data["noise"]}) == 121
 
 
 def test_a_loader_inside_a_dataset_does_not_change_what_the_dataset_draws() -> None:

@@ -166,9 +166,8 @@ def test_a_checkpoint_is_never_overwritten_and_never_visible_before_it_is_comple
 
     Checkpoints(checkpoints.directory, may_save=look).save(model, optimizer, step=3, position=24)
     assert seen == [["step-000"] * 2, [".partial", *["step-000"] * 2]]
-    (
-        checkpoints.directory / ".partial-step-000000000009-launch-00000"
-    ).mkdir()  # of a process that was killed during a save
+    # Of a process that was killed during a save.
+    (checkpoints.directory / ".partial-step-000000000009-launch-00000").mkdir()
     assert checkpoints.newest().step == 3
 
 

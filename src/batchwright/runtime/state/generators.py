@@ -52,10 +52,10 @@ def capture() -> dict[str, Any]:
     numpy = np.random.get_state(legacy=False)
     if numpy["bit_generator"] != "MT19937":
         raise _replaced(numpy["bit_generator"])
-    words = _packed(np.asarray(numpy["state"]["key"], "<u4").tobytes())
+    key = _packed(np.asarray(numpy["state"]["key"], "<u4").tobytes())
     state: dict[str, Any] = {
         "python": [version, list(internal), gauss],
-        "numpy": ["MT19937", words, numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]],
+        "numpy": ["MT19937", key, numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]],
         "torch": _packed(torch.get_rng_state().numpy().tobytes()),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -72,9 +72,9 @@ def restore(state: Mapping[str, Any]) -> None:
     """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    name, keys, place, has_gauss, cached = state["numpy"]
-    words = np.frombuffer(base64.b64decode(keys), "<u4").astype(np.uint32)
-    np.random.set_state((name, words, place, has_gauss, cached))
+    name, packed, place, has_gauss, cached = state["numpy"]
+    key = np.frombuffer(base64.b64decode(packed), "<u4").astype(np.uint32)
+    np.random.set_state((name, key, place, has_gauss, cached))
     torch.set_rng_state(_tensor(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_tensor(state["cuda"]))
