@@ -19,8 +19,8 @@ PAGE = Path(__file__).with_name("api.md")
 HEAD = """# API
 
 All public names, with their signatures. `python docs/api.py` writes this page. Each name is imported on first use, so
-`import batchwright` is cheap. `batchwright.runtime` needs torch; `probe`, `estimate`, `check` and `train` need torch or
-JAX. [Bring your own loop](own_loop.md) shows the names of `batchwright.runtime` in use.
+`import batchwright` is cheap. `batchwright.runtime`, `probe`, `check` and `train` need torch, `estimate` torch or JAX.
+[Bring your own loop](own_loop.md) shows the names of `batchwright.runtime` in use.
 """
 GROUPS = {
     batchwright: {
@@ -82,6 +82,8 @@ def signature(name: str, value: Any) -> str:
         stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
         default = "" if p.default is p.empty else " = ..." if inspect.isroutine(p.default) else f" = {p.default!r}"
         parameters.append(f"{stars}{p.name}: {annotation(p.annotation)}{default}")
+        if p.kind is p.POSITIONAL_ONLY and p.POSITIONAL_ONLY not in kinds[index + 1 :]:
+            parameters.append("/")
     end = "" if isinstance(value, type) else f" -> {annotation(found.return_annotation)}"
     line = f"{name}({', '.join(parameters)}){end}"
     return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {p},\n" for p in parameters) + f"){end}"

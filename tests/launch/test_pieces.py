@@ -30,6 +30,7 @@ from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest
 from batchwright.launch.settings import read_options
 from batchwright.launch.show import BarDisplay, LineDisplay, Speeds, describe, remaining_seconds
 from batchwright.launch.work import LoopFollower, TaskWork
+from batchwright.rundir.fence import Fence
 from batchwright.rundir.files import digest_of
 
 TRACE = """step 3
@@ -162,6 +163,19 @@ def test_the_lock_has_one_holder_and_status_does_not_disturb_it(tmp_path):
         fcntl.flock(looking, fcntl.LOCK_UN)
         second.lock()
     second.unlock()
+
+
+def test_a_late_launch_does_not_take_the_run_from_a_later_one(plan, tmp_path):
+    directory = RunDirectory(tmp_path)
+    assert directory.next_number() == 1
+    write_json(directory.launch(2) / "manifest.json", manifest_of(plan, 2))
+    assert directory.next_number() == 3
+    directory.fence(2)
+    directory.fence(2)
+    directory.fence(4)  # for example of a loop that ran here without a supervisor
+    with pytest.raises(EnvironmentFault, match="launch=3 is too late: launch 4 has taken over"):
+        directory.fence(3)
+    assert Fence.current(tmp_path) == 4 and directory.next_number() == 5
 
 
 def test_a_run_works_on_a_file_system_without_locks(tmp_path, monkeypatch):

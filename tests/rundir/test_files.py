@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from batchwright.core.errors import EnvironmentFault, RunError
 from batchwright.rundir import atomic
 from batchwright.rundir.fence import Fence
-from batchwright.rundir.files import JsonLines, find_json, read_json, write_fault, write_json
+from batchwright.rundir.files import JsonLines, create_once, find_object, read_json, write_fault, write_json
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -43,7 +44,42 @@ def test_json_that_is_missing_or_damaged_is_named_or_none(tmp_path):
     path.write_text('{"launch": ')
     with pytest.raises(RunError, match=r"launch\.json cannot be read"):
         read_json(path)
-    assert find_json(path) is None and find_json(tmp_path / "none.json") is None
+    assert find_object(path) is None and find_object(tmp_path / "none.json") is None
+    path.write_text("[3]")
+    assert find_object(path) is None and read_json(path) == [3]
+
+
+def test_text_that_utf8_cannot_encode_is_written(tmp_path):
+    name = os.fsdecode(b"caf\xe9.py")  # a file name in Latin-1
+    write_json(tmp_path / "status.json", {"message": f"{name} …"})
+    assert read_json(tmp_path / "status.json") == {"message": f"{name} …"}
+
+
+def test_a_file_is_created_once_also_if_the_answer_was_lost(tmp_path, monkeypatch):
+    link = os.link
+
+    def lost(complete, path) -> None:
+        link(complete, path)
+        raise FileExistsError(path)  # NFS: the request was repeated and found our own file
+
+    monkeypatch.setattr(os, "link", lost)
+    assert create_once(tmp_path / "claim.json", {"job": "1"})
+    monkeypatch.setattr(os, "link", link)
+    assert not create_once(tmp_path / "claim.json", {"job": "2"})
+    assert json.loads((tmp_path / "claim.json").read_text()) == {"job": "1"}
+    assert [p.name for p in tmp_path.iterdir()] == ["claim.json"]
+
+
+def test_without_hard_links_a_file_is_created_once_too(tmp_path, monkeypatch):
+    def refused(complete, path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    assert create_once(tmp_path / "claim.json", {"job": "1"}, mode=0o600)
+    assert not create_once(tmp_path / "claim.json", {"job": "2"}, mode=0o600)
+    assert read_json(tmp_path / "claim.json") == {"job": "1"}
+    assert (tmp_path / "claim.json").stat().st_mode & 0o077 == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["claim.json"]
 
 
 def test_lines_are_read_once_and_only_when_they_are_complete(tmp_path):

@@ -49,10 +49,14 @@ def test_an_accelerator_has_an_index(cuda, name, local_rank, count, chosen):
     assert choose(name, Ranks(local_rank, 8, local_rank, 8)) == torch.device(chosen)
 
 
-@pytest.mark.parametrize(("name", "local_rank"), [("auto", 2), ("cuda:2", 0)])
-def test_an_index_beyond_the_devices_is_refused(cuda, name, local_rank):
+@pytest.mark.parametrize(
+    ("name", "local_rank", "asked"),
+    [("auto", 2, "local rank 2 needs cuda:2, which"), ("cuda:2", 0, "device='cuda:2'")],
+)
+def test_an_index_beyond_the_devices_is_refused(cuda, name, local_rank, asked):
     cuda(2)
-    with pytest.raises(PlanError, match="does not exist: this process sees 2 cuda devices, indices 0 to 1") as caught:
+    expected = f"^{asked} does not exist: this process sees 2 cuda devices, indices 0 to 1"
+    with pytest.raises(PlanError, match=expected) as caught:
         choose(name, Ranks(local_rank, 8, local_rank, 8))
     assert caught.value.nearest == ("cuda:0", "cuda:1")
 

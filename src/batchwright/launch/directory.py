@@ -98,9 +98,13 @@ class RunDirectory:
         except (TypeError, KeyError, AttributeError, ValueError):
             return None
 
+    def next_number(self) -> int:
+        """The first launch number above all earlier ones, also above those of a loop that ran here without a supervisor."""
+        return max([*self.numbers(), Fence.current(self.path) or 0]) + 1
+
     def fence(self, number: int) -> None:
-        """From now on only this launch number may save."""
-        Fence(self.path, number).take()
+        """From now on only this launch number may save; an error if a later launch has taken over."""
+        Fence(self.path, number).claim()
 
     def event(self, kind: str, **values: Any) -> None:
         """Append a line to the supervisor's events. On a full disk the line is lost and the run continues."""

@@ -130,7 +130,7 @@ class Supervisor:
 
     def _launch(self, launch: Launch, position: int) -> Ending:
         """Start one launch and wait until it ends."""
-        number = max(self._directory.numbers(), default=0) + 1
+        number = self._directory.next_number()
         job = self._work.job(launch, number, position)
         manifest = self._manifest(number, launch, job, position)
         # The fence first: from here on no older launch can save, even if it still runs.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from batchwright.core.errors import RunError
 
 from . import names
-from .files import digest_of, json_object, read_json
+from .files import digest_of, read_json
 
 MANIFEST, STATE = "manifest.json", "state.json"
 
@@ -49,7 +49,7 @@ class CheckpointFiles:
             size = file.stat().st_size if file.is_file() else None
             if size is None:
                 return f"{file} is missing."
-            wanted, digest = json_object(facts).get("size"), json_object(facts).get("sha256")
+            wanted, digest = _object(facts).get("size"), _object(facts).get("sha256")
             if not isinstance(wanted, int) or not isinstance(digest, str):
                 return f"{manifest} has no size and SHA-256 of {name}."
             if size != wanted:
@@ -61,8 +61,12 @@ class CheckpointFiles:
 
 def read_manifest(checkpoint: Path) -> CheckpointFiles:
     """The manifest of a checkpoint; a RunError that names the file if it cannot be read."""
-    document = json_object(read_json(checkpoint / MANIFEST))
-    return CheckpointFiles(checkpoint, document.get("schema"), json_object(document.get("files")))
+    document = _object(read_json(checkpoint / MANIFEST))
+    return CheckpointFiles(checkpoint, document.get("schema"), _object(document.get("files")))
+
+
+def _object(value: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def positions(directory: Path, *, verify: bool = False) -> Iterator[int]:

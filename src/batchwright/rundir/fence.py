@@ -28,10 +28,6 @@ class Fence:
         path = run / names.FENCE
         return int(read_json(path)["launch"]) if path.exists() else None
 
-    def take(self) -> None:
-        """Give the right to this launch, without a check."""
-        write_json(self.run / names.FENCE, {"schema": SCHEMA, "launch": self.launch})
-
     def claim(self) -> Fence:
         """Take over the run from an earlier launch; an error if a later launch has taken over."""
         current = self.current(self.run)
@@ -44,5 +40,5 @@ class Fence:
                 nearest=(current + 1,),
             )
         if current != self.launch:
-            self.take()
+            write_json(self.run / names.FENCE, {"schema": SCHEMA, "launch": self.launch})
         return self

@@ -26,9 +26,33 @@ _REMEDIES = {
 
 def write_json(path: Path, value: Any, *, mode: int = 0o666, sync: bool = True) -> None:
     """Write a value or a dataclass: a reader sees the old file or the new one, also after a power failure."""
-    text = json.dumps(encode(value), ensure_ascii=False, indent=1, allow_nan=False)
+    # In ASCII: text from file names and the environment may hold surrogates, which UTF-8 cannot encode.
+    text = json.dumps(encode(value), indent=1, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write(path, text + "\n", mode=mode, sync=sync)
+
+
+def create_once(path: Path, value: Any, *, mode: int = 0o666) -> bool:
+    """Create a JSON file; False if it exists already. Of several processes, on any hosts, one gets True.
+
+    `os.link` fails if the name exists, on NFS and Lustre too, and the file is complete as soon as its name exists.
+    """
+    complete = path.with_name(f".{path.name}.{os.urandom(8).hex()}.once")
+    write_json(complete, value, mode=mode)
+    try:
+        os.link(complete, path)
+        return True
+    except FileExistsError:
+        return os.stat(complete).st_nlink > 1  # NFS: our link was made, the answer was lost and the request repeated
+    except OSError:  # no hard links on this file system: a reader may see an incomplete file
+        try:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(complete.read_bytes())
+            return True
+        except FileExistsError:
+            return False
+    finally:
+        complete.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> Any:
@@ -41,27 +65,13 @@ def read_json(path: Path) -> Any:
         raise RunError(f"{path} cannot be read: {error}.", field=path.name, given=str(path)) from error
 
 
-def find_json(path: Path) -> Any:
-    """The JSON in `path`; None if it is missing or cannot be read at this moment."""
+def find_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in `path`; None if the file is missing, cannot be read now, or holds something else."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def json_object(value: Any) -> dict[str, Any]:
-    """A JSON object; an empty one if `value` is something else.
-
-    >>> json_object({"launch": 3}), json_object([3])
-    ({'launch': 3}, {})
-    """
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
-def find_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`; None if `find_json` returns None or anything else."""
-    document = find_json(path)
-    return json_object(document) if isinstance(document, dict) else None
+    return cast("dict[str, Any]", document) if isinstance(document, dict) else None
 
 
 class JsonLines:

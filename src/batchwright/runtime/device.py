@@ -38,7 +38,7 @@ def choose(name: str, ranks: Ranks) -> torch.device:
     if number >= count:
         asked, remedy = f"device={name!r}", ""
         if not index:
-            asked = f"local rank {number}, which needs {kind}:{number},"
+            asked = f"local rank {number} needs {kind}:{number}, which"
             remedy = f" Start at most {count} processes per node, or make more devices visible."
         raise PlanError(
             f"{asked} does not exist: this process sees {count} {kind} device{'s' * (count != 1)}, indices 0 to "

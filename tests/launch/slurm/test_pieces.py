@@ -31,7 +31,8 @@ from batchwright.launch.slurm.elastic import affordable
 from batchwright.launch.slurm.site import Site, SlurmRun
 from batchwright.launch.status import status
 from batchwright.launch.work import work
-from batchwright.rundir.files import find_json
+from batchwright.rundir.fence import Fence
+from batchwright.rundir.files import create_once, find_object
 
 from .conftest import wait_for
 
@@ -47,20 +48,6 @@ def signals():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def test_a_claim_whose_answer_was_lost_is_ours(tmp_path, monkeypatch):
-    link = os.link
-
-    def lost(beside, path) -> None:
-        link(beside, path)
-        raise FileExistsError(path)  # NFS: the request was repeated and found our own file
-
-    monkeypatch.setattr(os, "link", lost)
-    assert slurm_claim.create_once(tmp_path / "claim.json", {"job": "1"})
-    monkeypatch.setattr(os, "link", link)
-    assert not slurm_claim.create_once(tmp_path / "claim.json", {"job": "2"})
-    assert json.loads((tmp_path / "claim.json").read_text()) == {"job": "1"}
 
 
 def test_without_a_controller_the_heartbeat_says_whether_the_owner_lives(tmp_path, monkeypatch):
@@ -181,7 +168,7 @@ def test_of_two_jobs_that_look_at_the_same_time_one_runs(make, monkeypatch):
     position = job._work.position
 
     def meanwhile(**given):
-        assert slurm_claim.create_once(directory.launch(1) / "manifest.json", other)
+        assert create_once(directory.launch(1) / "manifest.json", other)
         return position(**given)
 
     monkeypatch.setattr(job._work, "position", meanwhile)
@@ -189,6 +176,21 @@ def test_of_two_jobs_that_look_at_the_same_time_one_runs(make, monkeypatch):
     assert directory.numbers() == [1] and directory.manifest(1) == other and directory.ending(1) is None
     assert chain.ChainJob(directory).run_job() == 0  # now it sees that another job runs the launch
     assert directory.numbers() == [1] and directory.ending(1) is None
+
+
+def test_a_job_that_was_suspended_before_it_started_leaves_the_run_to_the_later_launch(make, monkeypatch):
+    directory, _ = make(detached=True)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    successor = slurm.Queued("9", "PENDING", 1, "", "Dependency", "afternotok:7(unfulfilled)")
+    monkeypatch.setattr(slurm, "jobs", lambda token: [successor])
+
+    def suspended(site) -> None:  # meanwhile another job claims launch 2 and starts it
+        directory.fence(2)
+
+    monkeypatch.setattr(chain, "prologue_failure", suspended)
+    monkeypatch.setattr(chain.StepEngine, "start", lambda *given: pytest.fail("launch 2 runs"))
+    assert chain.ChainJob(directory).run_job() == EnvironmentFault.exit_code  # its successor finds that launch 2 runs
+    assert Fence.current(directory.path) == 2 and not (directory.path / "outcome.json").exists()
 
 
 def test_a_launch_that_is_claimed_while_a_job_looks_gets_no_ending(make, monkeypatch):
@@ -202,7 +204,7 @@ def test_a_launch_that_is_claimed_while_a_job_looks_gets_no_ending(make, monkeyp
     def meanwhile():
         reason = looked()
         if job._directory._lock is not None:  # the last look
-            slurm_claim.create_once(directory.launch(1) / "manifest.json", other)
+            create_once(directory.launch(1) / "manifest.json", other)
         return reason
 
     monkeypatch.setattr(job, "_not_ours", meanwhile)
@@ -312,7 +314,7 @@ def test_a_command_that_slurm_has_signalled_is_not_signalled_again(tmp_path, sig
     handle = engine.start(job)
     try:
         wait_for((tmp_path / "ready").exists)
-        pids = wait_for(lambda: find_json(job.directory / "ranks" / "0.json"))  # its parent writes it a little later
+        pids = wait_for(lambda: find_object(job.directory / "ranks" / "0.json"))  # its parent writes it a little later
         if signalled:
             for pid in (pids["parent"], pids["pid"]):
                 os.kill(pid, signal.SIGTERM)

@@ -13,7 +13,7 @@ from batchwright.launch.slurm import commands as slurm
 from batchwright.launch.slurm.control import rows
 from batchwright.launch.slurm.script import write_chain_script
 from batchwright.launch.slurm.site import SlurmRun
-from batchwright.rundir.files import find_json
+from batchwright.rundir.files import find_object
 
 from .conftest import LAUNCHES, PATIENCE, QUICK, audit, chain_log, ended, gone, seen, supervisor, wait_for
 
@@ -23,7 +23,7 @@ def begin(directory, plan) -> list[str]:
 
 
 def complete(directory):
-    outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
+    outcome = wait_for(lambda: find_object(directory.path / "outcome.json"))
     assert outcome["state"] == "complete", outcome
     # No successor is left.
     wait_for(lambda: not [one for one in slurm.jobs(SlurmRun.load(directory).token) if one.alive])
@@ -116,7 +116,9 @@ def test_the_time_limit_and_a_preemption_are_survived_by_a_chain_and_by_a_superv
 def left(directory, number: int) -> dict:
     """Wait until a launch has ended and its job has written its end, in whichever order."""
     wait_for(lambda: directory.ending(number))
-    return wait_for(lambda: (record := find_json(directory.launch(number) / "job.json"))["state"] == "ended" and record)
+    return wait_for(
+        lambda: (record := find_object(directory.launch(number) / "job.json"))["state"] == "ended" and record
+    )
 
 
 def test_a_launch_that_ends_early_is_continued_by_a_chain_and_by_a_supervised_run(cluster, make):
@@ -180,7 +182,7 @@ def test_an_elastic_chain_takes_fewer_nodes_and_grows_at_the_next_boundary(clust
 def test_a_chain_without_progress_ends_with_its_reason(cluster, make):
     directory, plan = make(detached=True, options=replace(QUICK, max_retries=1), prologue=("false",))
     begin(directory, plan)
-    outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
+    outcome = wait_for(lambda: find_object(directory.path / "outcome.json"))
     assert outcome["state"] == "failed" and "prologue command 1" in outcome["failure"]["reason"]
     assert len(directory.numbers()) == 2
     wait_for(lambda: not cluster.call("squeue", "-h").strip())
@@ -190,7 +192,7 @@ def test_a_chain_whose_jobs_end_without_a_report_ends_and_may_be_started_again(c
     directory, plan = make(detached=True, options=replace(QUICK, max_retries=1), extra=("--kill-job",))
     for starts in (2, 4):  # failures before a person started it again do not count
         begin(directory, plan)
-        outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
+        outcome = wait_for(lambda: find_object(directory.path / "outcome.json"))
         assert outcome["state"] == "failed" and "without a report" in outcome["failure"]["reason"]
         assert len(directory.numbers()) == starts
         wait_for(lambda: not cluster.call("squeue", "-h").strip())

@@ -20,7 +20,7 @@ from batchwright.launch.slurm import chain
 from batchwright.launch.slurm.engine import SlurmSupervisor
 from batchwright.launch.slurm.site import Site, remember
 from batchwright.launch.supervisor import Supervisor
-from batchwright.rundir.files import find_json
+from batchwright.rundir.files import find_object
 
 from .conftest import RAMP, wait_for
 
@@ -84,7 +84,7 @@ def test_a_chain_with_torchrun_on_each_node_trains_it_too(cluster, tmp_path, exp
     write_json(directory.path / "plan.json", made)
     run = remember(directory, Site(poll_seconds=0.5, launcher="torchrun"), detached=True)
     chain.begin(directory, made, run)
-    outcome = wait_for(lambda: find_json(directory.path / "outcome.json"))
+    outcome = wait_for(lambda: find_object(directory.path / "outcome.json"))
     assert outcome["state"] == "complete", outcome
     check(directory, [1, 2, 4], expected)
     # torchrun ends by itself after its ranks: Slurm drains the node of a step that is killed while it ends.

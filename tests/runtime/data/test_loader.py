@@ -193,9 +193,29 @@ def test_numpys_state_is_restored_with_the_normal_it_kept(drawn: int) -> None:
     after = np.random.randn(3)
     np.random.set_state(before)
     assert np.array_equal(after, np.random.randn(3))
-    assert (
-        len({float(row[0]) for m in micros for row in m.data["noise"]}) == 121
-    )  # a kept normal is not used for another sample
+    # A kept normal is not used for another sample.
+    assert len({float(row[0]) for m in micros for row in m.data["noise"]}) == 121
+
+
+def test_a_loader_inside_a_dataset_does_not_change_what_the_dataset_draws() -> None:
+    class Outer(Noisy):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            drawn = np.random.rand()
+            if i % 2:
+                list(load(dataset=self.inner))
+            return {"id": i, "noise": torch.tensor([drawn, np.random.rand(), 0.0])}
+
+        inner: Any = Noisy()
+
+    class Deep(Outer):
+        inner = Outer()
+
+    class Plain(Outer):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            return {"id": i, "noise": torch.tensor([np.random.rand(), np.random.rand(), 0.0])}
+
+    samples = [next(iter(load(dataset=kind()))).data["noise"] for kind in (Plain, Outer, Deep)]
+    assert torch.equal(samples[0], samples[1]) and torch.equal(samples[0], samples[2])
 
 
 def test_another_kind_of_global_generator_is_refused() -> None:

@@ -166,9 +166,8 @@ def test_a_checkpoint_is_never_overwritten_and_never_visible_before_it_is_comple
 
     Checkpoints(checkpoints.directory, may_save=look).save(model, optimizer, step=3, position=24)
     assert seen == [["step-000"] * 2, [".partial", *["step-000"] * 2]]
-    (
-        checkpoints.directory / ".partial-step-000000000009-launch-00000"
-    ).mkdir()  # of a process that was killed during a save
+    # Of a process that was killed during a save.
+    (checkpoints.directory / ".partial-step-000000000009-launch-00000").mkdir()
     assert checkpoints.newest().step == 3
 
 
@@ -303,6 +302,17 @@ def test_a_hostile_metadata_runs_nothing(two, tmp_path, kind):
         checkpoints.load(saved, model, optimizer)
     assert not ran.exists() and not hasattr(type(path), "_planted")
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_metadata_without_a_tensors_place_is_an_error_of_the_checkpoint(two):
+    checkpoints, _ = two
+    path = checkpoints.newest().path / "tensors" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.storage_data.popitem()
+    path.write_bytes(pickle.dumps(metadata))
+    resign(path.parent.parent)
+    with pytest.raises(RunError, match=r"cannot be read: KeyError.*do not train it"):
+        checkpoints.load(checkpoints.newest(), *made(seed=4))
 
 
 class _Older(pickle.Pickler):

@@ -134,9 +134,8 @@ def noise_error(noise: NoiseScale, step: Step, world: int, kind: str, wanted: di
             summed, weight, balance = loss(model, micro.data)
             (summed + weight * balance).backward()
             flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-            key = (
-                micro.index if kind.startswith("fsdp") else (rank, micro.index)
-            )  # gradients that are reduced together are one term
+            # Gradients that are reduced together are one term.
+            key = micro.index if kind.startswith("fsdp") else (rank, micro.index)
             gradient, size = terms.get(key, (torch.zeros_like(flat), 0.0))
             terms[key] = (gradient + flat, size + float(weight))
     total = sum(size for _, size in terms.values())

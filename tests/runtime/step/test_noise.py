@@ -13,10 +13,18 @@ from torch import nn
 from batchwright.core.errors import PlanError
 from batchwright.runtime.data.windows import windows
 from batchwright.runtime.step.accumulate import accumulate
-from batchwright.runtime.step.noise import NoiseScale, NoiseTerms, two_batches, unequal_batches
+from batchwright.runtime.step.noise import NoiseScale, NoiseTerms, unequal_batches
 
 DIMENSIONS, SIGNAL, TRACE = 32, 1.0, 300.0  # |G|², tr(Σ): so B = 300 units of weight
 TRUE = TRACE / SIGNAL
+
+
+def two_batches(small: float, large: float, small_square: float, large_square: float) -> NoiseTerms:
+    """The textbook formula, from |g|² at two batch sizes; correct only for batches of equal weight."""
+    return NoiseTerms(
+        trace=(small_square - large_square) / (1 / small - 1 / large),
+        signal=(large * large_square - small * small_square) / (large - small),
+    )
 
 
 def simulated(steps: int, weights: np.ndarray, seed: int = 0) -> tuple[NoiseScale, list[NoiseTerms]]:
@@ -50,6 +58,7 @@ def test_within_two_percent_of_the_truth_with_uneven_micro_batches() -> None:
 
 
 def test_equals_the_textbook_when_micro_batches_are_equal() -> None:
+    assert two_batches(small=1, large=4, small_square=5.0, large_square=2.0) == NoiseTerms(trace=4.0, signal=1.0)
     noise, textbook = simulated(20, np.full(8, 64.0))
     for ours, standard in zip(noise.terms, textbook, strict=True):
         assert ours.trace == pytest.approx(standard.trace)

@@ -29,9 +29,10 @@ from batchwright.launch.show import LineDisplay
 from batchwright.launch.supervisor import Supervisor
 from batchwright.launch.work import work
 from batchwright.rundir import names
+from batchwright.rundir.files import create_once
 
 from . import commands as slurm
-from .claim import JobRecord, create_once, job_record, owner_lives
+from .claim import JobRecord, job_record, owner_lives
 from .elastic import affordable, on_nodes
 from .engine import cancel_all
 from .script import write_chain_script
@@ -221,7 +222,7 @@ class ChainJob(Supervisor):
         """Find the next launch by the checkpoints, claim it and run it."""
         plan = self._plan
         # Read once, before the checks: of two jobs that look at the same time, only one can claim the next number.
-        numbers = self._directory.numbers()
+        number, numbers = self._directory.next_number(), self._directory.numbers()
         if (reason := self._not_ours()) is not None:
             say(f"nothing to do: {reason}")
             return 0
@@ -247,11 +248,10 @@ class ChainJob(Supervisor):
         grace_seconds = max(self._plan.options.grace_seconds, self._run.site.signal_seconds)
         self._plan = replace(self._plan, options=replace(self._plan.options, grace_seconds=grace_seconds))
         self._work = work(self._directory, self._plan)
-        number = max(numbers, default=0) + 1
         job = self._work.job(launch, number, position)
         handle = {"engine": "slurm", "job": slurm.me(), "directory": str(job.directory)}
         manifest = self._manifest(number, launch, job, position, handle)
-        if not create_once(self._directory.launch(number) / "manifest.json", manifest):
+        if not create_once(self._directory.launch(number) / "manifest.json", manifest, mode=0o600):
             say(f"nothing to do: another job has just claimed launch {number}")
             return 0
         self._claimed = JobRecord(self._directory.launch(number))

@@ -1,7 +1,6 @@
 """Which job runs a launch number: one job, ever. A claim is a file that only one process can create.
 
-`os.link` fails if the name exists, on NFS and Lustre too, and the file is complete from its first moment. Slurm says
-whether the owner of a claim is alive; without a controller, the owner's heartbeat (the time of its file) does.
+Slurm says whether the owner of a claim is alive; without a controller, the owner's heartbeat (the time of its file) does.
 """
 
 from __future__ import annotations
@@ -13,34 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.launch.directory import write_json
-from batchwright.rundir.files import find_object
+from batchwright.rundir.files import create_once, find_object
 
 from . import commands as slurm
 
 HEARTBEAT_SECONDS = 5.0
 SILENT_SECONDS = 120.0  # without a heartbeat, and without a controller to ask: the owner is gone
 _COMPLETING_SECONDS = 60.0  # Slurm may clean up for this long after it has killed the processes of a job
-
-
-def create_once(path: Path, document: Any) -> bool:
-    """Create a JSON file; False if it exists already."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.once")
-    write_json(beside, document)
-    try:
-        os.link(beside, path)
-        return True
-    except FileExistsError:
-        return os.stat(beside).st_nlink > 1  # NFS: our link was made, the answer was lost and the request repeated
-    except OSError:  # no hard links on this file system: a reader may see an empty file for a moment
-        try:
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(beside.read_bytes())
-            return True
-        except FileExistsError:
-            return False
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def job_record(launch: Path) -> dict[str, Any]:
@@ -68,7 +46,7 @@ class JobRecord:
             "code": None,
             "detail": "",
         }
-        return create_once(self.path, self._known)
+        return create_once(self.path, self._known, mode=0o600)
 
     def heartbeat(self) -> None:
         """Touch the record, every few seconds."""

@@ -36,7 +36,7 @@ from batchwright.rundir.files import JsonLines, write_fault
 
 # Seconds between two writes to the file: long enough to cost nothing, short enough to follow a run.
 _WRITE_SECONDS = 0.5
-# Seconds between two lines of progress where there is no terminal: the log of a day has about 9,000.
+# Seconds between two lines of progress without a terminal: the log of a day has about 9,000.
 _LINE_SECONDS = 10.0
 
 
@@ -125,7 +125,7 @@ class Events:
 
 
 def _finite(event: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: such a value becomes text."""
+    """JSON has no NaN and no infinity: they become text."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
 
 

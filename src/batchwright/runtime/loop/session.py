@@ -245,7 +245,7 @@ class Session:
         )
 
     def status(self, state: str, reason: str | None, error: dict[str, Any] | None = None) -> Status:
-        """The status at this moment."""
+        """The present status."""
         schedule, position = self.schedule, self.position
         next_stage = None
         if position != schedule.total_samples:

@@ -306,7 +306,7 @@ def _launch(number: int, files: dict[int, Path]) -> _Launch | None:
                 start, batch, outcome = line["start_sample"], line["global_batch_size"], line["outcome"]
                 run = joined[first] = _JoinedRun(first, steps, start, batch, outcome, {})
             run.by_rank[rank] = (line["samples"], int(line["hash"], 16))
-            # Ranks that were killed may differ by a step; such a run was never saved.
+            # Ranks that were killed may differ by a step, which was never saved.
             if steps < run.steps:
                 joined[first] = replace(run, steps=steps)
     if header is None:

@@ -6,7 +6,6 @@ import base64
 import random
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -18,6 +17,8 @@ from batchwright.core.errors import RunError
 # numpy's type stubs do not know these two functions.
 _bit_generator = cast(Any, np.random).get_bit_generator
 _set_bit_generator = cast(Any, np.random).set_bit_generator
+# Generators that numpy's functions draw from inside `put_back`. Making one takes 100 µs.
+_SPARES: list[np.random.MT19937] = []
 
 
 def set_seeds(seed: int, *, accelerator: bool = True) -> None:
@@ -51,10 +52,10 @@ def capture() -> dict[str, Any]:
     numpy = np.random.get_state(legacy=False)
     if numpy["bit_generator"] != "MT19937":
         raise _replaced(numpy["bit_generator"])
-    words = _packed(np.asarray(numpy["state"]["key"], "<u4").tobytes())
+    key = _packed(np.asarray(numpy["state"]["key"], "<u4").tobytes())
     state: dict[str, Any] = {
         "python": [version, list(internal), gauss],
-        "numpy": ["MT19937", words, numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]],
+        "numpy": ["MT19937", key, numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]],
         "torch": _packed(torch.get_rng_state().numpy().tobytes()),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -71,9 +72,9 @@ def restore(state: Mapping[str, Any]) -> None:
     """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    name, keys, place, has_gauss, cached = state["numpy"]
-    words = np.frombuffer(base64.b64decode(keys), "<u4").astype(np.uint32)
-    np.random.set_state((name, words, place, has_gauss, cached))
+    name, packed, place, has_gauss, cached = state["numpy"]
+    key = np.frombuffer(base64.b64decode(packed), "<u4").astype(np.uint32)
+    np.random.set_state((name, key, place, has_gauss, cached))
     torch.set_rng_state(_tensor(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_tensor(state["cuda"]))
@@ -93,21 +94,17 @@ def put_back() -> Generator[None]:
         raise _replaced(type(own).__name__)
     python, cpu, numpy = random.getstate(), torch.default_generator.get_state(), np.random.get_state(legacy=False)
     # Writing a state into numpy's generator takes 35 µs. Exchanging the generator takes 0.3 µs, but forgets the normal.
-    _set_bit_generator(_spare())
+    spare = _SPARES.pop() if _SPARES else np.random.MT19937(0)
     try:
+        _set_bit_generator(spare)
         yield
     finally:
         random.setstate(python)
         torch.default_generator.set_state(cpu)
         _set_bit_generator(own)
+        _SPARES.append(spare)
         if numpy["has_gauss"]:
             np.random.set_state(numpy)
-
-
-@cache
-def _spare() -> np.random.MT19937:
-    """The generator that numpy's functions draw from inside `put_back`. Making one takes 100 µs."""
-    return np.random.MT19937(0)
 
 
 def _replaced(kind: str) -> RunError:

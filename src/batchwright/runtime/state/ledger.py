@@ -196,6 +196,7 @@ def sample_hashes(step: int | NDArray[np.int64], ids: NDArray[np.int64]) -> tupl
     >>> sums(low, high) == sums(*sample_hashes(4, np.array([5, 6])))
     False
     """
+    # (id + 1) × _SPREAD, since 0 is a fixed point of mixing.
     x = ids.astype(np.uint64) * _SPREAD
     x += _SPREAD
     x += (

@@ -3,7 +3,7 @@
 The states of a model and its optimizers are nested dicts. They are split into two flat ones: `path -> tensor`, which DCP
 stores and reshards over any number of ranks, and `path -> number, text, flag`, which is JSON. DCP's metadata is a pickle:
 it is read through an allow-list of inert classes. Tensors are read with `weights_only`. A checkpoint from an untrusted
-source may hold wrong numbers, but it cannot run code.
+source may hold wrong numbers or use up the memory, but it cannot run code.
 """
 
 from __future__ import annotations
@@ -44,8 +44,15 @@ from torch.optim import Optimizer
 
 from batchwright.core.errors import RunError, Violation, raise_violations
 
-_RECORDS = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
-            "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
+_RECORDS = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "TensorProperties",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
 # Every name in DCP's metadata of plain tensors (torch 2.6 to 2.13), beside torch.<dtype>. Python 3.11.0 to 3.11.3 write a
 # member of an enumeration as a call of getattr.
 _ALLOWED = {
@@ -188,14 +195,15 @@ def load(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | No
     try:
         with _as_one_error():
             _dcp_load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
-    except (pickle.UnpicklingError, RuntimeError, AssertionError, OSError, EOFError) as error:
+    except Exception as error:
         # Errors of reading are raised `from None`; any other comes from the group: another rank died.
-        if not error.__suppress_context__:
+        if not error.__suppress_context__ or isinstance(error, RunError):
             raise
-        reason = str(error).strip().splitlines()
+        lines = [f"{type(error).__name__}: {error}", *str(error).splitlines()]
+        reason = next((line for line in lines if "GLOBAL" in line), lines[0].splitlines()[0])
         raise RunError(
-            f"the tensors in {folder} cannot be read: {next((r for r in reason if 'GLOBAL' in r), reason[0])} No code of "
-            "them was run, but the model may hold some of them: do not train it.",
+            f"the tensors in {folder} cannot be read: {reason} No code of them was run, but the model may hold some of "
+            "them: do not train it.",
             field="tensors",
             given=str(folder),
         ) from error

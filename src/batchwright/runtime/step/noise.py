@@ -61,18 +61,6 @@ def unequal_batches(weight: float, sum_square: float, square_sum: float, weight_
     return NoiseTerms(trace=weight * (sum_square / weight**2 - signal), signal=signal)
 
 
-def two_batches(small: float, large: float, small_square: float, large_square: float) -> NoiseTerms:
-    """The textbook formula, from |g|² at two batch sizes; correct only for batches of equal weight.
-
-    >>> two_batches(small=1, large=4, small_square=5.0, large_square=2.0)
-    NoiseTerms(trace=4.0, signal=1.0)
-    """
-    return NoiseTerms(
-        trace=(small_square - large_square) / (1 / small - 1 / large),
-        signal=(large * large_square - small * small_square) / (large - small),
-    )
-
-
 class NoiseScale:
     """The noise scale over the last `window` measured steps; pass it to an `Accumulator`, then call `estimate()`.
 

@@ -45,7 +45,7 @@ class FlatGradients:
             kinds.setdefault((p.device, torch.promote_types(p.dtype, dtype)), []).append(p)
         for (device, kind), members in kinds.items():
             sizes = [local(p).numel() for p in members]
-            # The tail marks which parameters have a gradient: a parameter that no rank used keeps None.
+            # The tail counts the ranks that have a gradient of each parameter: one that no rank used keeps None.
             buffer = torch.zeros(sum(sizes) + len(members), dtype=kind, device=device)
             self._buffers.append((buffer, members))
             pieces = cast("tuple[Tensor, ...]", buffer.split([*sizes, len(members)]))
