@@ -6,6 +6,7 @@ import errno
 import fcntl
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -147,6 +148,15 @@ def test_plans_and_records_are_read_as_they_were_written(plan, tmp_path):
     assert (directory.manifest(1), directory.ending(1), directory.numbers()) == (manifest, ending, [1])
     (directory.launch(1) / "ending.json").write_text("{half")
     assert directory.ending(1) is None
+
+
+def test_a_plan_may_hold_infinite_numbers_and_names_that_are_not_utf_8(plan, tmp_path):
+    directory = RunDirectory(tmp_path / "r")
+    made = replace(plan, arguments={"clip": math.inf}, command=("train", os.fsdecode(b"caf\xe9")))
+    write_json(directory.path / "plan.json", made)
+    assert directory.plan() == made
+    directory.event("launch", command=made.command)
+    assert directory.events()[0]["command"] == list(made.command)
 
 
 def test_the_lock_has_one_holder_and_status_does_not_disturb_it(tmp_path):

@@ -32,8 +32,8 @@ LOCK_PATIENCE = 2.0  # seconds: `--status` takes the lock for a moment to see wh
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a document that only its owner may read: it may hold environment values."""
-    files.write_json(path, document, mode=0o600)
+    """Write a document that only its owner may read: it may hold environment values. An argument may be NaN or infinite."""
+    files.write_json(path, document, mode=0o600, allow_nan=True)
 
 
 class RunDirectory:
@@ -105,7 +105,7 @@ class RunDirectory:
     def event(self, kind: str, **values: Any) -> None:
         """Append a line to the supervisor's events. On a full disk the line is lost and the run continues."""
         path = self.path / names.EVENTS / names.SUPERVISOR_EVENTS
-        line = json.dumps({"kind": kind, "time": round(time.time(), 3), **codec.encode(values)}, ensure_ascii=False)
+        line = json.dumps({"kind": kind, "time": round(time.time(), 3), **codec.encode(values)})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a", encoding="utf-8", opener=atomic.no_follow) as file:
