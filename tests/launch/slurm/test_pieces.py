@@ -215,11 +215,13 @@ def test_a_job_and_its_successor_ask_for_the_same_nodes(make, monkeypatch):
     monkeypatch.setattr(chain, "affordable", lambda *given: 1)
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(
-        slurm, "submit_patiently", lambda script, comment, *options, **more: asked.append(options) or "9"
+        slurm,
+        "submit_patiently",
+        lambda script, comment, *options, **more: asked.append((*options, more["after"])) or "9",
     )
     chain.submit_with_successor(directory, plan, SlurmRun.load(directory), plan.launches[2])
     assert [options[0] for options in asked] == ["--nodes=1", "--nodes=1"]
-    assert asked[1][1] == "--dependency=afternotok:9"
+    assert [after for *_, after in asked] == ["", "afternotok:9"]
 
     def full(*given, **more):
         if more["seconds"] < slurm.PATIENCE:  # the successor: a launch starts without it, too
@@ -435,6 +437,26 @@ def test_a_successor_waits_from_the_end_of_its_job_and_a_silent_job_lived_until_
     first, second, *_ = slurm_run.rows(directory, plan)
     assert first.waited_seconds == pytest.approx(60) and first.node_hours == pytest.approx(2.0)
     assert second.waited_seconds == pytest.approx(400) and second.node_hours == pytest.approx(2 * 600 / 3600)
+
+
+def test_a_job_whose_submission_got_no_answer_is_found_by_its_dependency(tmp_path, monkeypatch):
+    """Successors of one launch have the same comment."""
+    first = slurm.Queued("8", "PENDING", 1, "c", "Dependency", "afterany:7(unfulfilled)")
+    queue, answers = [first], [slurm.Unreachable(), "9"]
+
+    def submit(script, *options):
+        assert "--dependency=afterany:8" in options
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(slurm, "submit", submit)
+    monkeypatch.setattr(slurm, "_listed", lambda: queue)
+    given = {"after": "afterany:8", "pause": lambda seconds, reason: True}
+    assert slurm.submit_patiently(tmp_path / "x", "c", **given) == "9"  # not job 8, which it waits for
+    queue.append(replace(first, job="9", dependency="afterany:8(unfulfilled)"))
+    answers.append(slurm.Unreachable())
+    assert slurm.submit_patiently(tmp_path / "x", "c", **given) == "9"  # the controller took it
 
 
 def test_an_interactive_job_s_own_nodes_are_not_free(make, monkeypatch, tmp_path):

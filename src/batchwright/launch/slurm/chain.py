@@ -11,7 +11,6 @@ by the checkpoints, and exit 0 if nothing is left, another job runs it, or it ne
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import time
@@ -55,10 +54,8 @@ def submit(
 ) -> str:
     """Put one job of a chain in the queue and record it; `after`: a successor, with this dependency."""
     role = "successor" if after else "chain"
-    if after:
-        options = (*options, f"--dependency={after}", "--kill-on-invalid-dep=yes")
     comment = slurm.comment(run.token, role, launch.index)
-    job = slurm.submit_patiently(script, comment, f"--nodes={nodes}", *options, seconds=seconds)
+    job = slurm.submit_patiently(script, comment, f"--nodes={nodes}", *options, after=after, seconds=seconds)
     directory.event("submitted", job=job, role=role, launch=launch.index, nodes=nodes, by=slurm.me())
     return job
 
@@ -66,7 +63,7 @@ def submit(
 def submit_successor(
     directory: RunDirectory, run: SlurmRun, launch: Launch, script: Path, job: str, nodes: int
 ) -> None:
-    """Put a job in the queue that starts if `job` fails; the chain goes on without it if Slurm refuses it."""
+    """Put a job in the queue that starts if `job` fails; the chain continues without it if Slurm refuses it."""
     try:
         after = f"afternotok:{job}"
         submit(directory, run, launch, script, nodes=nodes, after=after, seconds=_SUCCESSOR_SECONDS)
@@ -143,7 +140,7 @@ class ChainJob(Supervisor):
         self._claimed: JobRecord | None = None
 
     def run_job(self) -> int:
-        """The job's exit code: 75 starts the successor; 0 if the chain goes on without it or is over."""
+        """The job's exit code: 75 starts the successor; 0 if the chain continues without it or is over."""
         with self._interrupts:
             try:
                 reason = self._locked()
@@ -371,11 +368,9 @@ class ChainJob(Supervisor):
 
         Found by its dependency: a controller that was killed may have lost the successor and given its id away.
         """
-        mine = re.compile(rf"\bafternotok:{slurm.me()}\b")
+        after = f"afternotok:{slurm.me()}"
         try:
-            return next(
-                (one.job for one in slurm.jobs(self._run.token) if one.alive and mine.search(one.dependency)), None
-            )
+            return next((one.job for one in slurm.jobs(self._run.token) if one.alive and one.depends(after)), None)
         except slurm.Unreachable:
             return unknown
 

@@ -74,6 +74,10 @@ class Queued:
         """Whether it can start only after another job has ended."""
         return "after" in self.dependency
 
+    def depends(self, after: str) -> bool:
+        """Whether it has this dependency, such as `afternotok:7`; every job depends on ""."""
+        return not after or re.search(rf"\b{after}\b", self.dependency) is not None
+
 
 def comment_prefix(token: str) -> str:
     """The first part of the comments of all jobs of a run."""
@@ -143,8 +147,15 @@ def pause(seconds: float, reason: str) -> bool:
     return True
 
 
-def submit_patiently(script: Path, comment: str, *options: str, seconds: float = PATIENCE, pause: Pause = pause) -> str:
-    """Submit, and wait for a controller that does not answer. If it took the job and its answer was lost, find the job."""
+def submit_patiently(
+    script: Path, comment: str, *options: str, after: str = "", seconds: float = PATIENCE, pause: Pause = pause
+) -> str:
+    """Submit, and wait for a controller that does not answer. If it took the job and its answer was lost, find the job.
+
+    `after` is the dependency of the job. It distinguishes successors, which may have the same comment.
+    """
+    if after:
+        options = (*options, f"--dependency={after}", "--kill-on-invalid-dep=yes")
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -162,9 +173,10 @@ def submit_patiently(script: Path, comment: str, *options: str, seconds: float =
             if not pause(1.0, str(reason)):
                 raise Withdrawn
             try:
-                taken = [one for one in _listed() if one.comment == comment and one.alive and one.job != me()]
+                same = [one for one in _listed() if one.comment == comment and one.alive and one.job != me()]
             except Unreachable:
                 continue
+            taken = [one for one in same if one.depends(after)]
             if taken:
                 return taken[-1].job
             break
