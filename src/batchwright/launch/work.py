@@ -7,8 +7,7 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,6 +23,7 @@ from batchwright.rundir.files import JsonLines
 
 from .directory import RunDirectory, write_json
 from .engine import Job, engine
+from .interrupts import Pause, pause
 from .records import COMMAND, LaunchProgress, Manifest, RunPlan
 
 LOOP = "batchwright.runtime.loop"
@@ -65,15 +65,7 @@ class Work(Protocol):
         ...
 
 
-Pause = Callable[[float, str], bool]  # waits for these seconds, for this reason; False if a stop was requested
-
-
-def _sleep(seconds: float, reason: str) -> bool:
-    time.sleep(seconds)
-    return True
-
-
-def work(directory: RunDirectory, plan: RunPlan, pause: Pause = _sleep) -> Work:
+def work(directory: RunDirectory, plan: RunPlan, pause: Pause = pause) -> Work:
     """The work of a plan."""
     return CommandWork(directory, plan, pause) if plan.kind == COMMAND else TaskWork(directory, plan)
 
@@ -192,7 +184,7 @@ def _after(known: LaunchProgress, event: Mapping[str, Any], when: float) -> Laun
 class CommandWork:
     """A command of the user: placeholders are filled per launch; a status file or a position command gives its position."""
 
-    def __init__(self, directory: RunDirectory, plan: RunPlan, pause: Pause = _sleep) -> None:
+    def __init__(self, directory: RunDirectory, plan: RunPlan, pause: Pause = pause) -> None:
         self._directory, self._plan, self._pause = directory, plan, pause
 
     def values(self, launch: Launch, number: int, position: int) -> dict[str, object]:

@@ -11,13 +11,13 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from batchwright.core.errors import EnvironmentFault
+from batchwright.launch.interrupts import Pause, pause
 
-Pause = Callable[[float, str], bool]  # waits this many seconds, for this reason; False means: give up
 SECONDS = 60.0
 PATIENCE = 1800.0  # without a controller: its failover or upgrade takes minutes
 # In these states a job has ended or will never run. In all others (PENDING, RUNNING, COMPLETING, …) it is alive.
@@ -139,12 +139,6 @@ def submit(script: Path, *options: str) -> str:
             given=str(script),
         )
     return job
-
-
-def pause(seconds: float, reason: str) -> bool:
-    """Wait."""
-    time.sleep(seconds)
-    return True
 
 
 def submit_patiently(
