@@ -6,12 +6,10 @@ with GuardedProcess(["python", "train.py"], environment()) as child:
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -62,7 +60,7 @@ class GuardedProcess:
         self._end, self._output = open(writing, "wb", buffering=0), open(output, "rb", buffering=0)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, json.dumps({"pipe": reading, **options}), *command],
+                guard.command_line(command, reading, **options),
                 env=dict(env),
                 stdin=stdin,
                 stdout=theirs,
