@@ -82,8 +82,8 @@ class ReadsAsOne(TorchDispatchMode):
 def building(mode: FakeTensorMode) -> Iterator[None]:
     """Fake mode in which `module.to(...)`, `.half()` and the like work.
 
-    torch converts a fake parameter by `swap_tensors`, which refuses a tensor with a weak reference; fake mode keeps such a
-    reference for every parameter. Here fake tensors are swapped without that check; tied ones stay tied.
+    torch converts a fake parameter by `swap_tensors`, which refuses a tensor with a weak reference; fake mode keeps one
+    for every parameter. Here fake tensors are swapped without that check; tied ones stay tied.
     """
     checked = torch.utils.swap_tensors
 

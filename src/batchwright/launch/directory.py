@@ -59,7 +59,7 @@ class RunDirectory:
         return sorted(number for number in found if (self.launch(number) / "manifest.json").exists())
 
     def plan(self) -> RunPlan:
-        """The plan of the run; a ConfigError where there is none that can be read."""
+        """The plan of the run; a ConfigError if it cannot be read."""
         document = find_object(self.path / names.PLAN)
         if document is None:
             what = "holds no run" if self.path.is_dir() else "does not exist"

@@ -59,11 +59,11 @@ def explain(poll: Poll, ranks: Sequence[RankLog], launcher: str, who: str = "tor
         return Failure(reason, cause.rank, cause.code, lines, kind)
     if any(r.code == 0 for r in ranks) or poll.code == 0:
         early = who if poll.code == 0 else "a rank"
-        return Failure(f"{early} exited with code 0 before end_sample", None, poll.code, _of(ranks, launcher))
-    return Failure(f"{who} {died(poll.code)}, and its ranks with it", None, poll.code, _of(ranks, launcher))
+        return Failure(f"{early} exited with code 0 before end_sample", None, poll.code, _last_output(ranks, launcher))
+    return Failure(f"{who} {died(poll.code)}, and its ranks with it", None, poll.code, _last_output(ranks, launcher))
 
 
-def _of(ranks: Sequence[RankLog], launcher: str) -> tuple[str, ...]:
+def _last_output(ranks: Sequence[RankLog], launcher: str) -> tuple[str, ...]:
     return last_lines(launcher) or next((last_lines(r.tail) for r in ranks if r.tail.strip()), ())
 
 

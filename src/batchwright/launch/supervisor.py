@@ -217,7 +217,7 @@ class Supervisor:
             if stop_requests > 1 or (asked and now - asked > options.grace_seconds):
                 self._engine.signal(handle, "kill")
             elif stop_requests:
-                # A task has nothing to save before its first step. Of a command that is not known.
+                # A task has nothing to save before its first step; a command may have.
                 saves = first is not None or self._plan.kind == COMMAND
                 if not asked:
                     asked = now

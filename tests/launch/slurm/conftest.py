@@ -57,7 +57,7 @@ class Cluster:
         deadline = time.monotonic() + PATIENCE
         while True:
             done = subprocess.run(command, capture_output=True, text=True)
-            if not done.returncode or not slurm._AWAY.search(done.stderr) or time.monotonic() > deadline:
+            if not done.returncode or not slurm._NO_ANSWER.search(done.stderr) or time.monotonic() > deadline:
                 done.check_returncode()
                 return done.stdout
             time.sleep(0.5)

@@ -507,18 +507,18 @@ def test_a_run_that_waits_for_a_controller_can_be_stopped(make, tmp_path, monkey
         program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     directory, plan = make()
-    said = io.StringIO()
+    output = io.StringIO()
 
     def stop() -> None:
-        wait_for(lambda: "does not answer" in said.getvalue())
+        wait_for(lambda: "does not answer" in output.getvalue())
         write_json(directory.path / "stop.json", {"now": False})
 
     person = threading.Thread(target=stop)
     person.start()
     try:
-        assert slurm_engine.SlurmSupervisor(directory, plan, LineDisplay(said)).run() == "stopped"
+        assert slurm_engine.SlurmSupervisor(directory, plan, LineDisplay(output)).run() == "stopped"
     finally:
         person.join()
-    assert said.getvalue().count("does not answer") == 1
+    assert output.getvalue().count("does not answer") == 1
     ending = directory.ending(1)
     assert ending is not None and ending.outcome == "stopped"

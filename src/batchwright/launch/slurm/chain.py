@@ -145,7 +145,7 @@ class ChainJob(Supervisor):
             try:
                 reason = self._locked()
                 if reason is None:
-                    return self._checked_turn()
+                    return self._run_next_or_end_chain()
                 say(f"nothing to do: {reason}")
                 return 0
             except (BatchwrightError, OSError) as error:
@@ -159,7 +159,7 @@ class ChainJob(Supervisor):
         if not SlurmRun.load(self._directory).detached:
             return "this run has a supervisor on a login node now"
         if (self._directory.path / names.STOP).exists():
-            return "the run is to stop"
+            return "a stop of the run was requested"
         for number in self._directory.numbers()[-1:]:
             owner = self._owner(number)
             if (
@@ -205,16 +205,16 @@ class ChainJob(Supervisor):
         # A job without a launch does not hold the lock: it waits for it.
         return not any(one.alive and one.job in owners and one.job != slurm.me() for one in known)
 
-    def _checked_turn(self) -> int:
+    def _run_next_or_end_chain(self) -> int:
         """Run the next launch. If that fails with an error and no successor waits, the chain ends with this error."""
         try:
-            return self._turn()
+            return self._run_next()
         except (BatchwrightError, OSError) as error:
             if self._run.site.nodes_submit and self._successor(unknown="?") is None:
                 self._finish("failed", Failure(str(error)))
             raise
 
-    def _turn(self) -> int:
+    def _run_next(self) -> int:
         """Find the next launch by the checkpoints, claim it and run it."""
         plan = self._plan
         # Read once, before the checks: of two jobs that look at the same time, only one can claim the next number.
@@ -228,9 +228,9 @@ class ChainJob(Supervisor):
         position = self._work.position(verify=last is not None and last.outcome != "done")
         if position >= plan.total_samples:
             say("nothing to do: the run is complete")
-            return self._over("complete", None)
+            return self._end_chain("complete", None)
         if self._without_progress() > plan.options.max_retries:  # the earlier jobs ended before they could check this
-            return self._over("failed", (last and last.failure) or Failure("launches in a row made no progress"))
+            return self._end_chain("failed", (last and last.failure) or Failure("launches in a row made no progress"))
         launch = plan.launch_at(position)
         nodes = slurm.my_nodes()[0] or launch.nodes
         sized = on_nodes(plan, launch, nodes) if nodes == launch.nodes or self._run.site.elastic else None
@@ -253,7 +253,7 @@ class ChainJob(Supervisor):
             return 0
         self._claimed = JobRecord(self._directory.launch(number))
         self._claimed.claim()
-        return self._after(self._one(self._claimed, manifest, launch, position))
+        return self._continue_chain(self._run_claimed(self._claimed, manifest, launch, position))
 
     def _end_abandoned(self, numbers: list[int]) -> None:
         """Write the ending of a launch whose job ended without writing one."""
@@ -267,7 +267,7 @@ class ChainJob(Supervisor):
                     )
                 self._record(manifest, Poll("ended"), self._work.progress(manifest), failure, stopping=False)
 
-    def _one(self, claimed: JobRecord, manifest: Manifest, launch: Launch, position: int) -> Ending:
+    def _run_claimed(self, claimed: JobRecord, manifest: Manifest, launch: Launch, position: int) -> Ending:
         """Run the claimed launch."""
         failure = prologue_failure(self._run.site)
         (self._directory.path / names.OUTCOME).unlink(missing_ok=True)  # the run continues after all
@@ -298,16 +298,16 @@ class ChainJob(Supervisor):
             self._claimed.heartbeat()
         return super()._stop_requests()
 
-    def _after(self, ending: Ending) -> int:
+    def _continue_chain(self, ending: Ending) -> int:
         """Continue the chain after a launch, or end it; the job's exit code."""
         plan = self._directory.plan()  # as planned: a launch on fewer nodes grows again
         if ending.position >= plan.total_samples:
-            return self._over("complete", None)
+            return self._end_chain("complete", None)
         if (self._directory.path / names.STOP).exists():
-            return self._over("stopped", None)
+            return self._end_chain("stopped", None)
         if not SlurmRun.load(self._directory).detached:
             say("the run has a supervisor on a login node now: the chain ends")
-            return self._over("stopped", None)
+            return self._end_chain("stopped", None)
         nodes_submit = self._run.site.nodes_submit
         if ending.outcome == "done":
             if nodes_submit:
@@ -320,7 +320,7 @@ class ChainJob(Supervisor):
             failure.kind == "overshot" or (failure.kind in ("oom", "refused") and failures > 1)
         )
         if hopeless or failures > plan.options.max_retries:
-            return self._over("failed", failure or Failure(f"{failures} launches in a row made no progress"))
+            return self._end_chain("failed", failure or Failure(f"{failures} launches in a row made no progress"))
         if not nodes_submit:
             return 0
         wait = plan.options.retry_after(failures) if failures else 0.0
@@ -374,7 +374,7 @@ class ChainJob(Supervisor):
         except slurm.Unreachable:
             return unknown
 
-    def _over(self, state: str, failure: Failure | None) -> int:
+    def _end_chain(self, state: str, failure: Failure | None) -> int:
         """End the chain."""
         cancel_all(self._directory, self._run.token)
         self._finish(state, failure)

@@ -1,4 +1,4 @@
-"""Which job runs a launch number: one job, ever. A claim is a file that only one process can create.
+"""Which job runs a launch number: the first that claims it. A claim is a file that only one process can create.
 
 `os.link` fails if the name exists, on NFS and Lustre too, and the file is complete from its first moment. Slurm says
 whether the owner of a claim is alive; without a controller, the owner's heartbeat (the time of its file) does.

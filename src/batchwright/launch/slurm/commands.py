@@ -34,7 +34,7 @@ _STRUCTURAL = frozenset(
 _VARIABLES = {"time": "SBATCH_TIMELIMIT", "mem": "SBATCH_MEM_PER_NODE", "debug": "SBATCH_DEBUG"}
 _OPTION = re.compile(r"^#SBATCH\s+--([a-z-]+)", re.MULTILINE)
 _STARTS = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
-_AWAY = re.compile(r"Unable to contact|[Cc]onnect|timed out|Zero Bytes|temporarily unable|Slurm backup|[Mm]unge")
+_NO_ANSWER = re.compile(r"Unable to contact|[Cc]onnect|timed out|Zero Bytes|temporarily unable|Slurm backup|[Mm]unge")
 _FIELDS = "%i|%T|%D|%k|%E|%r"
 # Reasons of a job that only a person can release.
 _STUCK = ("launch failed requeued held", "JobHeldAdmin", "PrologError", "BadConstraints", "DependencyNeverSatisfied")
@@ -129,7 +129,7 @@ def submit(script: Path, *options: str) -> str:
             nearest=("local",),
         ) from None
     job = done.stdout.strip().split(";")[0]
-    if done.returncode and _AWAY.search(done.stderr):
+    if done.returncode and _NO_ANSWER.search(done.stderr):
         raise Unreachable(_output(done))
     if done.returncode or not job.isdigit():
         raise EnvironmentFault(

@@ -97,7 +97,7 @@ def is_chain(directory: RunDirectory) -> bool:
 
 
 def seen(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> tuple[RunStatus, Jobs]:
-    """A run's status with its jobs: a run with a job in the queue runs, even if nobody holds its lock."""
+    """A run's status with its jobs: a run with a job in the queue runs, even if its lock is free."""
     if now.state == "stopped" and not (directory.path / names.OUTCOME).exists() and SlurmRun.path(directory).exists():
         try:
             run = SlurmRun.load(directory)

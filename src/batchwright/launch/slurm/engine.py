@@ -61,7 +61,7 @@ class SlurmEngine:
         return ("sbatch", "--parsable", str(job.directory / "job.sh"))
 
     def start(self, job: Job) -> Handle:
-        """Submit a launch, after the jobs of earlier launches that nobody recorded are cancelled."""
+        """Cancel the jobs of earlier launches that still run or wait, then submit a launch."""
         directory = RunDirectory(job.directory.parents[1])
         run = SlurmRun.load(directory)
         if not SlurmRun.path(directory).exists():
