@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from .errors import ConfigError, Violation, either, raise_violations
+from .errors import ConfigError, Violation, did_you_mean, raise_violations
 from .numbers import positive
 
 Readers: TypeAlias = Mapping[str, Callable[[Any, str], Any]]  # name -> reader(value, name)
@@ -68,6 +68,5 @@ def unknown_key(name: str, value: Any, known: Iterable[str], where: str = "") ->
     from difflib import get_close_matches  # slow to import, and only wrong input needs it
 
     close = get_close_matches(name, list(known), n=2, cutoff=0.6)
-    hint = f" Did you mean {either(close)}?" if close else ""
     given = value if isinstance(value, (int, float)) else str(value)[:40]
-    return Violation(f"{name[:60]} is not a known key{where}.{hint}", name[:60], given, tuple(close))
+    return Violation(f"{name[:60]} is not a known key{where}.{did_you_mean(close)}", name[:60], given, tuple(close))

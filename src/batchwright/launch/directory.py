@@ -36,6 +36,14 @@ def write_json(path: Path, document: Any) -> None:
     files.write_json(path, document, mode=0o600, allow_nan=True)
 
 
+def modified(path: Path) -> float | None:
+    """When a file was last changed or touched; None if it cannot be read."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
 class RunDirectory:
     """The files of one run."""
 

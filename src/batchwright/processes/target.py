@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import tokenize
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.errors import ConfigError, Violation, did_you_mean, raise_violations
 
 # A file with one of these may define names that are not in its text.
 _MAKES_NAMES = re.compile(r"import\s+\*|__getattr__|__dict__|\b(globals|locals|vars|setattr|exec|sys\.modules)\b")
@@ -82,12 +82,3 @@ def check_arguments(target: str, function: Callable[..., Any], arguments: Mappin
         for n in sorted(needed - set(arguments))
     ]
     raise_violations(ConfigError, wrong)
-
-
-def did_you_mean(near: Sequence[str]) -> str:
-    """A question at the end of an error.
-
-    >>> did_you_mean(["task"]), did_you_mean([])
-    (' Did you mean task?', '')
-    """
-    return f" Did you mean {' or '.join(near)}?" if near else ""

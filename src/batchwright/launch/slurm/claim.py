@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from batchwright.launch.directory import write_json
+from batchwright.launch.directory import modified, write_json
 from batchwright.rundir.files import find_object
 
 from . import commands as slurm
@@ -105,21 +105,14 @@ def owner_lives(launch: Path, job: str | None, token: str) -> bool:
 def _has_heartbeat(launch: Path) -> bool:
     """Whether the owner still touches its record. This waits: a successor that gave up at once would be lost."""
     path = launch / "job.json"
-    last = _modified(path)
+    last = modified(path)
     while _age(path) < SILENT_SECONDS:
         time.sleep(min(1.0, HEARTBEAT_SECONDS))
         if job_record(launch).get("state") == "ended":
             return False
-        if _modified(path) != last:
+        if modified(path) != last:
             return True
     return False
-
-
-def _modified(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
 
 
 def _age(path: Path) -> float:
