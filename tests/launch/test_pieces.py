@@ -25,7 +25,7 @@ from batchwright.launch import directory as files
 from batchwright.launch import interrupts
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Poll, RankLog
-from batchwright.launch.failure import explain, memory_advice, stuck
+from batchwright.launch.failure import explain, hopeless, memory_advice, stuck
 from batchwright.launch.plan import begin, build, refit
 from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest, Options, RunPlan
 from batchwright.launch.settings import read_options
@@ -106,6 +106,13 @@ def test_a_rank_out_of_memory_is_the_reason_even_if_another_failed_first():
     failure = explain(Poll("ended", 1), ranks, "")
     assert (failure.kind, failure.rank) == ("oom", 1)
     assert failure.reason == "rank 1 exited with 1: OutOfMemoryError: CUDA out of memory."
+
+
+def test_a_retry_is_hopeless_after_the_same_refusal_or_memory_error():
+    crash, oom, refused = (Failure("why", kind=kind) for kind in ("crash", "oom", "refused"))
+    assert hopeless(oom, oom) and hopeless(refused, refused) and hopeless(Failure("why", kind="overshot"), None)
+    assert not hopeless(crash, crash) and not hopeless(oom, None)
+    assert not hopeless(oom, crash) and not hopeless(refused, oom)
 
 
 def test_the_stuck_rank_is_the_one_outside_a_collective():

@@ -19,6 +19,12 @@ _WAITING = re.compile(r"/torch/(distributed|autograd)/|/torch/_tensor\.py|/multi
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
+def hopeless(failure: Failure, before: Failure | None) -> bool:
+    """Whether a retry would fail again; `before` is the failure of the launch before, if both made no progress."""
+    same = before is not None and before.kind == failure.kind
+    return failure.kind == "overshot" or (failure.kind in ("oom", "refused") and same)
+
+
 def died(code: int | None) -> str:
     """An exit code as text.
 

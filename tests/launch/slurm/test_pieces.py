@@ -36,7 +36,7 @@ from batchwright.rundir.files import find_json
 from .conftest import wait_for
 
 
-def away(*given: object) -> None:
+def no_answer(*given: object) -> None:
     raise slurm.Unreachable("Unable to contact slurm controller")
 
 
@@ -64,7 +64,7 @@ def test_a_claim_whose_answer_was_lost_is_ours(tmp_path, monkeypatch):
 
 
 def test_without_a_controller_the_heartbeat_says_whether_the_owner_lives(tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm, "job", away)
+    monkeypatch.setattr(slurm, "job", no_answer)
     directory = RunDirectory(tmp_path)
     record = directory.launch(1) / "job.json"
     write_json(record, {"job": "7", "state": "running"})
@@ -105,7 +105,7 @@ def test_a_lock_that_a_lost_node_left_does_not_end_the_chain(make, monkeypatch):
         gone.unlock()
 
 
-@pytest.mark.parametrize("queue", [lambda token: [slurm.Queued("7", "RUNNING", 1, "", "")], away])
+@pytest.mark.parametrize("queue", [lambda token: [slurm.Queued("7", "RUNNING", 1, "", "")], no_answer])
 def test_a_job_waits_until_the_job_before_releases_the_lock(make, monkeypatch, queue):
     """The last calls of the job before to a busy controller may take long. If this job gave up, the chain would end."""
     directory, _ = make(detached=True)
@@ -389,7 +389,7 @@ def test_a_job_that_waits_for_the_lock_stops_when_asked_and_the_chain_continues(
 
 def test_stop_and_status_say_that_the_controller_does_not_answer(make, monkeypatch):
     directory, plan = make(detached=True)
-    monkeypatch.setattr(slurm, "jobs", away)
+    monkeypatch.setattr(slurm, "jobs", no_answer)
     with pytest.raises(EnvironmentFault, match="stops by itself"):
         slurm_run.stop(directory, plan, False)
     assert (directory.path / "stop.json").exists()

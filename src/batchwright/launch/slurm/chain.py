@@ -22,6 +22,7 @@ from batchwright.core.errors import BatchwrightError, EnvironmentFault
 from batchwright.core.nodes.policies import Launch
 from batchwright.launch.directory import RunDirectory
 from batchwright.launch.engine import Poll
+from batchwright.launch.failure import hopeless
 from batchwright.launch.interrupts import Interrupts
 from batchwright.launch.records import Ending, Failure, Manifest, RunPlan
 from batchwright.launch.show import LineDisplay
@@ -316,10 +317,9 @@ class ChainJob(Supervisor):
                     slurm.cancel(successor)
             return 0
         failures, failure = self._without_progress(), ending.failure
-        hopeless = failure is not None and (
-            failure.kind == "overshot" or (failure.kind in ("oom", "refused") and failures > 1)
-        )
-        if hopeless or failures > plan.options.max_retries:
+        before = self._directory.ending(ending.number - 1) if failures > 1 else None
+        final = failure is not None and hopeless(failure, before and before.failure)
+        if final or failures > plan.options.max_retries:
             return self._end_chain("failed", failure or Failure(f"{failures} launches in a row made no progress"))
         if not nodes_submit:
             return 0

@@ -205,7 +205,7 @@ def rows(directory: RunDirectory, plan: RunPlan) -> list[Row]:
         begun.append(row)
     known = {row.job for row in begun}
     waiting: dict[int, slurm.Queued] = {}
-    # A job that starts by itself before its successors.
+    # First the job that waits for no other, then its successors.
     for one in sorted(queue.values(), key=lambda one: (one.waits_for_a_job, int(one.job))):
         role, index = slurm.role_of(one.comment)
         if one.alive and one.job not in known and role != "start":
