@@ -134,12 +134,12 @@ def _literal(value: str) -> str:
 
 
 def _command(job: Job, pods: Pods) -> tuple[str, ...]:
-    argv = tuple(pods.python if word == sys.executable else word for word in job.argv)
+    argv = tuple(pods.python if argument == sys.executable else argument for argument in job.argv)
     if not job.direct:
         seconds = max(1, int(job.grace_seconds))
         nodes = f"--nnodes={job.nodes}"
         argv = (*torchrun(pods.python, job, nodes, ranks=job.ranks_per_node, shutdown_seconds=seconds), *argv)
-    return tuple(_literal(word) for word in argv)
+    return tuple(_literal(argument) for argument in argv)
 
 
 def render(document: Mapping[str, Any]) -> str:

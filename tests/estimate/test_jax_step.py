@@ -89,6 +89,8 @@ def test_errors_in_the_file_are_named(jax_task):
         estimate(f"{jax_task}:nothing", micro_batch_sizes=(1,))
     with pytest.raises(PlanError, match=r"takes no argument 'depth'"):
         estimate(f"{jax_task}:task", args={"depth": 1}, micro_batch_sizes=(1,))
+    with pytest.raises(PlanError, match=r"takes no argument 'layer'.* Did you mean layers\?"):
+        estimate(f"{jax_task}:task", args={"layer": 1}, micro_batch_sizes=(1,))
     with pytest.raises(RunError, match="returned int, not a batchwright"):
         estimate(f"{jax_task}:not_a_step", micro_batch_sizes=(1,))
     with pytest.raises(RunError, match="no_such_thing") as caught:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from batchwright.launch import directory as files
 from batchwright.launch import interrupts
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Poll, RankLog
-from batchwright.launch.failure import explain, memory_advice, stuck
+from batchwright.launch.failure import explain, hopeless, memory_advice, stuck
 from batchwright.launch.plan import begin, build, refit
 from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest, Options, RunPlan
 from batchwright.launch.settings import read_options
@@ -108,6 +109,13 @@ def test_a_rank_out_of_memory_is_the_reason_even_if_another_failed_first():
     assert failure.reason == "rank 1 exited with 1: OutOfMemoryError: CUDA out of memory."
 
 
+def test_a_retry_is_hopeless_after_the_same_refusal_or_memory_error():
+    crash, oom, refused = (Failure("why", kind=kind) for kind in ("crash", "oom", "refused"))
+    assert hopeless(oom, oom) and hopeless(refused, refused) and hopeless(Failure("why", kind="overshot"), None)
+    assert not hopeless(crash, crash) and not hopeless(oom, None)
+    assert not hopeless(oom, crash) and not hopeless(refused, oom)
+
+
 def test_the_stuck_rank_is_the_one_outside_a_collective():
     waiting = TRACE.format(file="/venv/torch/distributed/distributed_c10d.py", name="all_reduce")
     busy = TRACE.format(file="/home/me/train.py", name="loss")
@@ -148,6 +156,15 @@ def test_plans_and_records_are_read_as_they_were_written(plan, tmp_path):
     assert (directory.manifest(1), directory.ending(1), directory.numbers()) == (manifest, ending, [1])
     (directory.launch(1) / "ending.json").write_text("{half")
     assert directory.ending(1) is None
+
+
+def test_a_plan_may_hold_infinite_numbers_and_names_that_are_not_utf_8(plan, tmp_path):
+    directory = RunDirectory(tmp_path / "r")
+    made = replace(plan, arguments={"clip": math.inf}, command=("train", os.fsdecode(b"caf\xe9")))
+    write_json(directory.path / "plan.json", made)
+    assert directory.plan() == made
+    directory.event("launch", command=made.command)
+    assert directory.events()[0]["command"] == list(made.command)
 
 
 def test_the_lock_has_one_holder_and_status_does_not_disturb_it(tmp_path):

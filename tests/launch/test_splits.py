@@ -1,4 +1,4 @@
-"""A stage split anew (less memory, fewer nodes) obeys the rules of the run: `plan` accepts every split that is made."""
+"""A stage that is split again (less memory, fewer nodes) obeys the rules of the run: `plan` accepts every split that is made."""
 
 from __future__ import annotations
 

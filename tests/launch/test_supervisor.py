@@ -288,11 +288,11 @@ def test_a_position_command_that_fails_is_retried(run):
     where.write_text(
         "import os, sys\n"
         "assert os.getsid(0) == os.getpid()\n"  # the terminal's Ctrl-C does not reach it
-        "mark, memory = (os.path.join(os.path.dirname(__file__), name) for name in ('mark', 'memory'))\n"
-        "if not os.path.exists(mark):\n"
-        "    open(mark, 'w').close()\n"
+        "failed, memory = (os.path.join(os.path.dirname(__file__), name) for name in ('failed', 'memory'))\n"
+        "if not os.path.exists(failed):\n"
+        "    open(failed, 'w').close()\n"
         "    sys.exit('the bucket does not answer')\n"
-        "os.remove(mark)\n"
+        "os.remove(failed)\n"
         "print(open(memory).read() if os.path.exists(memory) else 0)\n"
     )
     script = ("silent", f"memory={where.with_name('memory')}")

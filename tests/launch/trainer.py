@@ -55,9 +55,9 @@ def main() -> None:
         position = min(end, position + batch)
         for word in script:
             name, at, where = word.rstrip("!").partition("@")
-            mark = os.path.join(os.environ["BATCHWRIGHT_RUN_DIR"], f"{name}-{where}.mark")
-            if at and position >= int(where) and (word.endswith("!") or not os.path.exists(mark)):
-                open(mark, "w").close()
+            done = os.path.join(os.environ["BATCHWRIGHT_RUN_DIR"], f"{name}-{where}.done")
+            if at and position >= int(where) and (word.endswith("!") or not os.path.exists(done)):
+                open(done, "w").close()
                 _happen(name)
         if stopping:
             time.sleep(float(options.get("save", 0)))

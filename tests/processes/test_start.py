@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -68,6 +69,24 @@ def test_echo_copies_the_output_to_standard_error():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "hello\n")
+
+
+def test_a_standard_error_without_a_reader_does_not_end_the_command():
+    code = (
+        "import os; from batchwright.processes.start import GuardedProcess, environment\n"
+        "reading, writing = os.pipe(); os.close(reading); os.dup2(writing, 2)\n"
+        "with GuardedProcess(['echo', 'hello'], environment()) as child: print(child.watch(60.0, echo=True).output)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "hello\n\n")
+
+
+def test_a_server_that_ends_before_it_reads_a_request_gives_its_own_exit_code():
+    replies, theirs = socket.socketpair()
+    with replies, GuardedProcess(["sh", "-c", "sleep 0.5; exit 3"], environment()) as child:
+        replies.sendall(b"request")
+        theirs.close()  # with the request unread: a read on our side is a connection reset
+        assert child.watch(60.0, replies=replies).returncode == 3
 
 
 def test_changes_replace_and_defaults_do_not(monkeypatch):

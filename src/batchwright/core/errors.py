@@ -121,3 +121,12 @@ def either(values: Sequence[object]) -> str:
     '4 or 8'
     """
     return " or ".join(str(v) for v in values)
+
+
+def did_you_mean(near: Sequence[object]) -> str:
+    """A question at the end of an error.
+
+    >>> did_you_mean(["task"]), did_you_mean([])
+    (' Did you mean task?', '')
+    """
+    return f" Did you mean {either(near)}?" if near else ""

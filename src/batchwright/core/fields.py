@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from .errors import ConfigError, Violation, either, raise_violations
+from .errors import ConfigError, Violation, did_you_mean, raise_violations
+from .numbers import positive
 
 Readers: TypeAlias = Mapping[str, Callable[[Any, str], Any]]  # name -> reader(value, name)
 
@@ -22,15 +23,13 @@ def read_fields(values: Mapping[str, Any], readers: Readers, section: str = "") 
     wrong: list[Violation] = []
     read: dict[str, Any] = {}
     for name, value in values.items():
-        if value is None:
-            continue
         if name not in readers:
             wrong.append(unknown_key(f"{section}{name}", value, [f"{section}{known}" for known in readers]))
-            continue
-        try:
-            read[name] = readers[name](value, name)
-        except ConfigError as error:
-            wrong.extend(error.violations)
+        elif value is not None:
+            try:
+                read[name] = readers[name](value, name)
+            except ConfigError as error:
+                wrong.extend(error.violations)
     raise_violations(ConfigError, wrong)
     return read
 
@@ -50,10 +49,18 @@ def choice(*names: str) -> Callable[[Any, str], str]:
 
 def switch(value: Any, name: str) -> bool:
     """A reader for true or false."""
-    meaning = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
-    if str(value).lower() not in meaning:
-        raise ConfigError(f"{name}={str(value)[:40]!r} is not true or false.", field=name, given=value)
-    return meaning[str(value).lower()]
+    values = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+    text = str(value).strip().lower()
+    if text not in values:
+        raise ConfigError(
+            f"{name}={text[:40]!r} is not true or false.", field=name, given=value, nearest=("true", "false")
+        )
+    return values[text]
+
+
+def seconds(value: Any, name: str) -> float:
+    """A reader for a time that may be 0."""
+    return 0.0 if str(value).strip() in ("0", "0.0") else positive(value, name)
 
 
 def unknown_key(name: str, value: Any, known: Iterable[str], where: str = "") -> Violation:
@@ -61,6 +68,5 @@ def unknown_key(name: str, value: Any, known: Iterable[str], where: str = "") ->
     from difflib import get_close_matches  # slow to import, and only wrong input needs it
 
     close = get_close_matches(name, list(known), n=2, cutoff=0.6)
-    hint = f" Did you mean {either(close)}?" if close else ""
     given = value if isinstance(value, (int, float)) else str(value)[:40]
-    return Violation(f"{name[:60]} is not a known key{where}.{hint}", name[:60], given, tuple(close))
+    return Violation(f"{name[:60]} is not a known key{where}.{did_you_mean(close)}", name[:60], given, tuple(close))

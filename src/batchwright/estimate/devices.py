@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from batchwright.core.errors import ConfigError
-from batchwright.processes.target import did_you_mean
+from batchwright.core.errors import ConfigError, did_you_mean
 
 GIB = 2**30
 

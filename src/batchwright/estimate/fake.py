@@ -82,8 +82,8 @@ class ReadsAsOne(TorchDispatchMode):
 def building(mode: FakeTensorMode) -> Iterator[None]:
     """Fake mode in which `module.to(...)`, `.half()` and the like work.
 
-    torch converts a fake parameter by `swap_tensors`, which refuses a tensor with a weak reference; fake mode keeps such a
-    reference for every parameter. Here fake tensors are swapped without that check; tied ones stay tied.
+    torch converts a fake parameter by `swap_tensors`, which refuses a tensor with a weak reference; fake mode keeps one
+    for every parameter. Here fake tensors are swapped without that check; tied ones stay tied.
     """
     checked = torch.utils.swap_tensors
 
@@ -113,7 +113,7 @@ class FakeRuns:
 
     def __init__(self, request: EstimateRequest, sequence_length: int | None = None) -> None:
         self.request, self.sequence_length = request, sequence_length
-        self.args = dict(request.args) | ({} if sequence_length is None else {"sequence_length": sequence_length})
+        self.args = request.arguments(sequence_length)
         # Real batches and weights (from numpy, from a file) are allowed.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.task, self.batches = self._load()

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from batchwright.core.errors import ConfigError, RunError
+from batchwright.core.errors import RunError
 from batchwright.processes.memory import status_bytes
-from batchwright.processes.target import no_function, task_file
+from batchwright.processes.target import check_arguments, no_function, split_target, task_file
 
 from .records import EstimateRequest, Point
 
@@ -54,7 +53,7 @@ def is_jax(source: str) -> bool:
 def load_step(target: str, args: dict[str, Any]) -> JaxStep:
     """Call the function that `FILE.py:function` names and return its JaxStep."""
     path, name = task_file(target)
-    file = target.removesuffix(f":{name}")
+    file = split_target(target)[0]
     spec = importlib.util.spec_from_file_location(f"batchwright_jax_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -63,7 +62,7 @@ def load_step(target: str, args: dict[str, Any]) -> JaxStep:
     if not callable(function):
         own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == spec.name]
         raise no_function(target, file, name, own)
-    _check_arguments(f"{file}:{name}", function, args)
+    check_arguments(f"{file}:{name}", function, args)
     step = function(**args)
     if not isinstance(step, JaxStep):
         raise RunError(
@@ -74,18 +73,6 @@ def load_step(target: str, args: dict[str, Any]) -> JaxStep:
     return step
 
 
-def _check_arguments(target: str, function: Any, args: dict[str, Any]) -> None:
-    parameters = inspect.signature(function).parameters
-    unknown = [n for n in args if n not in parameters]
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        raise ConfigError(
-            f"{target} takes no argument {unknown[0]!r}; it takes: {', '.join(parameters) or 'none'}.",
-            field="arg",
-            given=unknown[0],
-            nearest=tuple(parameters),
-        )
-
-
 class CompiledRuns:
     """Estimates of one JAX step at one sequence length; each `point` is a compilation."""
 
@@ -94,8 +81,7 @@ class CompiledRuns:
 
         self.jax: Any = jax
         self.sequence_length = sequence_length
-        args = dict(request.args) | ({} if sequence_length is None else {"sequence_length": sequence_length})
-        self.step = load_step(request.task, args)
+        self.step = load_step(request.task, request.arguments(sequence_length))
 
     def point(self, micro_batch_size: int) -> Point:
         """The compiler's numbers at one size; on CPU its own `peak_memory` contains arguments only, so it is not used."""

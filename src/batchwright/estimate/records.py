@@ -30,6 +30,10 @@ class EstimateRequest:
     accelerator: bool = False  # use the optimizer's grouped ("foreach") step, as torch does on devices but not on CPU
     progress: bool = False
 
+    def arguments(self, sequence_length: int | None) -> dict[str, Any]:
+        """The task's arguments at one sequence length (None: the task's own)."""
+        return {**self.args, **({} if sequence_length is None else {"sequence_length": sequence_length})}
+
 
 @dataclass(frozen=True)
 class Point:

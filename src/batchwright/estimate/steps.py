@@ -171,11 +171,8 @@ def _shape(two: Any, three: Any) -> list[tuple[int, int]] | None:
 def measure(request: EstimateRequest) -> int:
     """Run two steps at the request's only size: peak resident bytes above those of the process after its imports."""
     torch.set_num_threads(1)  # every thread has its own scratch memory
-    args = dict(request.args)
-    if request.sequence_lengths:
-        args["sequence_length"] = request.sequence_lengths[0]
     before = status_bytes("VmRSS")
-    task = load_task(request.task, args)
+    task = load_task(request.task, request.arguments(next(iter(request.sequence_lengths), None)))
     model = task.build_model(seed=0)
     if request.checkpoint_activations:
         checkpoint_blocks(model)

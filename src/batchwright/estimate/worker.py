@@ -18,6 +18,7 @@ from batchwright.core.errors import BatchwrightError, MissingExtraError, PlanErr
 from batchwright.core.numbers import format_bytes
 from batchwright.processes.endings import error_from_record, error_record, from_exit, sentence
 from batchwright.processes.start import FIXED_ALLOCATOR, GuardedProcess, environment
+from batchwright.processes.target import split_target
 from batchwright.rundir import atomic
 
 from .fit import SAME_SLOPE, largest, settle
@@ -119,7 +120,7 @@ def _activations(point: Point) -> bool:
 def _trial(request: EstimateRequest, framework: str) -> dict[str, Any]:
     runs = _runner(request, framework)
     if framework == "jax":
-        length = request.sequence_lengths[0] if request.sequence_lengths else None
+        length = next(iter(request.sequence_lengths), None)
         return {"measured_bytes": runs(request, length).measure(request.micro_batch_sizes[0])}
     from .steps import measure
 
@@ -173,10 +174,8 @@ def _refuse_torch_options(request: EstimateRequest) -> None:
 
 
 def _source(task: str) -> str:
-    file = task.rpartition(":")[0]
-    path = Path(file if file.endswith(".py") else task).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
+        return Path(split_target(task)[0]).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""  # load_task reports what is wrong
 

@@ -32,8 +32,16 @@ LOCK_PATIENCE = 2.0  # seconds: `--status` takes the lock for a moment to see wh
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a document that only its owner may read: it may hold environment values."""
-    files.write_json(path, document, mode=0o600)
+    """Write a document that only its owner may read: it may hold environment values. An argument may be NaN or infinite."""
+    files.write_json(path, document, mode=0o600, allow_nan=True)
+
+
+def modified(path: Path) -> float | None:
+    """When a file was last changed or touched; None if it cannot be read."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 class RunDirectory:
@@ -59,7 +67,7 @@ class RunDirectory:
         return sorted(number for number in found if (self.launch(number) / "manifest.json").exists())
 
     def plan(self) -> RunPlan:
-        """The plan of the run; a ConfigError where there is none that can be read."""
+        """The plan of the run; a ConfigError if it cannot be read."""
         document = find_object(self.path / names.PLAN)
         if document is None:
             what = "holds no run" if self.path.is_dir() else "does not exist"
@@ -109,7 +117,7 @@ class RunDirectory:
     def event(self, kind: str, **values: Any) -> None:
         """Append a line to the supervisor's events. On a full disk the line is lost and the run continues."""
         path = self.path / names.EVENTS / names.SUPERVISOR_EVENTS
-        line = json.dumps({"kind": kind, "time": round(time.time(), 3), **codec.encode(values)}, ensure_ascii=False)
+        line = json.dumps({"kind": kind, "time": round(time.time(), 3), **codec.encode(values)})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a", encoding="utf-8", opener=atomic.no_follow) as file:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from batchwright.core.errors import ConfigError
+from batchwright.processes.guard import process_state
+from batchwright.processes.start import TAIL_BYTES
 from batchwright.rundir.files import find_object
 
 Handle = Mapping[str, Any]
 Action = Literal["checkpoint", "trace", "kill"]
 
 ENGINES = ("local", "slurm")
-TAIL_BYTES = 64 * 1024  # enough for any traceback
 
 
 @dataclass(frozen=True)
@@ -141,15 +142,3 @@ def tail(path: Path, size: int = TAIL_BYTES) -> str:
             return file.read(size).decode("utf-8", "replace").replace("\r", "\n")
     except OSError:
         return ""
-
-
-def process_state(pid: int, start_time: int | None) -> str | None:
-    """The letter of a process in /proc (R, S, D, T, Z); None if it is gone or its number was given to another one."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rsplit(b")", 1)[1].split()
-    except OSError:
-        return None
-    if start_time is not None and int(fields[19]) != start_time:
-        return None
-    return fields[0].decode()

@@ -19,6 +19,12 @@ _WAITING = re.compile(r"/torch/(distributed|autograd)/|/torch/_tensor\.py|/multi
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
+def hopeless(failure: Failure, before: Failure | None) -> bool:
+    """Whether a retry would fail again; `before` is the failure of the launch before, if both made no progress."""
+    same = before is not None and before.kind == failure.kind
+    return failure.kind == "overshot" or (failure.kind in ("oom", "refused") and same)
+
+
 def died(code: int | None) -> str:
     """An exit code as text.
 
@@ -59,11 +65,11 @@ def explain(poll: Poll, ranks: Sequence[RankLog], launcher: str, who: str = "tor
         return Failure(reason, cause.rank, cause.code, lines, kind)
     if any(r.code == 0 for r in ranks) or poll.code == 0:
         early = who if poll.code == 0 else "a rank"
-        return Failure(f"{early} exited with code 0 before end_sample", None, poll.code, _of(ranks, launcher))
-    return Failure(f"{who} {died(poll.code)}, and its ranks with it", None, poll.code, _of(ranks, launcher))
+        return Failure(f"{early} exited with code 0 before end_sample", None, poll.code, _last_output(ranks, launcher))
+    return Failure(f"{who} {died(poll.code)}, and its ranks with it", None, poll.code, _last_output(ranks, launcher))
 
 
-def _of(ranks: Sequence[RankLog], launcher: str) -> tuple[str, ...]:
+def _last_output(ranks: Sequence[RankLog], launcher: str) -> tuple[str, ...]:
     return last_lines(launcher) or next((last_lines(r.tail) for r in ranks if r.tail.strip()), ())
 
 

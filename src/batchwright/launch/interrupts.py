@@ -7,11 +7,19 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _APART = 1.0  # seconds: a closing terminal, or a launcher, sends several signals at once
+Pause = Callable[[float, str], bool]  # waits for these seconds, for this reason; False if a stop was requested
+
+
+def pause(seconds: float, reason: str) -> bool:
+    """The pause of a process that nothing asks to stop."""
+    time.sleep(seconds)
+    return True
 
 
 class Interrupts:

@@ -12,7 +12,6 @@ When the guard itself is killed, processes that a command started continue; the 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,14 +19,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import batchwright.processes.guard
 from batchwright.core.errors import EnvironmentFault, MissingExtraError
-from batchwright.processes.guard import adopt_orphans, foreign_children, kill_below, kill_orphans, start_time
+from batchwright.processes import guard
 from batchwright.rundir import atomic
 
-from .engine import Action, Handle, Job, Poll, RankLog, process_state, rank_logs, torchrun
-
-_GUARD = (sys.executable, "-I", "-S", batchwright.processes.guard.__file__)
+from .engine import Action, Handle, Job, Poll, RankLog, rank_logs, torchrun
 
 
 class LocalEngine:
@@ -59,13 +55,13 @@ class LocalEngine:
                 field="task",
             )
         (job.directory / "logs").mkdir(parents=True, exist_ok=True)
-        adopt_orphans(True)
-        self._others = foreign_children()
+        guard.adopt_orphans(True)
+        self._others = guard.foreign_children()
         reading, writing = os.pipe()
         try:
             with open(job.directory / "logs" / "launcher.log", "ab", opener=atomic.no_follow) as log:
-                guard = subprocess.Popen(
-                    [*_GUARD, json.dumps({"pipe": reading}), *self.command(job)],
+                started = subprocess.Popen(
+                    guard.command_line(self.command(job), reading),
                     cwd=job.working_directory,
                     env={**os.environ, **job.environment},
                     stdin=subprocess.DEVNULL,
@@ -79,11 +75,11 @@ class LocalEngine:
             raise EnvironmentFault(f"cannot start {job.name}: {error}.", field="engine", given="local") from error
         finally:
             os.close(reading)
-        self._running[guard.pid] = (guard, writing)
+        self._running[started.pid] = (started, writing)
         return {
             "engine": self.name,
-            "pid": guard.pid,
-            "start_time": start_time(guard.pid),
+            "pid": started.pid,
+            "start_time": guard.start_time(started.pid),
             "boot": _boot(),
             "directory": str(job.directory),
             "stop_signal": job.stop_signal if job.direct else "SIGUSR1",
@@ -94,17 +90,17 @@ class LocalEngine:
         """Whether it runs; a launch of another supervisor is found by its process."""
         known = self._running.get(handle["pid"])
         if known is None:
-            state = process_state(handle["pid"], handle["start_time"]) if handle["boot"] == _boot() else None
+            state = guard.process_state(handle["pid"], handle["start_time"]) if handle["boot"] == _boot() else None
             return Poll("ended" if state in (None, "Z") else "running", detail="started by another supervisor")
-        guard, writing = known
-        code = guard.poll()
+        started, writing = known
+        code = started.poll()
         if code is None:
             return Poll("running")
         if writing >= 0:
             os.close(writing)
-            self._running[handle["pid"]] = (guard, -1)
-            kill_orphans({*self._others, *(pid for pid, (_, pipe) in self._running.items() if pipe >= 0)})
-            adopt_orphans(any(pipe >= 0 for _, pipe in self._running.values()))
+            self._running[handle["pid"]] = (started, -1)
+            guard.kill_orphans({*self._others, *(pid for pid, (_, pipe) in self._running.items() if pipe >= 0)})
+            guard.adopt_orphans(any(pipe >= 0 for _, pipe in self._running.values()))
         return Poll("ended", code)
 
     def signal(self, handle: Handle, action: Action) -> None:
@@ -113,9 +109,9 @@ class LocalEngine:
             known = self._running.get(handle["pid"])
             if known is None:
                 # Ranks and commands end with the guard. What a command started does not: it is killed first.
-                if handle["boot"] == _boot() and process_state(handle["pid"], handle["start_time"]):
-                    kill_below(handle["pid"])
-                    _send(handle["pid"], signal.SIGKILL)
+                if handle["boot"] == _boot() and guard.process_state(handle["pid"], handle["start_time"]):
+                    guard.kill_below(handle["pid"])
+                    guard.send(handle["pid"], signal.SIGKILL)
             elif known[1] >= 0:
                 _write(known[1])
             return
@@ -125,9 +121,9 @@ class LocalEngine:
                     if (handle["directory"], rank.pid) in self._asked:
                         continue
                     self._asked.add((handle["directory"], rank.pid))
-                _send(rank.pid, signal.SIGABRT if action == "trace" else signal.Signals[handle["stop_signal"]])
+                guard.send(rank.pid, signal.SIGABRT if action == "trace" else signal.Signals[handle["stop_signal"]])
                 if action == "trace":
-                    _send(rank.pid, signal.SIGCONT)  # a stopped process writes its trace when it continues
+                    guard.send(rank.pid, signal.SIGCONT)  # a stopped process writes its trace when it continues
 
     def logs(self, handle: Handle) -> tuple[RankLog, ...]:
         """Every rank's state and last output."""
@@ -138,13 +134,6 @@ def _write(pipe: int) -> None:
     try:
         os.write(pipe, b"x")
     except OSError:  # the guard has just ended
-        pass
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
         pass
 
 

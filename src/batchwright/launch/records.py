@@ -54,7 +54,7 @@ class RunPlan:
     stages: tuple[Stage, ...]
     launches: tuple[Launch, ...]
     devices_per_node: int
-    rules: StageRules  # how a stage may be split anew: fewer nodes, smaller micro batches
+    rules: StageRules  # how a stage may be split again: fewer nodes, smaller micro batches
     options: Options
     notes: tuple[str, ...] = ()
     schema: int = codec.SCHEMA

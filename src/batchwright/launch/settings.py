@@ -9,16 +9,12 @@ from functools import partial
 from typing import Any, cast
 
 from batchwright.core.errors import ConfigError
-from batchwright.core.fields import Readers, choice, read_fields
+from batchwright.core.fields import Readers, choice, read_fields, seconds
 from batchwright.core.numbers import count, positive
 
 from .engine import ENGINES
 from .records import Options
 from .slurm.site import read_site
-
-
-def _seconds(value: Any, name: str) -> float:
-    return 0.0 if str(value).strip() in ("0", "0.0") else positive(value, name)
 
 
 def _stall(value: Any, name: str) -> float | None:
@@ -77,11 +73,11 @@ READERS: Readers = {
     "engine": choice(*ENGINES),
     "threads": _SMALL,
     "max_retries": partial(count, least=0, most=10_000),
-    "retry_seconds": _seconds,
-    "longest_retry_seconds": _seconds,
+    "retry_seconds": seconds,
+    "longest_retry_seconds": seconds,
     "stall_seconds": _stall,
     "start_seconds": positive,
-    "grace_seconds": _seconds,
+    "grace_seconds": seconds,
     "stop_signal": _signal,
     "checkpoint_samples": count,
     "keep": _SMALL,

@@ -122,7 +122,7 @@ class BarDisplay(LineDisplay):
             self._bar.update(self._task, completed=progress.position, description=text)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -22,7 +22,7 @@ from batchwright.rundir.files import find_object
 
 from .directory import RunDirectory, write_json
 from .engine import Action, Engine, Handle, Job, Poll, engine, tail
-from .failure import explain, memory_advice, stuck
+from .failure import explain, hopeless, memory_advice, stuck
 from .interrupts import Interrupts
 from .records import COMMAND, Ending, Failure, LaunchProgress, Manifest, RunPlan
 from .show import Speeds, remaining_seconds
@@ -118,13 +118,10 @@ class Supervisor:
                 failures, furthest, doubt = 0, ending.position, True
                 continue
             failures = 0 if ending.position > furthest else failures
-            # Out of memory or refused twice at one position: a third try would end the same way.
-            hopeless = failure.kind == "overshot" or (
-                failure.kind in ("oom", "refused") and before == failure.kind and failures > 0
-            )
-            furthest, doubt, before = max(furthest, ending.position), True, failure.kind
+            final = hopeless(failure, before if failures else None)
+            furthest, doubt, before = max(furthest, ending.position), True, failure
             failures += 1
-            if hopeless or failures > self._plan.options.max_retries:
+            if final or failures > self._plan.options.max_retries:
                 return "failed", failure
             self._back_off(failures)
 
@@ -226,7 +223,7 @@ class Supervisor:
             if stop_requests > 1 or (asked and now - asked > options.grace_seconds):
                 self._engine.signal(handle, "kill")
             elif stop_requests:
-                # A task has nothing to save before its first step. Of a command that is not known.
+                # A task has nothing to save before its first step; a command may have.
                 saves = first is not None or self._plan.kind == COMMAND
                 if not asked:
                     asked = now

@@ -7,23 +7,30 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from batchwright.core import codec
-from batchwright.core.errors import BatchwrightError, ConfigError, RunError, Violation, raise_violations
+from batchwright.core.errors import (
+    BatchwrightError,
+    ConfigError,
+    RunError,
+    Violation,
+    did_you_mean,
+    raise_violations,
+)
 from batchwright.core.nodes.policies import Launch, Stage
 from batchwright.core.numbers import count
 from batchwright.rundir import names
 from batchwright.rundir.checkpoint import positions
 from batchwright.rundir.files import JsonLines
 
-from .directory import RunDirectory, write_json
+from .directory import RunDirectory, modified, write_json
 from .engine import Job, engine
+from .interrupts import Pause, pause
 from .records import COMMAND, LaunchProgress, Manifest, RunPlan
 
 LOOP = "batchwright.runtime.loop"
@@ -65,15 +72,7 @@ class Work(Protocol):
         ...
 
 
-Pause = Callable[[float, str], bool]  # waits for these seconds, for this reason; False if a stop was requested
-
-
-def _sleep(seconds: float, reason: str) -> bool:
-    time.sleep(seconds)
-    return True
-
-
-def work(directory: RunDirectory, plan: RunPlan, pause: Pause = _sleep) -> Work:
+def work(directory: RunDirectory, plan: RunPlan, pause: Pause = pause) -> Work:
     """The work of a plan."""
     return CommandWork(directory, plan, pause) if plan.kind == COMMAND else TaskWork(directory, plan)
 
@@ -192,7 +191,7 @@ def _after(known: LaunchProgress, event: Mapping[str, Any], when: float) -> Laun
 class CommandWork:
     """A command of the user: placeholders are filled per launch; a status file or a position command gives its position."""
 
-    def __init__(self, directory: RunDirectory, plan: RunPlan, pause: Pause = _sleep) -> None:
+    def __init__(self, directory: RunDirectory, plan: RunPlan, pause: Pause = pause) -> None:
         self._directory, self._plan, self._pause = directory, plan, pause
 
     def values(self, launch: Launch, number: int, position: int) -> dict[str, object]:
@@ -265,7 +264,7 @@ class CommandWork:
         """The status file's position; a growing log also counts as a change."""
         log = self._directory.launch(manifest.number) / "logs" / "rank-0.log"
         reported = read_position(self._status_file(manifest.number))
-        times = [_modified(self._status_file(manifest.number)), _modified(log)]
+        times = [modified(self._status_file(manifest.number)), modified(log)]
         saved = times[0] if reported is not None else None
         return LaunchProgress(
             manifest.start_sample if reported is None else reported,
@@ -345,13 +344,6 @@ def _parse(text: str) -> int | None:
         return None
 
 
-def _modified(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
-
-
 def placeholders(command: Iterable[str]) -> set[str]:
     """The placeholders in a command.
 
@@ -375,8 +367,8 @@ def check_placeholders(command: Sequence[str], field: str = "command") -> None:
     wrong: list[Violation] = []
     for name in sorted(placeholders(command) - set(PLACEHOLDERS)):
         near = tuple(f"{{{n}}}" for n in get_close_matches(name, PLACEHOLDERS, n=2))
-        hint = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(PLACEHOLDERS)}."
-        message = f"the {field} has an unknown placeholder {{{name}}}. {hint} Write {{{{{name}}}}} to keep the braces."
+        hint = did_you_mean(near) or f" Known: {', '.join(PLACEHOLDERS)}."
+        message = f"the {field} has an unknown placeholder {{{name}}}.{hint} Write {{{{{name}}}}} to keep the braces."
         wrong.append(Violation(message, field, f"{{{name}}}", near))
     raise_violations(ConfigError, wrong)
 

@@ -57,9 +57,8 @@ class CommandRunner:
         command = self.request.command
         files = {argument: Path(argument) for argument in command if Path(argument).is_file()}
         folders = {p.resolve().parent for p in files.values() if p.suffix == ".py"}
-        for module in (
-            after for flag, after in pairwise(command) if flag == "-m"
-        ):  # in this folder, as Python finds it
+        # A module in this folder, as Python finds it.
+        for module in (after for flag, after in pairwise(command) if flag == "-m"):
             top = Path(module.partition(".")[0])
             folders |= {top.resolve()} if top.is_dir() else {Path.cwd()} if top.with_suffix(".py").is_file() else set()
         program = shutil.which(command[0]) if command else None

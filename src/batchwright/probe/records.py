@@ -11,7 +11,7 @@ from typing import Any
 from batchwright.core import codec
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.numbers import count, parse_bytes, positive
-from batchwright.processes.target import task_file
+from batchwright.processes.target import split_target, task_file
 
 from .speed import Curve, StepDiagnosis, Timing
 
@@ -183,8 +183,7 @@ _READERS = {
 
 
 def _check_target(target: str) -> list[Violation]:
-    file = target.rpartition(":")[0] if not target.endswith(".py") else target
-    if not file.endswith(".py"):
+    if not split_target(target)[0].endswith(".py"):
         message = (
             f"task={target!r} is neither FILE.py:function nor a command. Write `batchwright probe train.py:task`, or "
             f"`batchwright probe -- python train.py --batch-size {PLACEHOLDER}`."

@@ -41,7 +41,7 @@ class TrialServer(GuardedProcess):
 
     def run(self, spec: Path, *, timeout: float) -> Exit:
         """Fork a trial and wait until it ends. If the server itself ends, its exit code is the trial's."""
-        with suppress(BrokenPipeError):
+        with suppress(ConnectionError):
             self._channel.sendall(str(spec).encode())
         return self.watch(timeout, replies=self._channel)
 
@@ -82,5 +82,6 @@ def main() -> None:
     """Serve requests on standard input, which trials do not inherit."""
     channel, nothing = socket.socket(fileno=os.dup(0)), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
+    os.close(nothing)
     serve(channel)
     os._exit(0)  # shutting an interpreter with torch down takes a second

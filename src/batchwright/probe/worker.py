@@ -30,6 +30,7 @@ from batchwright.core.errors import PlanError
 from batchwright.processes.endings import cause_of, error_record
 from batchwright.processes.guard import die_with
 from batchwright.processes.memory import status_bytes
+from batchwright.processes.target import split_target
 from batchwright.rundir import atomic
 from batchwright.runtime.device import choose, to_device
 from batchwright.runtime.ranks import discover
@@ -313,7 +314,7 @@ def identity(
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     shapes += [(n, tuple(b.shape), str(b.dtype), False) for n, b in model.named_buffers()]
     count = sum(p.numel() for p in model.parameters())
-    folder = Path(spec["target"].rpartition(":")[0] or spec["target"]).resolve().parent
+    folder = Path(split_target(spec["target"])[0]).resolve().parent
     options = {k: v for k, v in optimizer.defaults.items() if k not in ("lr", "weight_decay")}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
     return {

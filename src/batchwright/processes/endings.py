@@ -222,7 +222,7 @@ _RAISED = re.compile(
 # What torchrun, accelerate and others raise when a rank has failed.
 _LAUNCHERS = {"ChildFailedError", "CalledProcessError"}
 _TRACEBACK = "Traceback (most recent call last):"
-# What a destructor raised while a process was ending: it is not the reason, whatever its text is.
+# What a destructor raised while a process was ending is never the reason of its end.
 _IGNORED = re.compile(
     rf"^{_RANK}Exception ignored (?:in|while)[^\n]*\n(?:{_RANK}{re.escape(_TRACEBACK)}[^\n]*\n"
     rf"(?:(?:\[\w+\]: )*[ \t][^\n]*\n)*)?[^\n]*\n?",

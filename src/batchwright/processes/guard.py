@@ -22,7 +22,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _SAMPLE_SECONDS = 0.05
@@ -41,13 +41,42 @@ def die_with(parent: int) -> None:
         os._exit(125)
 
 
-def start_time(pid: int) -> int | None:
-    """When a process was started, in the kernel's ticks: pid and start time together identify a process."""
+def command_line(command: Sequence[str], pipe: int, **options: object) -> list[str]:
+    """What runs `command` below a guard."""
+    import json
+
+    return [sys.executable, "-I", "-S", __file__, json.dumps({"pipe": pipe, **options}), *command]
+
+
+def _stat(pid: int | str) -> list[bytes] | None:
+    """The fields of /proc/PID/stat from the state on; None if the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rsplit(b")", 1)[1].split()[19])
-    except OSError:
+            return file.read().rsplit(b")", 1)[1].split()
+    except (OSError, IndexError):
         return None
+
+
+def start_time(pid: int) -> int | None:
+    """When a process was started, in the kernel's ticks: pid and start time together identify a process."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
+
+
+def process_state(pid: int, started: int | None) -> str | None:
+    """The letter of a process in /proc (R, S, D, T, Z); None if it is gone or its number was given to another one."""
+    fields = _stat(pid)
+    if fields is None or (started is not None and int(fields[19]) != started):
+        return None
+    return fields[0].decode()
+
+
+def send(pid: int, number: int) -> None:
+    """Signal a process, unless it has just ended."""
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
 
 
 def no_core() -> None:
@@ -73,13 +102,8 @@ def _processes() -> dict[int, tuple[int, int, bytes]]:
     """Parent, session and state of every process."""
     found: dict[int, tuple[int, int, bytes]] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rsplit(b")", 1)[1].split()
-                found[int(name)] = (int(fields[1]), int(fields[3]), fields[0])
-            except (OSError, IndexError):
-                continue  # it has just ended
+        if name.isdigit() and (fields := _stat(name)) is not None:
+            found[int(name)] = (int(fields[1]), int(fields[3]), fields[0])
     return found
 
 
@@ -99,10 +123,7 @@ def _descendants(*roots: int) -> list[int]:
 
 def _kill(pids: Collection[int]) -> None:
     for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
+        send(pid, signal.SIGKILL)
 
 
 def foreign_children() -> set[int]:

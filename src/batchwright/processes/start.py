@@ -6,12 +6,10 @@ with GuardedProcess(["python", "train.py"], environment()) as child:
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -62,7 +60,7 @@ class GuardedProcess:
         self._end, self._output = open(writing, "wb", buffering=0), open(output, "rb", buffering=0)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, json.dumps({"pipe": reading, **options}), *command],
+                guard.command_line(command, reading, **options),
                 env=dict(env),
                 stdin=stdin,
                 stdout=theirs,
@@ -108,7 +106,10 @@ class GuardedProcess:
                 else:
                     code = self._process.wait()  # the guard holds the output, too: it has ended
             elif ready and replies:  # the request's whole output was read: it was written before the reply
-                reply = replies.recv(64)
+                try:
+                    reply = replies.recv(64)
+                except ConnectionError:  # it ended before it read the request
+                    reply = b""
                 code = int(reply) if reply else None
                 waited = waited if reply else [self._output]
         if code is None:
@@ -139,7 +140,8 @@ class _Tail:
     def feed(self, chunk: bytes, when: float) -> bool:
         """Take more output; True when `on_line` has seen enough."""
         if self._echo:
-            os.write(2, chunk)
+            with suppress(OSError):  # the reader of our standard error is gone
+                os.write(2, chunk)
         self._bytes = (self._bytes + chunk)[-TAIL_BYTES:]
         *lines, self._line = (self._line + chunk).replace(b"\r", b"\n").split(b"\n")
         self._line = self._line[-TAIL_BYTES:]

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import re
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from batchwright.core.errors import ConfigError
+from batchwright.core.errors import ConfigError, Violation, did_you_mean, raise_violations
 
 # A file with one of these may define names that are not in its text.
 _MAKES_NAMES = re.compile(r"import\s+\*|__getattr__|__dict__|\b(globals|locals|vars|setattr|exec|sys\.modules)\b")
 
 
+def split_target(target: str) -> tuple[str, str]:
+    """The file and the function (default: `task`).
+
+    >>> split_target("train.py:gpt"), split_target("train.py")
+    (('train.py', 'gpt'), ('train.py', 'task'))
+    """
+    file, _, name = target.rpartition(":")
+    return (file, name) if file.endswith(".py") else (target, "task")
+
+
 def task_file(target: str) -> tuple[Path, str]:
-    """The file and the function (default: `task`); the file must exist, and its text must contain the name.
+    """The file and the function; the file must exist, and its text must contain the name.
 
     The file is read, not imported: a wrong name is reported before torch is loaded, and before a job waits in a queue.
 
@@ -22,9 +33,7 @@ def task_file(target: str) -> tuple[Path, str]:
     Traceback (most recent call last):
     batchwright.core.errors.ConfigError: task file missing.py does not exist (looked for it at ...).
     """
-    file, separator, name = target.rpartition(":")
-    if not separator or not file.endswith(".py"):
-        file, name = target, "task"
+    file, name = split_target(target)
     path = Path(file).expanduser().absolute()
     if not path.is_file():
         raise ConfigError(f"task file {file} does not exist (looked for it at {path}).", field="task", given=target)
@@ -54,10 +63,22 @@ def no_function(target: str, file: str, name: str, functions: Iterable[str]) -> 
     )
 
 
-def did_you_mean(near: Sequence[str]) -> str:
-    """A question at the end of an error.
+def check_arguments(target: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that a function does not take, and name those that it needs."""
+    from difflib import get_close_matches
+    from inspect import signature  # slow to import, and `plan` does not need it
 
-    >>> did_you_mean(["task"]), did_you_mean([])
-    (' Did you mean task?', '')
-    """
-    return f" Did you mean {' or '.join(near)}?" if near else ""
+    parameters = signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    needed = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
+    wrong: list[Violation] = []
+    for name in [n for n in arguments if n not in parameters]:
+        near = tuple(get_close_matches(name, list(parameters), n=2))
+        takes = f"it takes: {', '.join(parameters) or 'none'}"
+        wrong.append(Violation(f"{target} takes no argument {name!r}; {takes}.{did_you_mean(near)}", "arg", name, near))
+    wrong += [
+        Violation(f"{target} needs the argument {n!r}: --arg {n}=...", "arg", None, (n,))
+        for n in sorted(needed - set(arguments))
+    ]
+    raise_violations(ConfigError, wrong)

@@ -24,10 +24,12 @@ _REMEDIES = {
 }
 
 
-def write_json(path: Path, value: Any, *, mode: int = 0o666, sync: bool = True) -> None:
-    """Write a value or a dataclass: a reader sees the old file or the new one, also after a power failure."""
-    # In ASCII: text from file names and the environment may hold surrogates, which UTF-8 cannot encode.
-    text = json.dumps(encode(value), indent=1, allow_nan=False)
+def write_json(path: Path, value: Any, *, mode: int = 0o666, sync: bool = True, allow_nan: bool = False) -> None:
+    """Write a value or a dataclass: a reader sees the old file or the new one, also after a power failure.
+
+    ASCII, because a path or an error text that is not UTF-8 cannot be encoded otherwise.
+    """
+    text = json.dumps(encode(value), indent=1, allow_nan=allow_nan)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write(path, text + "\n", mode=mode, sync=sync)
 

@@ -11,12 +11,11 @@ def task() -> Task:
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from batchwright.core.errors import BatchwrightError, ConfigError, RunError, Violation, raise_violations
-from batchwright.processes.target import did_you_mean, no_function, task_file
+from batchwright.processes.target import check_arguments, no_function, split_target, task_file
 
 from .state.generators import set_seeds
 
@@ -121,14 +120,14 @@ def load_task(target: str, args: Mapping[str, Any] | None = None) -> Task:
     batchwright.core.errors.ConfigError: task file missing.py does not exist (looked for it at ...).
     """
     path, name = task_file(target)
-    file, path = target.removesuffix(f":{name}"), path.resolve()
+    file, path = split_target(target)[0], path.resolve()
     module = _import(path)
     function = getattr(module, name, None)
     if not callable(function):
         own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         raise no_function(target, file, name, own)
     arguments = dict(args or {})
-    _check_arguments(f"{file}:{name}", function, arguments)
+    check_arguments(f"{file}:{name}", function, arguments)
     with users_code(f"{file}:{name} failed", str(path)):
         task = function(**arguments)
     if not isinstance(task, Task):
@@ -178,26 +177,3 @@ def _import(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _check_arguments(target: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    needed = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
-    faults: list[Violation] = []
-    for name in [n for n in arguments if n not in parameters]:
-        near = _near(name, parameters)
-        takes = f"it takes: {', '.join(parameters) or 'none'}"
-        faults.append(
-            Violation(f"{target} takes no argument {name!r}; {takes}.{did_you_mean(near)}", "arg", name, near)
-        )
-    faults += [
-        Violation(f"{target} needs the argument {n!r}: --arg {n}=...", "arg", None, (n,))
-        for n in sorted(needed - set(arguments))
-    ]
-    raise_violations(ConfigError, faults)
-
-
-def _near(name: str, names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(difflib.get_close_matches(name, list(names), n=2))

@@ -22,11 +22,11 @@ import pytest
 from batchwright.core.batch.request import BatchRequest
 from batchwright.core.ramp.request import read_ramp
 from batchwright.launch.directory import RunDirectory, write_json
-from batchwright.launch.engine import process_state
 from batchwright.launch.plan import build
 from batchwright.launch.records import Options, RunPlan
 from batchwright.launch.slurm import commands as slurm
 from batchwright.launch.slurm.site import Site, remember
+from batchwright.processes.guard import process_state
 
 ROOT = Path(__file__).parents[3]
 TRAINER = Path(__file__).with_name("trainer.py")
@@ -57,7 +57,7 @@ class Cluster:
         deadline = time.monotonic() + PATIENCE
         while True:
             done = subprocess.run(command, capture_output=True, text=True)
-            if not done.returncode or not slurm._AWAY.search(done.stderr) or time.monotonic() > deadline:
+            if not done.returncode or not slurm._NO_ANSWER.search(done.stderr) or time.monotonic() > deadline:
                 done.check_returncode()
                 return done.stdout
             time.sleep(0.5)

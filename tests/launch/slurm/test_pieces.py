@@ -37,7 +37,7 @@ from batchwright.rundir.files import create_once, find_object
 from .conftest import wait_for
 
 
-def away(*given: object) -> None:
+def no_answer(*given: object) -> None:
     raise slurm.Unreachable("Unable to contact slurm controller")
 
 
@@ -51,7 +51,7 @@ def signals():
 
 
 def test_without_a_controller_the_heartbeat_says_whether_the_owner_lives(tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm, "job", away)
+    monkeypatch.setattr(slurm, "job", no_answer)
     directory = RunDirectory(tmp_path)
     record = directory.launch(1) / "job.json"
     write_json(record, {"job": "7", "state": "running"})
@@ -92,7 +92,7 @@ def test_a_lock_that_a_lost_node_left_does_not_end_the_chain(make, monkeypatch):
         gone.unlock()
 
 
-@pytest.mark.parametrize("queue", [lambda token: [slurm.Queued("7", "RUNNING", 1, "", "")], away])
+@pytest.mark.parametrize("queue", [lambda token: [slurm.Queued("7", "RUNNING", 1, "", "")], no_answer])
 def test_a_job_waits_until_the_job_before_releases_the_lock(make, monkeypatch, queue):
     """The last calls of the job before to a busy controller may take long. If this job gave up, the chain would end."""
     directory, _ = make(detached=True)
@@ -217,11 +217,13 @@ def test_a_job_and_its_successor_ask_for_the_same_nodes(make, monkeypatch):
     monkeypatch.setattr(chain, "affordable", lambda *given: 1)
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(
-        slurm, "submit_patiently", lambda script, comment, *options, **more: asked.append(options) or "9"
+        slurm,
+        "submit_patiently",
+        lambda script, comment, *options, **more: asked.append((*options, more["after"])) or "9",
     )
     chain.submit_with_successor(directory, plan, SlurmRun.load(directory), plan.launches[2])
     assert [options[0] for options in asked] == ["--nodes=1", "--nodes=1"]
-    assert asked[1][1] == "--dependency=afternotok:9"
+    assert [after for *_, after in asked] == ["", "afternotok:9"]
 
     def full(*given, **more):
         if more["seconds"] < slurm.PATIENCE:  # the successor: a launch starts without it, too
@@ -389,7 +391,7 @@ def test_a_job_that_waits_for_the_lock_stops_when_asked_and_the_chain_continues(
 
 def test_stop_and_status_say_that_the_controller_does_not_answer(make, monkeypatch):
     directory, plan = make(detached=True)
-    monkeypatch.setattr(slurm, "jobs", away)
+    monkeypatch.setattr(slurm, "jobs", no_answer)
     with pytest.raises(EnvironmentFault, match="stops by itself"):
         slurm_run.stop(directory, plan, False)
     assert (directory.path / "stop.json").exists()
@@ -437,6 +439,26 @@ def test_a_successor_waits_from_the_end_of_its_job_and_a_silent_job_lived_until_
     first, second, *_ = slurm_run.rows(directory, plan)
     assert first.waited_seconds == pytest.approx(60) and first.node_hours == pytest.approx(2.0)
     assert second.waited_seconds == pytest.approx(400) and second.node_hours == pytest.approx(2 * 600 / 3600)
+
+
+def test_a_job_whose_submission_got_no_answer_is_found_by_its_dependency(tmp_path, monkeypatch):
+    """Successors of one launch have the same comment."""
+    first = slurm.Queued("8", "PENDING", 1, "c", "Dependency", "afterany:7(unfulfilled)")
+    queue, answers = [first], [slurm.Unreachable(), "9"]
+
+    def submit(script, *options):
+        assert "--dependency=afterany:8" in options
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(slurm, "submit", submit)
+    monkeypatch.setattr(slurm, "_listed", lambda: queue)
+    given = {"after": "afterany:8", "pause": lambda seconds, reason: True}
+    assert slurm.submit_patiently(tmp_path / "x", "c", **given) == "9"  # not job 8, which it waits for
+    queue.append(replace(first, job="9", dependency="afterany:8(unfulfilled)"))
+    answers.append(slurm.Unreachable())
+    assert slurm.submit_patiently(tmp_path / "x", "c", **given) == "9"  # the controller took it
 
 
 def test_an_interactive_job_s_own_nodes_are_not_free(make, monkeypatch, tmp_path):
@@ -487,18 +509,18 @@ def test_a_run_that_waits_for_a_controller_can_be_stopped(make, tmp_path, monkey
         program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     directory, plan = make()
-    said = io.StringIO()
+    output = io.StringIO()
 
     def stop() -> None:
-        wait_for(lambda: "does not answer" in said.getvalue())
+        wait_for(lambda: "does not answer" in output.getvalue())
         write_json(directory.path / "stop.json", {"now": False})
 
     person = threading.Thread(target=stop)
     person.start()
     try:
-        assert slurm_engine.SlurmSupervisor(directory, plan, LineDisplay(said)).run() == "stopped"
+        assert slurm_engine.SlurmSupervisor(directory, plan, LineDisplay(output)).run() == "stopped"
     finally:
         person.join()
-    assert said.getvalue().count("does not answer") == 1
+    assert output.getvalue().count("does not answer") == 1
     ending = directory.ending(1)
     assert ending is not None and ending.outcome == "stopped"

@@ -122,6 +122,7 @@ def test_a_job_name_keeps_the_characters_that_slurm_allows():
     ("given", "expected"),
     [
         ({"partitoin": "gpu"}, "launch.slurm.partition"),
+        ({"partitoin": None}, "launch.slurm.partition"),
         ({"time": 86400}, "24:00:00"),
         ({"time": "a day"}, "not a Slurm time"),
         ({"sbatch": ["--nodes=3"]}, "set by batchwright"),
@@ -138,7 +139,7 @@ def test_a_job_name_keeps_the_characters_that_slurm_allows():
         ({"account": "a\nb"}, "one line"),
         ({"launcher": "mpirun"}, "srun"),
         ({"signal_seconds": 100_000}, "65"),
-        ({"elastic": "maybe"}, "neither"),
+        ({"elastic": "maybe"}, "not true or false"),
     ],
 )
 def test_wrong_settings_of_a_site_are_refused(given, expected):

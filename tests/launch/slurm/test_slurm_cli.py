@@ -65,9 +65,8 @@ def test_a_dry_run_asks_the_cluster_when_each_launch_would_start(cluster, tmp_pa
     shown = json.loads(batchwright(*arguments, "--nodes", "8", "--thresholds", "0:16 64:128", *COMMAND))
     first, last = shown["launches"]
     assert first["starts_in"] is not None and "to start at" in first["test"]
-    assert (
-        last["nodes"] == 8 and last["starts_in"] is None and last["test"]
-    )  # the cluster has four: `test` says why not
+    # The cluster has four nodes; `test` says so.
+    assert last["nodes"] == 8 and last["starts_in"] is None and last["test"]
     assert not cluster.call("squeue", "-h").strip()
 
 

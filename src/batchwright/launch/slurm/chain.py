@@ -11,7 +11,6 @@ by the checkpoints, and exit 0 if nothing is left, another job runs it, or it ne
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import time
@@ -23,6 +22,7 @@ from batchwright.core.errors import BatchwrightError, EnvironmentFault
 from batchwright.core.nodes.policies import Launch
 from batchwright.launch.directory import RunDirectory
 from batchwright.launch.engine import Poll
+from batchwright.launch.failure import hopeless
 from batchwright.launch.interrupts import Interrupts
 from batchwright.launch.records import Ending, Failure, Manifest, RunPlan
 from batchwright.launch.show import LineDisplay
@@ -56,10 +56,8 @@ def submit(
 ) -> str:
     """Put one job of a chain in the queue and record it; `after`: a successor, with this dependency."""
     role = "successor" if after else "chain"
-    if after:
-        options = (*options, f"--dependency={after}", "--kill-on-invalid-dep=yes")
     comment = slurm.comment(run.token, role, launch.index)
-    job = slurm.submit_patiently(script, comment, f"--nodes={nodes}", *options, seconds=seconds)
+    job = slurm.submit_patiently(script, comment, f"--nodes={nodes}", *options, after=after, seconds=seconds)
     directory.event("submitted", job=job, role=role, launch=launch.index, nodes=nodes, by=slurm.me())
     return job
 
@@ -67,7 +65,7 @@ def submit(
 def submit_successor(
     directory: RunDirectory, run: SlurmRun, launch: Launch, script: Path, job: str, nodes: int
 ) -> None:
-    """Put a job in the queue that starts if `job` fails; the chain goes on without it if Slurm refuses it."""
+    """Put a job in the queue that starts if `job` fails; the chain continues without it if Slurm refuses it."""
     try:
         after = f"afternotok:{job}"
         submit(directory, run, launch, script, nodes=nodes, after=after, seconds=_SUCCESSOR_SECONDS)
@@ -144,12 +142,12 @@ class ChainJob(Supervisor):
         self._claimed: JobRecord | None = None
 
     def run_job(self) -> int:
-        """The job's exit code: 75 starts the successor; 0 if the chain goes on without it or is over."""
+        """The job's exit code: 75 starts the successor; 0 if the chain continues without it or is over."""
         with self._interrupts:
             try:
                 reason = self._locked()
                 if reason is None:
-                    return self._checked_turn()
+                    return self._run_next_or_end_chain()
                 say(f"nothing to do: {reason}")
                 return 0
             except (BatchwrightError, OSError) as error:
@@ -163,7 +161,7 @@ class ChainJob(Supervisor):
         if not SlurmRun.load(self._directory).detached:
             return "this run has a supervisor on a login node now"
         if (self._directory.path / names.STOP).exists():
-            return "the run is to stop"
+            return "a stop of the run was requested"
         for number in self._directory.numbers()[-1:]:
             owner = self._owner(number)
             if (
@@ -209,16 +207,16 @@ class ChainJob(Supervisor):
         # A job without a launch does not hold the lock: it waits for it.
         return not any(one.alive and one.job in owners and one.job != slurm.me() for one in known)
 
-    def _checked_turn(self) -> int:
+    def _run_next_or_end_chain(self) -> int:
         """Run the next launch. If that fails with an error and no successor waits, the chain ends with this error."""
         try:
-            return self._turn()
+            return self._run_next()
         except (BatchwrightError, OSError) as error:
             if self._run.site.nodes_submit and self._successor(unknown="?") is None:
                 self._finish("failed", Failure(str(error)))
             raise
 
-    def _turn(self) -> int:
+    def _run_next(self) -> int:
         """Find the next launch by the checkpoints, claim it and run it."""
         plan = self._plan
         # Read once, before the checks: of two jobs that look at the same time, only one can claim the next number.
@@ -232,9 +230,9 @@ class ChainJob(Supervisor):
         position = self._work.position(verify=last is not None and last.outcome != "done")
         if position >= plan.total_samples:
             say("nothing to do: the run is complete")
-            return self._over("complete", None)
+            return self._end_chain("complete", None)
         if self._without_progress() > plan.options.max_retries:  # the earlier jobs ended before they could check this
-            return self._over("failed", (last and last.failure) or Failure("launches in a row made no progress"))
+            return self._end_chain("failed", (last and last.failure) or Failure("launches in a row made no progress"))
         launch = plan.launch_at(position)
         nodes = slurm.my_nodes()[0] or launch.nodes
         sized = on_nodes(plan, launch, nodes) if nodes == launch.nodes or self._run.site.elastic else None
@@ -256,7 +254,7 @@ class ChainJob(Supervisor):
             return 0
         self._claimed = JobRecord(self._directory.launch(number))
         self._claimed.claim()
-        return self._after(self._one(self._claimed, manifest, launch, position))
+        return self._continue_chain(self._run_claimed(self._claimed, manifest, launch, position))
 
     def _end_abandoned(self, numbers: list[int]) -> None:
         """Write the ending of a launch whose job ended without writing one."""
@@ -270,7 +268,7 @@ class ChainJob(Supervisor):
                     )
                 self._record(manifest, Poll("ended"), self._work.progress(manifest), failure, stopping=False)
 
-    def _one(self, claimed: JobRecord, manifest: Manifest, launch: Launch, position: int) -> Ending:
+    def _run_claimed(self, claimed: JobRecord, manifest: Manifest, launch: Launch, position: int) -> Ending:
         """Run the claimed launch."""
         failure = prologue_failure(self._run.site)
         (self._directory.path / names.OUTCOME).unlink(missing_ok=True)  # the run continues after all
@@ -301,16 +299,16 @@ class ChainJob(Supervisor):
             self._claimed.heartbeat()
         return super()._stop_requests()
 
-    def _after(self, ending: Ending) -> int:
+    def _continue_chain(self, ending: Ending) -> int:
         """Continue the chain after a launch, or end it; the job's exit code."""
         plan = self._directory.plan()  # as planned: a launch on fewer nodes grows again
         if ending.position >= plan.total_samples:
-            return self._over("complete", None)
+            return self._end_chain("complete", None)
         if (self._directory.path / names.STOP).exists():
-            return self._over("stopped", None)
+            return self._end_chain("stopped", None)
         if not SlurmRun.load(self._directory).detached:
             say("the run has a supervisor on a login node now: the chain ends")
-            return self._over("stopped", None)
+            return self._end_chain("stopped", None)
         nodes_submit = self._run.site.nodes_submit
         if ending.outcome == "done":
             if nodes_submit:
@@ -319,11 +317,10 @@ class ChainJob(Supervisor):
                     slurm.cancel(successor)
             return 0
         failures, failure = self._without_progress(), ending.failure
-        hopeless = failure is not None and (
-            failure.kind == "overshot" or (failure.kind in ("oom", "refused") and failures > 1)
-        )
-        if hopeless or failures > plan.options.max_retries:
-            return self._over("failed", failure or Failure(f"{failures} launches in a row made no progress"))
+        before = self._directory.ending(ending.number - 1) if failures > 1 else None
+        final = failure is not None and hopeless(failure, before and before.failure)
+        if final or failures > plan.options.max_retries:
+            return self._end_chain("failed", failure or Failure(f"{failures} launches in a row made no progress"))
         if not nodes_submit:
             return 0
         wait = plan.options.retry_after(failures) if failures else 0.0
@@ -371,15 +368,13 @@ class ChainJob(Supervisor):
 
         Found by its dependency: a controller that was killed may have lost the successor and given its id away.
         """
-        mine = re.compile(rf"\bafternotok:{slurm.me()}\b")
+        after = f"afternotok:{slurm.me()}"
         try:
-            return next(
-                (one.job for one in slurm.jobs(self._run.token) if one.alive and mine.search(one.dependency)), None
-            )
+            return next((one.job for one in slurm.jobs(self._run.token) if one.alive and one.depends(after)), None)
         except slurm.Unreachable:
             return unknown
 
-    def _over(self, state: str, failure: Failure | None) -> int:
+    def _end_chain(self, state: str, failure: Failure | None) -> int:
         """End the chain."""
         cancel_all(self._directory, self._run.token)
         self._finish(state, failure)

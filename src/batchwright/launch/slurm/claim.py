@@ -1,4 +1,4 @@
-"""Which job runs a launch number: one job, ever. A claim is a file that only one process can create.
+"""Which job runs a launch number: the first that claims it. A claim is a file that only one process can create.
 
 Slurm says whether the owner of a claim is alive; without a controller, the owner's heartbeat (the time of its file) does.
 """
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from batchwright.launch.directory import write_json
+from batchwright.launch.directory import modified, write_json
 from batchwright.rundir.files import create_once, find_object
 
 from . import commands as slurm
@@ -83,21 +83,14 @@ def owner_lives(launch: Path, job: str | None, token: str) -> bool:
 def _has_heartbeat(launch: Path) -> bool:
     """Whether the owner still touches its record. This waits: a successor that gave up at once would be lost."""
     path = launch / "job.json"
-    last = _modified(path)
+    last = modified(path)
     while _age(path) < SILENT_SECONDS:
         time.sleep(min(1.0, HEARTBEAT_SECONDS))
         if job_record(launch).get("state") == "ended":
             return False
-        if _modified(path) != last:
+        if modified(path) != last:
             return True
     return False
-
-
-def _modified(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
 
 
 def _age(path: Path) -> float:

@@ -11,13 +11,13 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from batchwright.core.errors import EnvironmentFault
+from batchwright.launch.interrupts import Pause, pause
 
-Pause = Callable[[float, str], bool]  # waits this many seconds, for this reason; False means: give up
 SECONDS = 60.0
 PATIENCE = 1800.0  # without a controller: its failover or upgrade takes minutes
 # In these states a job has ended or will never run. In all others (PENDING, RUNNING, COMPLETING, …) it is alive.
@@ -34,7 +34,7 @@ _STRUCTURAL = frozenset(
 _VARIABLES = {"time": "SBATCH_TIMELIMIT", "mem": "SBATCH_MEM_PER_NODE", "debug": "SBATCH_DEBUG"}
 _OPTION = re.compile(r"^#SBATCH\s+--([a-z-]+)", re.MULTILINE)
 _STARTS = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
-_AWAY = re.compile(r"Unable to contact|[Cc]onnect|timed out|Zero Bytes|temporarily unable|Slurm backup|[Mm]unge")
+_NO_ANSWER = re.compile(r"Unable to contact|[Cc]onnect|timed out|Zero Bytes|temporarily unable|Slurm backup|[Mm]unge")
 _FIELDS = "%i|%T|%D|%k|%E|%r"
 # Reasons of a job that only a person can release.
 _STUCK = ("launch failed requeued held", "JobHeldAdmin", "PrologError", "BadConstraints", "DependencyNeverSatisfied")
@@ -73,6 +73,10 @@ class Queued:
     def waits_for_a_job(self) -> bool:
         """Whether it can start only after another job has ended."""
         return "after" in self.dependency
+
+    def depends(self, after: str) -> bool:
+        """Whether it has this dependency, such as `afternotok:7`; every job depends on ""."""
+        return not after or re.search(rf"\b{after}\b", self.dependency) is not None
 
 
 def comment_prefix(token: str) -> str:
@@ -125,7 +129,7 @@ def submit(script: Path, *options: str) -> str:
             nearest=("local",),
         ) from None
     job = done.stdout.strip().split(";")[0]
-    if done.returncode and _AWAY.search(done.stderr):
+    if done.returncode and _NO_ANSWER.search(done.stderr):
         raise Unreachable(_output(done))
     if done.returncode or not job.isdigit():
         raise EnvironmentFault(
@@ -137,14 +141,15 @@ def submit(script: Path, *options: str) -> str:
     return job
 
 
-def pause(seconds: float, reason: str) -> bool:
-    """Wait."""
-    time.sleep(seconds)
-    return True
+def submit_patiently(
+    script: Path, comment: str, *options: str, after: str = "", seconds: float = PATIENCE, pause: Pause = pause
+) -> str:
+    """Submit, and wait for a controller that does not answer. If it took the job and its answer was lost, find the job.
 
-
-def submit_patiently(script: Path, comment: str, *options: str, seconds: float = PATIENCE, pause: Pause = pause) -> str:
-    """Submit, and wait for a controller that does not answer. If it took the job and its answer was lost, find the job."""
+    `after` is the dependency of the job. It distinguishes successors, which may have the same comment.
+    """
+    if after:
+        options = (*options, f"--dependency={after}", "--kill-on-invalid-dep=yes")
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -162,9 +167,10 @@ def submit_patiently(script: Path, comment: str, *options: str, seconds: float =
             if not pause(1.0, str(reason)):
                 raise Withdrawn
             try:
-                taken = [one for one in _listed() if one.comment == comment and one.alive and one.job != me()]
+                same = [one for one in _listed() if one.comment == comment and one.alive and one.job != me()]
             except Unreachable:
                 continue
+            taken = [one for one in same if one.depends(after)]
             if taken:
                 return taken[-1].job
             break

@@ -97,7 +97,7 @@ def is_chain(directory: RunDirectory) -> bool:
 
 
 def seen(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> tuple[RunStatus, Jobs]:
-    """A run's status with its jobs: a run with a job in the queue runs, even if nobody holds its lock."""
+    """A run's status with its jobs: a run with a job in the queue runs, even if its lock is free."""
     if now.state == "stopped" and not (directory.path / names.OUTCOME).exists() and SlurmRun.path(directory).exists():
         try:
             run = SlurmRun.load(directory)
@@ -205,7 +205,7 @@ def rows(directory: RunDirectory, plan: RunPlan) -> list[Row]:
         begun.append(row)
     known = {row.job for row in begun}
     waiting: dict[int, slurm.Queued] = {}
-    # A job that starts by itself before its successors.
+    # First the job that waits for no other, then its successors.
     for one in sorted(queue.values(), key=lambda one: (one.waits_for_a_job, int(one.job))):
         role, index = slurm.role_of(one.comment)
         if one.alive and one.job not in known and role != "start":

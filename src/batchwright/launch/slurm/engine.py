@@ -20,6 +20,7 @@ from batchwright.core import codec
 from batchwright.core.nodes.policies import Launch
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Action, Handle, Job, Poll, RankLog, rank_logs
+from batchwright.launch.interrupts import Pause, pause
 from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest, RunPlan
 from batchwright.launch.supervisor import Listener, Supervisor
 from batchwright.launch.work import work
@@ -49,7 +50,7 @@ class SlurmEngine:
 
     name = "slurm"
 
-    def __init__(self, pause: slurm.Pause = slurm.pause) -> None:
+    def __init__(self, pause: Pause = pause) -> None:
         self._pause = pause  # while the controller does not answer
         self._asked: dict[str, tuple[float, Poll]] = {}
         self._sent: dict[tuple[str, str], float] = {}
@@ -60,7 +61,7 @@ class SlurmEngine:
         return ("sbatch", "--parsable", str(job.directory / "job.sh"))
 
     def start(self, job: Job) -> Handle:
-        """Submit a launch, after the jobs of earlier launches that nobody recorded are cancelled."""
+        """Cancel the jobs of earlier launches that still run or wait, then submit a launch."""
         directory = RunDirectory(job.directory.parents[1])
         run = SlurmRun.load(directory)
         if not SlurmRun.path(directory).exists():

@@ -61,7 +61,7 @@ class Start:
             say(f"nothing to do: {reason}")
             return 0
         if (self._directory.path / names.STOP).exists():
-            say("nothing to do: the run is to stop")
+            say("nothing to do: a stop of the run was requested")
             self._record.end(0, "asked to stop before it started")
             return 0
         site = SlurmRun.load(self._directory).site

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from batchwright.core import codec
 from batchwright.core.errors import ConfigError, EnvironmentFault, Violation, raise_violations
-from batchwright.core.fields import choice, unknown_key
+from batchwright.core.fields import Readers, choice, read_fields, seconds, switch
 from batchwright.core.numbers import count, positive
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.rundir.files import find_object
@@ -165,16 +165,7 @@ def _container(value: Any, name: str) -> str | tuple[str, ...]:
     return _text(value, name) if isinstance(value, str) else _texts(value, name)
 
 
-def _yes(value: Any, name: str) -> bool:
-    word = str(value).strip().lower()
-    if word not in ("true", "false", "yes", "no", "1", "0"):
-        raise ConfigError(
-            f"slurm.{name}={word[:40]!r} is neither true nor false.", field=name, nearest=("true", "false")
-        )
-    return word in ("true", "yes", "1")
-
-
-_READERS: Mapping[str, Callable[[Any, str], Any]] = {
+_READERS: Readers = {
     "name": lambda value, name: str(value),  # any text: see job_name
     **dict.fromkeys((*_OPTIONS, "python"), _text),
     "time": _time,
@@ -185,10 +176,10 @@ _READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "srun": _texts,
     "launcher": choice(*LAUNCHERS),
     "signal_seconds": partial(count, most=65_535),  # Slurm's limit
-    "nodes_submit": _yes,
+    "nodes_submit": switch,
     "spares": partial(count, least=0, most=1000),
-    "elastic": _yes,
-    "elastic_seconds": lambda value, name: 0.0 if str(value).strip() in ("0", "0.0") else positive(value, name),
+    "elastic": switch,
+    "elastic_seconds": seconds,
     "poll_seconds": positive,
 }
 
@@ -199,26 +190,16 @@ def read_site(given: Mapping[str, Any]) -> Site:
     >>> read_site({"partition": "gpu", "sbatch": "--mem=0"}).sbatch
     ('--mem=0',)
     """
-    wrong: list[Violation] = []
-    read: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in _READERS:
-            known = [f"launch.slurm.{name}" for name in _READERS]
-            wrong.append(unknown_key(f"launch.slurm.{key}", str(value)[:40], known))
-        elif value is not None:
-            try:
-                read[key] = _READERS[key](value, key)
-            except ConfigError as error:
-                wrong.extend(error.violations)
-    site = Site(**read)
+    site = Site(**read_fields(given, _READERS, "launch.slurm."))
     limit = seconds_of(site.time) if site.time is not None else None
-    if not wrong and limit is not None and limit <= site.signal_seconds:
-        message = (
+    if limit is not None and limit <= site.signal_seconds:
+        raise ConfigError(
             f"slurm.time={site.time} is {limit} s, and signal_seconds={site.signal_seconds} asks every job to stop that "
-            "long before its end: no job would take a step."
+            "long before its end: no job would take a step.",
+            field="signal_seconds",
+            given=site.signal_seconds,
+            nearest=(max(1, limit // 4),),
         )
-        wrong.append(Violation(message, "signal_seconds", site.signal_seconds, (max(1, limit // 4),)))
-    raise_violations(ConfigError, wrong)
     return site
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from batchwright.core.errors import EnvironmentFault
 from batchwright.launch.engine import Action, Handle, Job, Poll, RankLog, rank_logs
-from batchwright.processes.guard import die_with
+from batchwright.processes.guard import die_with, send
 from batchwright.rundir import atomic
 
 from . import commands as slurm
@@ -131,7 +131,7 @@ class StepEngine:
             number = {"trace": signal.SIGABRT, "kill": signal.SIGKILL}.get(action, signal.Signals[job.stop_signal])
             for rank in self.logs(handle):
                 if rank.pid and rank.state not in (None, "Z") and (action != "checkpoint" or self._to_ask(job, rank)):
-                    _send(rank.pid, number)
+                    send(rank.pid, number)
             if action == "kill":
                 process.kill()  # Linux then kills its ranks
             return
@@ -238,16 +238,9 @@ def signal_ranks(directory: Path, node: int, per_node: int, number: int) -> None
     """Signal the ranks on this node (srun places them in blocks); SIGABRT makes each write its stack to its log."""
     for rank in rank_logs(directory):
         if rank.rank // per_node == node and rank.pid and rank.state not in (None, "Z"):
-            _send(rank.pid, number)
+            send(rank.pid, number)
             if number == signal.SIGABRT:
-                _send(rank.pid, signal.SIGCONT)  # a stopped process writes its stack when it continues
-
-
-def _send(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass  # it has just ended
+                send(rank.pid, signal.SIGCONT)  # a stopped process writes its stack when it continues
 
 
 def _wait_for_nodes(directory: Path, node: int, nodes: int) -> None:
