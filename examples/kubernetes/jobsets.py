@@ -20,9 +20,10 @@ from typing import Any
 
 from batchwright.core.nodes.policies import Launch
 from batchwright.launch.directory import RunDirectory
-from batchwright.launch.engine import Job, torchrun
+from batchwright.launch.engine import Job
 from batchwright.launch.records import RunPlan
 from batchwright.launch.work import launch_end, work
+from batchwright.processes.start import torchrun
 from batchwright.rundir import atomic
 
 PORT = 29500
@@ -137,8 +138,8 @@ def _command(job: Job, pods: Pods) -> tuple[str, ...]:
     argv = tuple(pods.python if argument == sys.executable else argument for argument in job.argv)
     if not job.direct:
         seconds = max(1, int(job.grace_seconds))
-        nodes = f"--nnodes={job.nodes}"
-        argv = (*torchrun(pods.python, job, nodes, ranks=job.ranks_per_node, shutdown_seconds=seconds), *argv)
+        nodes, logs = f"--nnodes={job.nodes}", job.directory / "torchrun"
+        argv = (*torchrun(pods.python, nodes, ranks=job.ranks_per_node, log_dir=logs, shutdown_seconds=seconds), *argv)
     return tuple(_literal(argument) for argument in argv)
 
 

@@ -102,23 +102,6 @@ def engine(name: str) -> Engine:
     )
 
 
-def torchrun(python: str, job: Job, *rendezvous: str, ranks: int, shutdown_seconds: int) -> tuple[str, ...]:
-    """torchrun for `ranks` processes on one node; the command of a rank follows."""
-    return (
-        python,
-        "-m",
-        "torch.distributed.run",
-        *rendezvous,
-        f"--nproc-per-node={ranks}",
-        "--max-restarts=0",  # the supervisor restarts: from a checkpoint, with a new launch number
-        # Without this, SIGUSR1 ends torchrun and leaves its ranks without a parent.
-        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        f"--shutdown-timeout={shutdown_seconds}",
-        f"--log-dir={job.directory / 'torchrun'}",
-        "--no-python",
-    )
-
-
 def rank_logs(directory: Path, *, alive: bool = True) -> tuple[RankLog, ...]:
     """The ranks of a launch, from the files that `rank.py` writes; with `alive`, their state from /proc."""
     folder = directory / "ranks"

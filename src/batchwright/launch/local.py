@@ -21,9 +21,10 @@ from pathlib import Path
 
 from batchwright.core.errors import EnvironmentFault, MissingExtraError
 from batchwright.processes import guard
+from batchwright.processes.start import torchrun
 from batchwright.rundir import atomic
 
-from .engine import Action, Handle, Job, Poll, RankLog, rank_logs, torchrun
+from .engine import Action, Handle, Job, Poll, RankLog, rank_logs
 
 
 class LocalEngine:
@@ -43,7 +44,9 @@ class LocalEngine:
             return (*wrapper, "0", *job.argv)
         ranks = job.nodes * job.ranks_per_node
         # --standalone: a rendezvous on a free port.
-        launcher = torchrun(sys.executable, job, "--standalone", ranks=ranks, shutdown_seconds=15)
+        launcher = torchrun(
+            sys.executable, "--standalone", ranks=ranks, log_dir=job.directory / "torchrun", shutdown_seconds=15
+        )
         return (*launcher, *wrapper, "RANK", *job.argv)
 
     def start(self, job: Job) -> Handle:

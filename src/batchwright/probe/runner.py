@@ -13,7 +13,7 @@ from batchwright.core import codec
 from batchwright.core.errors import ConfigError, MissingExtraError
 from batchwright.processes.endings import ExitCause, error_from_record, from_exit
 from batchwright.processes.memory import physical_memory
-from batchwright.processes.start import Exit, GuardedProcess
+from batchwright.processes.start import Exit, GuardedProcess, torchrun
 
 from .machine import trial_environment
 from .records import ProbeRequest, Trial
@@ -98,10 +98,13 @@ class TaskRunner:
             return self._server.run(spec, timeout=r.timeout)
         command = [*r.worker, str(spec)]
         if not r.worker:
-            command = [sys.executable, "-P", "-m"]
+            command = [sys.executable, "-P", "-m", "batchwright.probe.worker", str(spec)]
             if r.ranks > 1:
-                command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(r.ranks), "-m"]
-            command += ["batchwright.probe.worker", str(spec)]
+                logs = self.scratch / "torchrun"
+                command = [
+                    *torchrun(sys.executable, "--standalone", ranks=r.ranks, log_dir=logs, shutdown_seconds=5),
+                    *command,
+                ]
         with GuardedProcess(command, env, scratch=str(self.scratch)) as child:
             return child.watch(r.timeout)
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from . import guard
@@ -37,6 +38,24 @@ def environment(*changes: Mapping[str, str], default: Mapping[str, str] | None =
     for change in changes:
         made.update(change)
     return made
+
+
+def torchrun(python: str, *rendezvous: str, ranks: int, log_dir: Path, shutdown_seconds: int) -> list[str]:
+    """torchrun for `ranks` processes on one node; the command of a rank follows."""
+    return [
+        python,
+        "-m",
+        "torch.distributed.run",
+        *rendezvous,
+        f"--nproc-per-node={ranks}",
+        # The caller restarts: from a checkpoint with a new launch number, or as another trial.
+        "--max-restarts=0",
+        # Without this, SIGUSR1 ends torchrun and leaves its ranks without a parent.
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        f"--shutdown-timeout={shutdown_seconds}",
+        f"--log-dir={log_dir}",
+        "--no-python",
+    ]
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def write_status(root: Path, status: Status) -> None:
         raise write_fault(error, "the status", root, "Checkpoints are untouched.") from error
 
 
-def error_record(error: BaseException, rank: int) -> dict[str, Any]:
+def failure_record(error: BaseException, rank: int) -> dict[str, Any]:
     """An error for a status file: the record that `--json` prints, the traceback, and the rank."""
     known = isinstance(error, BatchwrightError)
     record = error.record() if known else {"type": type(error).__name__, "message": str(error)}

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from batchwright.core.nodes.policies import Launch
 from batchwright.launch.directory import RunDirectory
-from batchwright.launch.engine import Job, torchrun
+from batchwright.launch.engine import Job
 from batchwright.launch.records import RunPlan
 from batchwright.launch.work import launch_end, work
+from batchwright.processes.start import torchrun
 from batchwright.rundir import atomic
 
 from . import commands as slurm
@@ -103,7 +104,11 @@ def ranks_command(site: Site, job: Job) -> tuple[str, ...]:
         return (*srun, *_RANK_SHELL, *_rank(site, job, "RANK"))
     python = site.python or sys.executable
     launcher = torchrun(
-        python, job, f"--nnodes={job.nodes}", ranks=job.ranks_per_node, shutdown_seconds=max(1, int(job.grace_seconds))
+        python,
+        f"--nnodes={job.nodes}",
+        ranks=job.ranks_per_node,
+        log_dir=job.directory / "torchrun",
+        shutdown_seconds=max(1, int(job.grace_seconds)),
     )
     return (*srun, *_TORCHRUN_SHELL, *launcher, *_rank(site, job, "RANK"))
 

@@ -19,7 +19,7 @@ from batchwright.core.ramp.schedule import Schedule
 from batchwright.rundir import names
 from batchwright.rundir.fence import Fence
 from batchwright.rundir.files import write_fault
-from batchwright.rundir.status import Status, error_record, last_seen, write_failure, write_status
+from batchwright.rundir.status import Status, failure_record, last_seen, write_failure, write_status
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.state import generators
 from batchwright.runtime.state.checkpoint import Checkpoints, Saved
@@ -289,7 +289,7 @@ class Session:
         if not self.claimed:
             return
         rank = self.process.rank
-        record = error_record(error, rank)
+        record = failure_record(error, rank)
         try:
             if rank == 0:
                 self.write_status(self.status("failed", "error", record))
