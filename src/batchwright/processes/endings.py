@@ -170,10 +170,15 @@ def users_frames(error: BaseException) -> TracebackType | None:
     return _first_frame(error, is_users)
 
 
-def format_users_traceback(error: BaseException) -> str:
+def users_traceback(error: BaseException) -> TracebackType | None:
     """The traceback as the user should see it: it starts in their code, or at least outside of ours."""
-    frames = users_frames(error) or _first_frame(error, lambda file: not file.startswith(_OURS))
-    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    outside = _first_frame(error, lambda file: not file.startswith((_OURS, "<frozen importlib")))
+    return users_frames(error) or outside or error.__traceback__
+
+
+def format_users_traceback(error: BaseException) -> str:
+    """The lines of `users_traceback`."""
+    return "".join(traceback.format_exception(type(error), error, users_traceback(error)))
 
 
 def _first_frame(error: BaseException, wanted: Callable[[str], bool]) -> TracebackType | None:

@@ -19,13 +19,14 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from batchwright.core.errors import BatchwrightError, ConfigError, RunError, Violation, raise_violations
+from batchwright.processes.endings import users_traceback
 from batchwright.processes.target import check_arguments, no_function, split_target, task_file
 
 from .state.generators import set_seeds
@@ -147,16 +148,8 @@ def users_code(failure: str, given: str | None = None) -> Generator[None]:
     except BatchwrightError:
         raise
     except (Exception, SystemExit) as error:
-        trace = error.__traceback__
-        while trace is not None and not _is_users(trace.tb_frame):
-            trace = trace.tb_next
-        cause = error.with_traceback(trace or error.__traceback__)
+        cause = error.with_traceback(users_traceback(error))
         raise RunError(f"{failure}: {type(error).__name__}: {error}", field="task", given=given) from cause
-
-
-def _is_users(frame: FrameType) -> bool:
-    ours = (frame.f_globals.get("__name__") or "").partition(".")[0] == __name__.partition(".")[0]
-    return not ours and not frame.f_code.co_filename.startswith("<frozen importlib")
 
 
 def _import(path: Path) -> ModuleType:
