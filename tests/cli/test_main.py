@@ -48,7 +48,7 @@ def test_help_and_version(cli):
         (["pln"], "Did you mean plan?"),
         (["xyzzy"], "The verbs are: plan"),
         ([""], "is not a verb"),
-        (["plan", "--global-batch-siz", "3"], "Did you mean one of: '--global-batch-size'"),
+        (["plan", "--global-batch-siz", "3"], "--global-batch-size"),
         (["rl", "--prompt", "3"], "--prompts"),
         (["plan", "global_batch_siz=3"], "Did you mean global_batch_size"),
         (["plan", "data.micro_batch_sizes=3"], "Did you mean data.micro_batch_size"),
