@@ -69,6 +69,23 @@ def upstream_launcher(start: int, increment: int, top: int, nodes: int, micro: i
     return table
 
 
+def test_launcher_caps_over_the_sizes_that_no_step_uses():
+    """128 samples end this ramp of 123: the launcher's table still has 200, on 5 nodes, above 128."""
+    made = make_ramp(
+        global_batch_size=272,
+        linear="128,72,123",
+        nodes=17,
+        devices_per_node=4,
+        tensor_parallel=2,
+        micro_batch_size=2,
+        node_policy="launcher",
+    )
+    assert made.placement is not None
+    placed = [(stage.global_batch_size, stage.nodes) for stage in made.placement.stages]
+    assert placed == [(128, 4), (272, 17)]
+    assert upstream_launcher(128, 72, 272, nodes=17, micro=2, devices=4, tp=2, pp=1) == {272: 17, 200: 5, 128: 4}
+
+
 @pytest.mark.parametrize(
     "vector", VECTORS["launcher_node_schedule"], ids=lambda v: f"{v['origin']}-{v['gbs']}-{v['mbs']}"
 )

@@ -167,11 +167,13 @@ def place(
     inner_microbatches: int | None = None,
     sequence_length: int | None = None,
     stop_every_stage: bool = False,
+    ramp_sizes: Sequence[int] = (),
 ) -> NodePlan:
     """Choose nodes for every stage by `policy`, check every stage, and compute the cost.
 
     Without `micro_batch_size` a stage takes the equation's best split up to `max_micro_batch_size`. A pipeline's
     microbatches are the accumulation steps, unless `inner_microbatches` says how many there are in each of them.
+    The launcher's rule looks at every size of a ramp: `ramp_sizes` may add those that no step uses.
 
     >>> ramp = [Segment(0, 0, 384, 100), Segment(100, 38_400, 768, 100), Segment(200, 115_200, 1152, None)]
     >>> world = World(1, devices_per_node=8, tensor_parallel=8)
@@ -211,7 +213,7 @@ def place(
     notes: list[str] = []
     gap = 0.0
     if policy == "launcher":
-        counts: Sequence[int] = _launcher(rules, batches, notes)
+        counts: Sequence[int] = _launcher(rules, batches, ramp_sizes, notes)
     elif policy == "constant-work":
         counts = _constant_work(rules, batches, notes)
     elif isinstance(throughput, Throughput) and policy != "constant":
@@ -287,17 +289,20 @@ def _request_violations(
             yield Violation(message, "samples")
 
 
-def _launcher(rules: StageRules, batches: Sequence[int], notes: list[str]) -> tuple[int, ...]:
-    counts = launcher_nodes(batches, rules.world, nodes=rules.nodes, micro_batch_size=rules.micro_batch_size or 1)
-    for batch, count in sorted(set(zip(batches, counts, strict=True))):
-        cap = min(n for b, n in zip(batches, counts, strict=True) if b > batch) if batch < max(batches) else count
+def _launcher(rules: StageRules, batches: Sequence[int], others: Sequence[int], notes: list[str]) -> list[int]:
+    sizes = sorted({*batches, *others})
+    counts = launcher_nodes(sizes, rules.world, nodes=rules.nodes, micro_batch_size=rules.micro_batch_size or 1)
+    chosen = dict(zip(sizes, counts, strict=True))
+    # Counts never fall as the batch grows: the next larger size has the cap.
+    for batch, cap in zip(sizes, (*counts[1:], counts[-1]), strict=True):
+        count = chosen[batch]
         better = max((fit.nodes for fit in rules.fits(batch) if fit.nodes <= cap), default=count)
-        if better > count:
+        if better > count and batch in batches:
             notes.append(
                 f"global_batch_size {batch} is also valid on {better} nodes: the launcher's rule counts every device as "
                 f"a replica, and uses {count}."
             )
-    return counts
+    return [chosen[batch] for batch in batches]
 
 
 def _constant_work(rules: StageRules, batches: Sequence[int], notes: list[str]) -> list[int]:

@@ -125,7 +125,7 @@ def ramp(request: BatchRequest, wanted: RampRequest) -> Ramp:
         request = _per_device_world(request, rule, notes)
     if published:
         request = _published_world(request, published, notes)
-    placement = _placement(request, wanted, schedule, published, isinstance(rule, PerDevice))
+    placement = _placement(request, wanted, schedule, published, rule)
     rates, suggestion = _rates(wanted, schedule)
     horizon = _horizon(wanted, schedule)
     if request.global_batch_size not in (None, schedule.segments[-1].global_batch_size):
@@ -191,7 +191,7 @@ def _horizon(wanted: RampRequest, schedule: Schedule) -> HorizonCheck | None:
 
 
 def _placement(
-    request: BatchRequest, wanted: RampRequest, schedule: Schedule, published: Recipe | None, fixed_devices: bool
+    request: BatchRequest, wanted: RampRequest, schedule: Schedule, published: Recipe | None, growth: Rule
 ) -> NodePlan | None:
     raise_violations(ScheduleError, unused_pipeline(request))
     ranks = resolve_ranks(request)
@@ -216,7 +216,9 @@ def _placement(
             nearest=(request.max_micro_batch_size,),
         )
     if policy is None:  # a per-device ramp keeps its devices; the launcher's rule needs a micro batch
-        policy = "constant" if fixed_devices else "launcher" if request.micro_batch_size else "constant-work"
+        policy = (
+            "constant" if isinstance(growth, PerDevice) else "launcher" if request.micro_batch_size else "constant-work"
+        )
     rule = pipeline_rule(request)
     inner = rule.fewest if rule is not None and request.pipeline_style == "inner" else None
     options: dict[str, Any] = {
@@ -233,6 +235,7 @@ def _placement(
         "inner_microbatches": inner and (request.pipeline_microbatches or inner),
         "sequence_length": request.sequence_length,
         "stop_every_stage": wanted.stop_every_stage,
+        "ramp_sizes": [switch.global_batch_size for switch in growth.switches()],
     }
     times = _throughput(request, wanted)
     try:
