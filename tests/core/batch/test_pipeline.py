@@ -70,18 +70,60 @@ def test_gpipe_and_1f1b_idle_as_long_as_a_simulation_of_them(p, m):
     assert PipelineRule("1f1b", p).bubble(m) == simulate(one_forward_one_backward(p, m))
 
 
+def simulate_zero_bubble(p: int, m: int) -> Fraction:
+    """The idle share of ZB1P, unit by unit of time: F, B (input) and W (weights) of every stage and microbatch.
+
+    A stage does a backward if one is ready, else a forward if fewer than p - stage microbatches wait for their backward,
+    else a W.
+    """
+    done: dict[tuple[str, int, int], int] = {}  # when it ended
+    counts = [{"F": 0, "B": 0, "W": 0} for _ in range(p)]
+    now = 0
+    while any(count["W"] < m for count in counts):
+        for s, count in enumerate(counts):
+            forward, backward = count["F"], count["B"]
+            above = ("B", s + 1, backward) if s < p - 1 else ("F", s, backward)
+            if backward < m and done.get(above, now + 1) <= now:
+                kind = "B"
+            elif (
+                forward < m
+                and forward - backward < p - s
+                and (s == 0 or done.get(("F", s - 1, forward), now + 1) <= now)
+            ):
+                kind = "F"
+            elif count["W"] < backward:
+                kind = "W"
+            else:
+                continue
+            done[kind, s, count[kind]] = now + 1
+            count[kind] += 1
+        now += 1
+    return Fraction(now - 3 * m, now)
+
+
+@settings(deadline=None, max_examples=many(100))
+@given(stages, microbatches)
+def test_zero_bubble_idles_as_long_as_a_simulation_of_it(p, m):
+    assert PipelineRule("zero-bubble", p).bubble(m) == simulate_zero_bubble(p, m)
+
+
+def test_zero_bubble_with_fewer_microbatches_than_stages():
+    assert simulate_zero_bubble(2, 1) == Fraction(2, 5)
+    assert PipelineRule("zero-bubble", 2).bubble(1) == Fraction(2, 5)
+
+
 @given(stages, st.integers(1, 4), microbatches, st.booleans())
 def test_bubbles_equal_the_documented_formulas(p, v, m, delayed):
     d = 2 if delayed else 1
     assert PipelineRule("interleaved", p, v).bubble(m) == Fraction(p - 1, v * m + p - 1)
     assert PipelineRule("circular", p, v, delayed=delayed).bubble(m) == Fraction(d * (p - 1), v * m + d * (p - 1))
-    assert PipelineRule("zero-bubble", p).bubble(m) == Fraction(p - 1, 3 * m + p - 1)
+    waits = p - 1 + max(0, p - m)
+    assert PipelineRule("zero-bubble", p).bubble(m) == Fraction(waits, 3 * m + waits)
     one = PipelineRule("1f1b", p)
     assert PipelineRule("interleaved", p, v).bubble(m) <= one.bubble(m)
-    # the idle time (not its share) is 1/v with v virtual stages, and 1/3 with zero-bubble
-    assert PipelineRule("zero-bubble", p).bubble(m) / (1 - PipelineRule("zero-bubble", p).bubble(m)) == Fraction(
-        p - 1, 3 * m
-    )
+    if m >= p:  # the idle time (not its share) is 1/v with v virtual stages, and 1/3 with zero-bubble
+        zero = PipelineRule("zero-bubble", p)
+        assert zero.bubble(m) / (1 - zero.bubble(m)) == Fraction(p - 1, 3 * m)
 
 
 def legal(schedule: str, p: int, m: int, group: int | None, delayed: bool) -> bool:
@@ -132,6 +174,8 @@ def test_the_best_number_is_legal_and_next_to_the_continuous_optimum(schedule, p
     assert cost[best] == min(cost.values())
     idle = Fraction(p - 1, 3) if schedule == "zero-bubble" else p - 1
     optimum = sqrt(tokens * idle / (v * 512))
+    if schedule == "zero-bubble" and optimum < p:  # the idle time falls by 1/3 with every microbatch up to p
+        optimum = min(p, sqrt(tokens * (2 * p - 1) / (2 * 512)))
     ordered = sorted(cost)
     below, above = [m for m in ordered if m <= optimum][-1:], [m for m in ordered if m > optimum][:1]
     assert best in below + above  # the cost falls and then rises, so only the two neighbours can be best

@@ -13,9 +13,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import batchwright
-from batchwright.core.batch.plan import BatchPlan, plan
+from batchwright.core.batch.plan import BatchPlan, pipeline_rule, plan
 from batchwright.core.batch.request import BatchRequest, read_request
+from batchwright.core.batch.world import World
 from batchwright.core.errors import ConfigError, PlanError
+from batchwright.core.nodes.feasibility import StageRules
+from batchwright.core.nodes.throughput import Throughput
 from tests.examples import many
 
 quick = settings(deadline=None, max_examples=many(150))
@@ -714,6 +717,19 @@ def test_in_maxtexts_style_they_are_pieces_of_one_accumulation_step():
         micro_batch_size=8, devices=16, pipeline_parallel=4, pipeline_style="inner", delayed_forwarding=True
     )
     assert delayed.pipeline.pipeline_microbatches == 8
+
+
+def test_every_accumulation_step_of_an_inner_pipeline_fills_and_empties_it():
+    """2 accumulation steps of 4 microbatches in 4 stages: 3 of 7 microbatch times are idle, in each of them."""
+    times = Throughput(per_sample_seconds=1.0)
+    request = BatchRequest(
+        micro_batch_size=8, accumulation_steps=2, devices=16, pipeline_parallel=4, pipeline_style="inner"
+    )
+    p = plan(request, times)
+    assert p.step_seconds == pytest.approx(2 * 8 * 7 / 4)
+    rules = StageRules(World(1, 16, pipeline_parallel=4), 1, 8, pipeline=pipeline_rule(request), inner_microbatches=4)
+    placed = times.step_seconds(nodes=1, micro_batch_size=8, accumulation_steps=2, idle=rules.idle(2))
+    assert p.step_seconds == pytest.approx(placed)
 
 
 def test_a_micro_batch_is_chosen_that_the_pipeline_can_cut():

@@ -97,10 +97,11 @@ def _pipeline(request: BatchRequest, plan: BatchPlan, rule: PipelineRule | None)
         source = "derived", "accumulation_steps"
     else:
         source = "derived", f"the fewest that fill {made.stages} stages and divide {quantum} samples"
+    idle = rule.idle(pieces)
     found = {
         "virtual_stages": _given(request, "virtual_stages") if made.virtual_stages > 1 else ("default", ""),
         "pipeline_microbatches": source,
-        "bubble_fraction": ("derived", f"{rule.idle} / ({made.virtual_stages} × {pieces} + {rule.idle})"),
+        "bubble_fraction": ("derived", f"{idle} / ({made.virtual_stages} × {pieces} + {idle})"),
     }
     if made.recommended_microbatches is not None:
         found["recommended_microbatches"] = "derived", "idle stages against small microbatches"

@@ -7,7 +7,9 @@ W (backward for input and for weights) take equal time:
     gpipe, 1f1b   (p-1) / (m + p-1)               m ≥ 1
     interleaved   (p-1) / (v·m + p-1)             p ≤ group ≤ m; m mod group = 0 or ≥ p; group defaults to p
     circular      d(p-1) / (v·m + d(p-1))         m mod p = 0; m ≥ 2p under delayed forwarding
-    zero-bubble   (p-1) / (3m + p-1)              m mod max(1, m // p) = 0   (ZB1P)
+    zero-bubble   w / (3m + w)                    m mod max(1, m // p) = 0   (ZB1P)
+
+w = p-1 + max(0, p-m): with fewer microbatches than stages there is not enough weight work to fill the wait.
 """
 
 from __future__ import annotations
@@ -105,16 +107,35 @@ class PipelineRule:
 
     def bubble(self, microbatches: int) -> Fraction:
         """The share of a step in which a stage is idle."""
-        idle = self.idle
+        idle = self.idle(microbatches)
         return idle / (self.virtual_stages * microbatches + idle)
 
-    @property
-    def idle(self) -> Fraction:
-        """Idle time of a stage, in units of one microbatch's time on one virtual stage."""
+    def idle(self, microbatches: int) -> Fraction:
+        """Idle time of a stage, in units of one microbatch's time on one virtual stage.
+
+        >>> PipelineRule("zero-bubble", stages=4).idle(8)
+        Fraction(1, 1)
+        """
         waits = Fraction(self.stages - 1)
         if self.schedule == "circular" and self.delayed:
             return 2 * waits
-        return waits / 3 if self.schedule == "zero-bubble" else waits
+        if self.schedule == "zero-bubble":
+            return (waits + max(0, self.stages - microbatches)) / 3
+        return waits
+
+    def idle_steps(self, accumulation_steps: int, inner_microbatches: int | None = None) -> float:
+        """Idle time of a stage in an optimizer step, in micro steps.
+
+        The accumulation steps are the microbatches, or each of them fills and empties a pipeline of its own, with
+        `inner_microbatches`.
+
+        >>> rule = PipelineRule("circular", stages=4)
+        >>> rule.idle_steps(16), rule.idle_steps(16, inner_microbatches=8)
+        (3.0, 6.0)
+        """
+        if inner_microbatches is None:
+            return float(self.idle(accumulation_steps) / self.virtual_stages)
+        return float(accumulation_steps * self.idle(inner_microbatches) / (self.virtual_stages * inner_microbatches))
 
     @property
     def fewest(self) -> int:
@@ -127,11 +148,11 @@ class PipelineRule:
 
     def cost(self, microbatches: int, tokens: int) -> Fraction:
         """Relative time of a step of `tokens` per replica: (1 + idle/(v·m)) × (1 + m·t₀/tokens)."""
-        waiting = 1 + self.idle / (self.virtual_stages * microbatches)
+        waiting = 1 + self.idle(microbatches) / (self.virtual_stages * microbatches)
         return waiting * (1 + Fraction(microbatches * HALF_SPEED_TOKENS, tokens))
 
     def best(self, candidates: Sequence[int], tokens: int) -> int | None:
-        """The valid number of microbatches with the least cost; the continuous optimum is √(tokens·idle / (v·t₀)).
+        """The valid number of microbatches with the least cost; if it fills the stages, it is next to √(tokens·idle / (v·t₀)).
 
         >>> PipelineRule("1f1b", stages=8).best([16, 32, 48, 64], tokens=131_072)
         48

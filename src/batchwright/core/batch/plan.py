@@ -278,13 +278,12 @@ def _pipeline(request: BatchRequest, rule: PipelineRule | None, split: Split, ba
     """The microbatches: the accumulation steps themselves, or pieces inside one of them."""
     if rule is None:
         return None
-    inner = request.pipeline_style == "inner"
-    pieces = split.accumulation_steps
-    if inner:
+    pieces = inner = _inner_microbatches(request, rule, split)
+    if pieces is None:
+        pieces = split.accumulation_steps
+    else:
         quantum = split.micro_batch_size * split.data_parallel_size
         valid = [m for m in divisors(quantum) if rule.refusal(m) is None]
-        usual = rule.fewest
-        pieces = request.pipeline_microbatches or next((m for m in valid if m >= usual), usual)
         if pieces not in valid:
             reason = rule.refusal(pieces) or (
                 f"they do not divide the {quantum} samples of one accumulation step: {quantum} / {pieces} = "
@@ -313,6 +312,15 @@ def _pipeline(request: BatchRequest, rule: PipelineRule | None, split: Split, ba
     )
 
 
+def _inner_microbatches(request: BatchRequest, rule: PipelineRule, split: Split) -> int | None:
+    """The microbatches inside one accumulation step; None if the accumulation steps are the microbatches."""
+    if request.pipeline_style == "accumulation":
+        return None
+    quantum, fewest = split.micro_batch_size * split.data_parallel_size, rule.fewest
+    valid = (m for m in divisors(quantum) if m >= fewest and rule.refusal(m) is None)
+    return request.pipeline_microbatches or next(valid, fewest)
+
+
 def _speed(request: BatchRequest, batch: int) -> tuple[float | None, float | None]:
     """samples_per_second and step_seconds, each from the other: step_seconds = global_batch_size / samples_per_second."""
     speed, seconds = request.samples_per_second, request.step_seconds
@@ -331,8 +339,8 @@ def _speed(request: BatchRequest, batch: int) -> tuple[float | None, float | Non
 
 def _step_seconds(times: Throughput, rule: PipelineRule | None, request: BatchRequest, split: Split) -> float:
     idle = 0.0
-    if rule is not None and request.pipeline_style == "accumulation":
-        idle = float(rule.idle) / rule.virtual_stages
+    if rule is not None:
+        idle = rule.idle_steps(split.accumulation_steps, _inner_microbatches(request, rule, split))
     return times.step_seconds(
         nodes=1, micro_batch_size=split.micro_batch_size, accumulation_steps=split.accumulation_steps, idle=idle
     )

@@ -50,8 +50,7 @@ class StageRules:
         """Idle time of a pipeline stage in an optimizer step of `steps` micro steps, in micro steps."""
         if self.pipeline is None:
             return 0.0
-        waits = float(self.pipeline.idle) / self.pipeline.virtual_stages
-        return waits * steps / self.inner_microbatches if self.inner_microbatches else waits
+        return self.pipeline.idle_steps(steps, self.inner_microbatches)
 
     def refusal(self, steps: int) -> str | None:
         """Why the pipeline does not run with this number of accumulation steps, or None. They must fill the pipeline."""
