@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchwright.api import plan as make_plan
 from batchwright.api import ramp as make_ramp
 from batchwright.core.batch.pipeline import PipelineRule
 from batchwright.core.batch.world import World
 from batchwright.core.codec import decode, encode
-from batchwright.core.errors import ConfigError, ScheduleError
+from batchwright.core.errors import ConfigError, PlanError, ScheduleError
 from batchwright.core.nodes import shortest_path
 from batchwright.core.nodes.feasibility import StageRules
 from batchwright.core.nodes.policies import NodePlan, launcher_nodes, place
@@ -302,6 +303,35 @@ def test_pipeline_needs_enough_microbatches():
     with pytest.raises(ScheduleError, match="fewer than the 4 stages") as caught:
         place(ramp(160), world, nodes=8, micro_batch_size=4, policy="constant", pipeline=rule)
     assert caught.value.nearest == (128, 256)
+
+
+def test_a_stage_divides_into_its_inner_microbatches_as_in_a_plan():
+    inner = {"pipeline_parallel": 4, "pipeline_style": "inner", "devices_per_node": 4, "micro_batch_size": 2}
+    with pytest.raises(PlanError, match=r"pipeline_microbatches=4: they do not divide the 6 samples"):
+        make_plan(global_batch_size=12, nodes=3, **inner)
+    reason = r"=12 gives 2 × 3 = 6 samples to one accumulation step, which do not divide into pipeline_microbatches 4\. .*2 nodes"
+    with pytest.raises(ScheduleError, match=reason):
+        make_ramp(global_batch_size=12, nodes=3, node_policy="constant", **inner)
+    with pytest.raises(ScheduleError, match=r"pipeline_microbatches=6: circular needs a multiple of the 4 stages"):
+        make_ramp(global_batch_size=12, nodes=3, node_policy="constant", pipeline_microbatches=6, **inner)
+    cheap = make_ramp(
+        global_batch_size=12, samples=1200, nodes=3, node_policy="min-time", micro_step_seconds="0.1,0.1", **inner
+    )
+    assert cheap.placement is not None
+    assert counts(cheap.placement) == [2]
+    free = make_ramp(global_batch_size=12, nodes=1, **inner | {"micro_batch_size": None, "max_micro_batch_size": 6})
+    assert free.placement is not None
+    assert free.placement.stages[0].micro_batch_size == 4  # 6 is not a multiple of 4
+
+
+@settings(deadline=None, max_examples=many(60))
+@given(st.integers(1, 60), st.integers(1, 3), st.sampled_from([None, 1, 2, 3]), st.booleans())
+def test_with_inner_microbatches_the_choices_are_all_valid_numbers_of_nodes(batch, pieces, micro, ragged):
+    rule = PipelineRule("gpipe", 2)
+    rules = StageRules(World(1, 2, pipeline_parallel=2), 9, micro, 4, None, ragged, rule, pieces)
+    every = [(n, *fit[2:4]) for n in range(1, 10) if (fit := rules.fit(batch, n))]
+    assert all(size * n % pieces == 0 for n, size, _ in every)
+    assert list(rules.choices([batch, batch])) == [every, every]
 
 
 def test_largest_valid_micro_batch_when_none_is_given():

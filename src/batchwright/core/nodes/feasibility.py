@@ -75,15 +75,16 @@ class StageRules:
         # The equation with one unknown: the optima call this thousands of times.
         steps, over = divmod(batch, self.micro_batch_size * dp)
         steps += over > 0
-        if (over and not self.allow_ragged) or not self._accepts(self.micro_batch_size, steps):
+        if (over and not self.allow_ragged) or not self._accepts(self.micro_batch_size, steps, dp):
             return None
         return Fit(nodes, dp, self.micro_batch_size, steps, over > 0)
 
-    def _accepts(self, micro: int, steps: int) -> bool:
+    def _accepts(self, micro: int, steps: int, dp: int) -> bool:
         return (
             steps == (self.accumulation_steps or steps)
             and micro <= (self.max_micro_batch_size or micro)
             and self.refusal(steps) is None
+            and self._divides_inner(micro, dp)
         )
 
     def _free(self, batch: int, nodes: int, dp: int) -> Iterator[Fit]:
@@ -92,11 +93,11 @@ class StageRules:
         if batch % dp == 0:
             known = (batch, None, self.accumulation_steps, dp, self.max_micro_batch_size, 1, rule, self.sequence_length)
             for split in splits(Unknowns(*known)):
-                if self.refusal(split.accumulation_steps) is None:
+                if self._accepts(split.micro_batch_size, split.accumulation_steps, dp):
                     yield Fit(nodes, dp, split.micro_batch_size, split.accumulation_steps, False)
         if self.allow_ragged:
             micro, steps = ragged_share(-(-batch // dp), self.accumulation_steps, self.max_micro_batch_size, rule)
-            if self._accepts(micro, steps):
+            if self._accepts(micro, steps, dp):
                 yield Fit(nodes, dp, micro, steps, True)
 
     def resplit(self, batch: int, nodes: int, limit: int) -> Fit | None:
@@ -117,12 +118,11 @@ class StageRules:
         if self.micro_batch_size is not None:
             kept = replace(free, micro_batch_size=min(self.micro_batch_size, limit)).fit(batch, nodes)
             found = chain([kept] if kept else [], found)
-        return next((fit for fit in found if self._divides_inner(fit)), None)
+        return next(found, None)
 
-    def _divides_inner(self, fit: Fit) -> bool:
+    def _divides_inner(self, micro: int, dp: int) -> bool:
         """Whether one accumulation step divides into the pipeline's inner microbatches, if it has any."""
-        pieces = self.inner_microbatches
-        return not pieces or fit.micro_batch_size * fit.data_parallel_size % pieces == 0
+        return not self.inner_microbatches or micro * dp % self.inner_microbatches == 0
 
     def fits(self, batch: int) -> Iterator[Fit]:
         """Every valid number of nodes, ascending. Unless ragged, only divisors of the batch are tried."""
@@ -142,13 +142,15 @@ class StageRules:
         [[1, 2, 3, 5, 6], [1, 2, 3, 5, 6]]
         """
         corners = self.corners(batches) if self.allow_ragged else None
-        unit, known = self.micro_batch_size or 1, dict[int, tuple[int, int] | None]()
+        unit, known = self.micro_batch_size or 1, dict[tuple[int, int], tuple[int, int] | None]()
         for batch in batches:
             row: list[tuple[int, int, int]] = []
             for nodes, dp in self._dividing(batch) if corners is None else corners:
                 share = -(-batch // (unit * dp))
-                # The split depends only on the share of a replica, and on whether the share is whole.
-                key = share if batch % dp or self.micro_batch_size else -share
+                # The split depends only on the share of a replica, on whether the share is whole, and on whether the
+                # replicas' micro batches divide into inner microbatches.
+                whole = share if batch % dp or self.micro_batch_size else -share
+                key = whole, dp % (self.inner_microbatches or 1)
                 if key not in known:
                     fit = self.fit(batch, nodes)
                     known[key] = fit and (fit.micro_batch_size, fit.accumulation_steps)
@@ -161,7 +163,7 @@ class StageRules:
 
         With the same accumulation, a batch takes no more time on fewer nodes, and less node time. So a run of stages on
         the same nodes loses nothing by moving down to the next number on which one of `batches` needs fewer steps than on
-        every smaller number.
+        every smaller number. With inner microbatches the smaller number may not be valid: then every number counts.
 
         >>> StageRules(World(1), nodes=100, micro_batch_size=1, allow_ragged=True).corners([10])
         [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (10, 10)]
@@ -170,6 +172,8 @@ class StageRules:
         whole = size * self.world.expert_step
         least = whole // gcd(per_node, whole)
         dp, most = least * per_node // size, self.nodes // least
+        if self.inner_microbatches:
+            return [(k * least, k * dp) for k in range(1, most + 1)]
         unit, found = dp * (self.micro_batch_size or 1), set[int]()
         for batch in set(batches):
             k, share = 0, batch + 1
@@ -227,7 +231,15 @@ class StageRules:
             return f"needs accumulation_steps {needed} ({division}), and accumulation_steps={steps} is given"
         if refusal := self.refusal(steps or needed):
             return f"gives accumulation_steps={steps or needed} on {named}, and {refusal}"
+        pieces = self.inner_microbatches
+        if micro and not self._divides_inner(micro, dp):
+            return (
+                f"gives {micro} × {dp} = {micro * dp} samples to one accumulation step, which do not divide into "
+                f"pipeline_microbatches {pieces}"
+            )
         cap = f" with micro_batch_size up to {most}" if most else ""
+        if pieces:
+            cap += f", where micro_batch_size × {dp} is a multiple of pipeline_microbatches {pieces}"
         into = f"into accumulation_steps={steps}" if steps else "into a number of steps that the pipeline allows"
         return f"gives {share} samples to each of {dp} replicas, which do not split {into}{cap}"
 

@@ -272,6 +272,11 @@ def _request_violations(
     for name in ("nodes", "micro_batch_size", "max_micro_batch_size", "accumulation_steps", "inner_microbatches"):
         if (value := getattr(rules, name)) is not None and value < 1:
             yield Violation(f"{name}={value}: must be at least 1.", name, value, (1,))
+    pieces, pipeline = rules.inner_microbatches, rules.pipeline
+    if pieces and pieces > 0 and pipeline is not None and (refusal := pipeline.refusal(pieces)):
+        near = pipeline.nearest(pieces)
+        message = f"pipeline_microbatches={pieces}: {refusal}. Nearest: {either(near)}."
+        yield Violation(message, "pipeline_microbatches", pieces, near)
     if policy == "launcher" and rules.micro_batch_size is None:
         yield Violation("the launcher's rule needs micro_batch_size; constant-work does not.", "micro_batch_size")
     if isinstance(throughput, StageSeconds) and len(throughput.seconds) != len(segments):
