@@ -61,7 +61,7 @@ def explain(poll: Poll, ranks: Sequence[RankLog], launcher: str, who: str = "tor
         lines = last_lines(cause.tail)
         raised = _raised(cause.tail)
         reason = f"rank {cause.rank} {died(cause.code)}" + (f": {raised}" if raised else "")
-        kind = "refused" if kind == "crash" and who == "torchrun" and cause.code == REFUSED else kind
+        kind = "refused" if kind == "crash" and who != "the command" and cause.code == REFUSED else kind
         return Failure(reason, cause.rank, cause.code, lines, kind)
     if any(r.code == 0 for r in ranks) or poll.code == 0:
         early = who if poll.code == 0 else "a rank"

@@ -60,6 +60,8 @@ def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener) -> str
 class Supervisor:
     """Supervises one run; `run` returns complete, stopped or failed."""
 
+    launcher = "torchrun"  # what starts the ranks of a task
+
     def __init__(
         self,
         directory: RunDirectory,
@@ -281,7 +283,7 @@ class Supervisor:
         if outcome == "done" and position > manifest.end_sample and self._plan.kind == COMMAND:
             outcome, failure = "failed", self._overshot(manifest, position)
         if outcome == "failed" and failure is None:
-            who = "the command" if self._plan.kind == COMMAND else "torchrun"
+            who = "the command" if self._plan.kind == COMMAND else self.launcher
             launcher = tail(self._directory.launch(manifest.number) / "logs" / "launcher.log")
             failure = explain(polled, ranks, launcher, who)
             if (free := self._directory.free_bytes()) < FULL_BYTES:

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.errors import EnvironmentFault
+from batchwright.core.ramp.request import read_ramp
 from batchwright.launch import directory as files
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Job, Poll
-from batchwright.launch.records import Ending, Manifest
+from batchwright.launch.plan import build
+from batchwright.launch.records import Ending, Manifest, Options
 from batchwright.launch.show import LineDisplay
 from batchwright.launch.slurm import chain
 from batchwright.launch.slurm import claim as slurm_claim
@@ -387,6 +390,46 @@ def test_a_job_that_waits_for_the_lock_stops_when_asked_and_the_chain_continues(
         assert job._locked() == "this run has a supervisor on a login node now"  # since the job started
     finally:
         held.unlock()
+
+
+def test_a_duplicate_that_is_cancelled_while_the_run_completes_submits_nothing(make, monkeypatch, signals, capsys):
+    """The other job has trained the last sample, and still holds the lock."""
+    directory, plan = make(detached=True)
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.0)
+    monkeypatch.setattr(slurm, "jobs", lambda token: [])
+    monkeypatch.setattr(slurm, "submit_patiently", lambda *given, **more: pytest.fail("nothing is left to run"))
+    held = RunDirectory(directory.path)
+    held.lock()
+    try:
+        job = chain.ChainJob(directory)
+        monkeypatch.setattr(job._work, "position", lambda **given: plan.total_samples)
+        job._interrupts.stop_requests, job._interrupts.name = 1, "SIGTERM"
+        assert job.run_job() == 0
+    finally:
+        held.unlock()
+    assert "nothing to do: asked to stop by SIGTERM" in capsys.readouterr().out
+
+
+def test_a_failure_under_srun_names_srun(tmp_path, monkeypatch, signals):
+    """A stand-in for srun cannot create the step."""
+    (tmp_path / "task.py").write_text("def task(): ...\n")
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text("#!/bin/sh\necho srun: error: Unable to create step >&2\nexit 1\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(srun.parent), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm, "jobs", lambda token: [])
+    request = BatchRequest(global_batch_size=64, micro_batch_size=4, nodes=2, devices_per_node=4)
+    options = Options(engine="slurm", max_retries=0)
+    plan, _ = build(request, read_ramp({"samples": "640"}), options, target=str(tmp_path / "task.py"))
+    directory = RunDirectory(tmp_path / "run")
+    write_json(directory.path / "plan.json", plan)
+    slurm_site.remember(directory, Site(nodes_submit=False), detached=True)
+    assert chain.ChainJob(directory).run_job() == 5
+    failure = find_object(directory.path / "outcome.json")["failure"]
+    assert failure["reason"] == "srun exited with 1, and its ranks with it"
+    assert failure["lines"] == ["srun: error: Unable to create step"]
 
 
 def test_stop_and_status_say_that_the_controller_does_not_answer(make, monkeypatch):

@@ -135,6 +135,8 @@ class _JobSignals(Interrupts):
 class ChainJob(Supervisor):
     """The supervisor of one launch, inside its own job."""
 
+    launcher = "srun"
+
     def __init__(self, directory: RunDirectory) -> None:
         self._run = SlurmRun.load(directory)
         super().__init__(directory, directory.plan(), StepEngine(self._run.site), LineDisplay(sys.stdout))
@@ -181,8 +183,10 @@ class ChainJob(Supervisor):
         deadline, waits = time.monotonic() + _LOCK_SECONDS, False
         while (reason := self._not_ours()) is None:
             if self._interrupts.stop_requests:
-                if self._run.site.nodes_submit:
-                    self._submit_next(self._plan.launch_at(self._work.position()))
+                position = self._work.position()
+                # The job that holds the lock may have trained the last sample.
+                if self._run.site.nodes_submit and position < self._plan.total_samples:
+                    self._submit_next(self._plan.launch_at(position))
                 return f"asked to stop by {self._interrupts.name} before the run's lock was free"
             try:
                 return self._directory.lock()

@@ -203,6 +203,8 @@ def read_job(directory: Path) -> Job | None:
 class SlurmSupervisor(Supervisor):
     """A supervisor whose launches are jobs: it may take fewer nodes, and reports what Slurm reports."""
 
+    launcher = "srun"
+
     def __init__(self, directory: RunDirectory, plan: RunPlan, listener: Listener) -> None:
         super().__init__(directory, plan, SlurmEngine(self._without_controller), listener)
         self._reported = ""  # the last answer of a controller that was not there
