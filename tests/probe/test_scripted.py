@@ -346,6 +346,24 @@ def test_killing_the_prober_leaves_no_orphan_and_a_journal(scripted, tmp_path, h
     assert probe.trials[0].resumed, "the finished trial was on disk"
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_between_two_trials_leaves_no_temporary_directory(scripted, tmp_path, how):
+    request = scripted("fits()")
+    scratch = tmp_path / "temporary"
+    scratch.mkdir()
+    program = (
+        "import os, sys; from batchwright.probe.display import NoProgress\n"
+        "from batchwright.probe.records import read_request; from batchwright.probe.prober import run_probe\n"
+        "class Ending(NoProgress):\n"
+        f"    def finished(self, trial): os.listdir({str(scratch)!r}) and os.kill(os.getpid(), {int(how)})\n"
+        f"run_probe(read_request({request.target!r}, worker={request.worker!r}, throughput=False,\n"
+        f"    directory={str(request.directory)!r}), progress=Ending())"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(scratch)}, timeout=60)
+    assert ended.returncode == -how
+    assert not list(scratch.iterdir())
+
+
 def wait_for(condition, seconds=30.0):
     until = time.monotonic() + seconds
     while not condition():

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import builtins
 import json
+import shutil
+import signal
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from batchwright.core.errors import BatchwrightError, RunError
@@ -106,14 +110,38 @@ def run_probe(
 ) -> Probe:
     """The same for a request that is already read."""
     with ExitStack() as stack:
-        scratch = tempfile.TemporaryDirectory(prefix="batchwright-probe-", ignore_cleanup_errors=True)
-        folder = Path(stack.enter_context(scratch))
+        folder = stack.enter_context(_scratch())
         runner = (
             CommandRunner(request, folder)
             if request.command
             else stack.enter_context(closing(TaskRunner(request, folder)))
         )
         return _Session(request, runner, progress or NoProgress()).run(predict_slope)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A temporary directory that is removed even if a signal ends this process: between trials there is no guard."""
+    ends = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        ends = []  # only the main thread can set a handler
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # until the directory is known
+    try:
+        with tempfile.TemporaryDirectory(prefix="batchwright-probe-", ignore_cleanup_errors=True) as folder:
+
+            def end(number: int, frame: FrameType | None) -> None:
+                shutil.rmtree(folder, ignore_errors=True)
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+
+            for number in ends:
+                signal.signal(number, end)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            yield Path(folder)
+    finally:
+        for number in ends:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Session:
