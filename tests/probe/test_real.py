@@ -159,3 +159,24 @@ def test_evaluation_if_only_one_sample_can_be_trained(tmp_path):
     with runner(path, tmp_path / "scratch", memory="160MiB") as trials:
         assert [trials.limit(size).fits for size in (1, 2)] == [True, False]
         assert trials.evaluation(2).fits
+
+
+def test_under_ulimit_v_the_budget_is_what_it_leaves_and_a_larger_one_is_refused(task_file, tmp_path):
+    def limited(kilobytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+        program = (
+            "import sys; from batchwright.probe import probe; from batchwright.core.errors import BatchwrightError\n"
+            "try: print(*probe(sys.argv[1], memory=(sys.argv[2:] or [None])[0], max=2, throughput=False, dir=None).notes)\n"
+            "except BatchwrightError as error: print(error); sys.exit(error.exit_code)\n"
+        )
+        shell = ["bash", "-c", f'ulimit -v {kilobytes}; exec "$@"', "bash", sys.executable, "-c", program]
+        return subprocess.run(
+            [*shell, f"{task_file}:task", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+
+    half = limited(1_500_000)
+    assert half.returncode == 0, half.stderr
+    assert "is what ulimit -v leaves" in half.stdout
+    larger = limited(1_500_000, "100GB")
+    assert larger.returncode == 4 and "ulimit -v allows 1,536,000,000 bytes" in larger.stdout
+    without_torch = limited(300_000)
+    assert without_torch.returncode == 4 and "torch cannot be loaded: ulimit -v allows" in without_torch.stdout

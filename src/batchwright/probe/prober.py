@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from batchwright.core.errors import BatchwrightError, RunError
 from batchwright.core.numbers import format_bytes
 from batchwright.processes.endings import sentence
+from batchwright.processes.memory import physical_memory
 
 from .command import CommandRunner
 from .display import NoProgress, TrialProgress
@@ -295,9 +296,9 @@ class _Session:
             )
         if r.memory is None and not r.command and "cpu" in str(self.runner.identity.get("device", "")):
             limit_bytes = next((t.limit_bytes for t in self.trials if t.limit_bytes), None)
-            self.notes.append(
-                f"memory {format_bytes(limit_bytes)} is half of this host's; --memory sets another budget."
-            )
+            half = physical_memory() // 2 // r.ranks - r.margin
+            what = "what ulimit -v leaves" if limit_bytes and limit_bytes < half else "half of this host's"
+            self.notes.append(f"memory {format_bytes(limit_bytes)} is {what}; --memory sets another budget.")
         if curve is not None and curve.noisy:
             self.notes.append("the times are too noisy to compare speeds: the largest measured size is recommended.")
         slow = [t for t in self.trials if t.purpose == "throughput" and not t.fits]

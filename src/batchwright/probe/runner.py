@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.core.errors import ConfigError, MissingExtraError
+from batchwright.core.errors import ConfigError, EnvironmentFault, MissingExtraError
 from batchwright.processes.endings import ExitCause, error_from_record, from_exit
 from batchwright.processes.memory import physical_memory
 from batchwright.processes.start import Exit, GuardedProcess, torchrun
@@ -124,7 +125,8 @@ class TaskRunner:
 
     def _learn(self, result: Mapping[str, Any]) -> None:
         if result.get("status") == "invalid":
-            raise ConfigError(violations=error_from_record(result["error"]).violations)
+            error = error_from_record(result["error"])
+            raise error if isinstance(error, EnvironmentFault) else ConfigError(violations=error.violations)
         if isinstance(result.get("identity"), dict):
             self.identity = result["identity"]
         if result.get("longest_index") is not None:
@@ -173,6 +175,12 @@ class TaskRunner:
             return rank, ExitCause("crash", reason, done.output[-2000:].strip() or None)
         if "No module named 'torch'" in done.output:
             raise MissingExtraError("probing a task needs torch. Install it with: pip install 'batchwright[torch]'.")
+        if "failed to map segment from shared object" in done.output:
+            raise EnvironmentFault(
+                f"torch cannot be loaded: ulimit -v allows {resource.getrlimit(resource.RLIMIT_AS)[0]:,} bytes. Run: "
+                "ulimit -v unlimited.",
+                field="memory",
+            )
         cause = from_exit(done.returncode, done.output)
         return rank, ExitCause(cause.kind, f"{cause.reason.rstrip('.')}; last seen {doing}", cause.traceback)
 

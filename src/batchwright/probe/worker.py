@@ -26,7 +26,7 @@ import torch._dynamo  # any optimizer loads it, and its size does not belong to 
 from torch import nn
 
 from batchwright.core import codec
-from batchwright.core.errors import PlanError
+from batchwright.core.errors import EnvironmentFault, PlanError
 from batchwright.processes.endings import cause_of, error_record
 from batchwright.processes.guard import die_with
 from batchwright.processes.memory import status_bytes
@@ -72,7 +72,18 @@ class Worker:
         if self.device.type != "cpu" or budget is None:
             return lambda: None
         # With RLIMIT_AS allocations fail as on a device; Linux ignores RLIMIT_RSS. Only the soft limit is set.
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        room = None if soft == resource.RLIM_INFINITY else soft - self.base  # `ulimit -v` may have set one
+        if room is not None and room < budget:
+            if self.spec["memory"] is not None or room < 1:
+                raise EnvironmentFault(
+                    f"ulimit -v allows {soft:,} bytes; {self.base:,} are used before the task is built, and the budget is "
+                    f"{budget:,}. Nearest: --memory {max(0, room) + self.spec['margin']}, or ulimit -v unlimited.",
+                    field="memory",
+                    given=self.spec["memory"],
+                    nearest=(max(0, room) + self.spec["margin"],),
+                )
+            self.result["limit_bytes"] = budget = room
         resource.setrlimit(resource.RLIMIT_AS, (self.base + budget, hard))
         return lambda: resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
@@ -98,7 +109,7 @@ class Worker:
             return 0
         except (Exception, SystemExit) as error:
             self._free()
-            if isinstance(error, PlanError):
+            if isinstance(error, PlanError | EnvironmentFault):
                 self.write(status="invalid", error=error_record(error))
             else:
                 cause = cause_of(error)
