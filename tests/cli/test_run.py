@@ -164,6 +164,80 @@ def test_an_invalid_request_is_refused_before_anything_starts(argv, kind, field,
     assert os.listdir() == ["train.py"]
 
 
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("glob=*.jsonl", "*.jsonl"),
+        ("glob=@x", "@x"),
+        ("glob=a\x07b", "a\x07b"),
+        ("glob=a\udcffb", "a\udcffb"),
+        ("glob=a: b: c", "a: b: c"),
+        ("glob=2024-01-02", "2024-01-02"),
+        ("glob=[1, a]", [1, "a"]),
+    ],
+)
+def test_an_override_that_is_not_yaml_is_text(override, read):
+    from batchwright.cli.run import _sections
+
+    assert _sections((), [f"task.args.{override}"])[1] == {"args": {"glob": read}}
+    dry("train.py:task", *RAMP, f"task.args.{override}")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "launch.dir=[",
+        "launch.dir=5",
+        'launch.dir="a\\0b"',
+        "task.args.x='a",
+        "task.args.x=&a [*a]",
+        "task.args.x=&a {b: *a}",
+        "task.args.x=" + "[" * 800 + "]" * 800,
+        "task.args.x=!!set {a}",
+        "task.args.x=!!binary aGVsbG8=",
+        "task.args.x=!!python/name:os.system x",
+        "task.args.x=0x" + "f" * 5000,
+        "launch=5",
+        "task=[1]",
+        "launch.position_command=true",
+        "launch.environment=5",
+        'launch.environment={a: "\\ud800"}',
+        "launch.slurm={srun: 5}",
+        "launch.slurm={prologue: true}",
+        "launch.slurm={prologue: [true]}",
+        "launch.slurm={container: 7}",
+        "launch.slurm={container_mounts: {a: b}}",
+        "launch.slurm={sbatch: 1.5}",
+        "launch.slurm={time: '" + "9" * 5000 + "'}",
+    ],
+)
+def test_an_override_with_a_wrong_value_is_refused(override):
+    for argv in ((override,), (override, "--engine", "slurm", "--elastic")):
+        error = refused("train.py:task", *RAMP, *argv, "--dry-run")
+        assert isinstance(error, ConfigError)
+        assert len(str(error)) < 1000
+    if override.startswith("launch."):
+        assert isinstance(refused(*RAMP, override, "--dry-run", *SCRIPT), ConfigError)
+
+
+@pytest.mark.parametrize("override", ["launch.command=5", 'launch.command=["a\\0b"]', "task.target=5"])
+def test_a_task_and_a_command_are_text(override):
+    assert "must be text" in str(refused(*RAMP, override)) or "no process" in str(refused(*RAMP, override))
+
+
+def test_anchors_in_a_file_cannot_describe_an_endless_value():
+    Path("run.yaml").write_text("task: {target: 'train.py:task', args: {x: &a [*a]}}\n")
+    assert "levels" in str(refused("run.yaml", *RAMP))
+
+
+def test_lengths_of_stages_are_given_in_a_file_and_by_flag():
+    Path("run.yaml").write_text("ramp: {thresholds: '0:8 64:16', sequence_lengths: [128, 256], samples: 512}\n")
+    in_file = dry("train.py:task", "run.yaml")
+    by_flag = dry("train.py:task", "--thresholds", "0:8 64:16", "--samples", "512", "--sequence-lengths", "128,256")
+    assert [s["sequence_length"] for s in in_file["stages"]] == [128, 256]
+    assert in_file["stages"] == by_flag["stages"]
+
+
 def test_a_note_says_that_a_command_does_not_get_its_batch():
     shown = run(*RAMP, *WORLD, "--dry-run", "--", "train", "{end_sample}")
     assert "The command has no placeholder for its batch" in shown and "{global_batch_size}" in shown

@@ -32,8 +32,8 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "loading": ("hosts", "expansion_factor", "loading_hosts", "stored_hosts", "equal_rows"),
     "ramp": (
         "linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling", "recipe",
-        "allow_falling", "samples", "tokens", "last_step", "lr", "lr_scaling", "optimizer", "lr_horizon_steps",
-        "lr_horizon_samples",
+        "sequence_lengths", "allow_falling", "samples", "tokens", "last_step", "lr", "lr_scaling", "optimizer",
+        "lr_horizon_steps", "lr_horizon_samples",
     ),
     "nodes": (
         "node_policy", "micro_step_seconds", "sync_seconds", "stage_seconds", "restart_seconds", "deadline_hours",
@@ -45,6 +45,7 @@ _NATIVE = {f"{section}.{name}": name for section, names in SECTIONS.items() for 
 # A few times the largest file in use (MaxText's base.yml): a larger one would take more than a second.
 LARGEST_FILE = 2**18
 MOST_KEYS = 10_000
+MOST_ITEMS = 100_000
 NOT_READ = "Ignored because batchwright does not know it, though it may concern the batch"
 
 
@@ -190,7 +191,25 @@ def read_file(path: str) -> Mapping[str, Any]:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{shown} contains no keys: the top level must be a mapping.", field="file", given=shown)
     _refuse_deep(path, tree)
-    return tree
+    return _plain(path, tree)
+
+
+def read_value(key: str, value: str) -> Any:
+    """The value of `launch.key=value` or `task.key=value`, which is YAML; text that is not YAML is taken as it is.
+
+    >>> read_value("task.args.lr", "[1, 2]"), read_value("task.args.glob", "*.jsonl")
+    ([1, 2], '*.jsonl')
+    """
+    try:
+        read = _parse(key, value)
+    except ConfigError as error:
+        # An incomplete list is more likely a typing error than a text.
+        if value.lstrip()[:1] in ("[", "{", "'", '"', "&", "!"):
+            message = f"{error} To give it as text, put it in quotes: {key}='\"...\"'."
+            raise ConfigError(message, field=key[:80], given=value[:80]) from None
+        return value
+    _refuse_deep(key, read)
+    return _plain(key, read)
 
 
 def _parse(path: str, text: str) -> Any:
@@ -235,22 +254,43 @@ def _parse(path: str, text: str) -> Any:
         raise ConfigError(f"{path} is not plain YAML: {problem}{where}.", field="file", given=path) from None
 
 
-def _refuse_deep(path: str, tree: Mapping[Any, Any]) -> None:
+def _refuse_deep(path: str, tree: Any) -> None:
     """Limit depth and size: with anchors, a small file can describe an endless tree."""
-    level: list[Mapping[Any, Any]] = [tree]
-    size = 0
+    level: list[Any] = [tree]
+    keys = items = 0
     for _ in range(16):
-        size += sum(len(m) for m in level)
-        if size > MOST_KEYS:
+        keys += sum(len(one) for one in level if isinstance(one, Mapping))
+        items += sum(len(one) for one in level if isinstance(one, list))
+        if keys > MOST_KEYS or items > MOST_ITEMS:
             break
-        level = [v for m in level for v in m.values() if isinstance(v, Mapping)]
+        inner = (one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, (Mapping, list)))
+        level = [value for values in inner for value in values if isinstance(value, (Mapping, list))]
         if not level:
             return
     raise ConfigError(
-        f"{path} has too many keys or levels for a configuration file: at most {MOST_KEYS:,} keys in 16 levels.",
+        f"{path[:120]} has too many keys, list items or levels for a configuration file: at most {MOST_KEYS:,} keys and "
+        f"{MOST_ITEMS:,} items in 16 levels.",
         field="file",
-        given=path,
+        given=path[:120],
     )
+
+
+def _plain(path: str, value: Any) -> Any:
+    """A tree with dates as text, as a run keeps it in JSON; an error for sets, bytes and other values that JSON lacks."""
+    if isinstance(value, Mapping):
+        return {key: _plain(path, inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(path, inner) for inner in value]
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    problem = None
+    if value is not None and not isinstance(value, (str, int, float)):
+        problem = f"a {type(value).__name__}: only text, numbers, lists and mappings can be read"
+    elif isinstance(value, int) and value.bit_length() > 4 * LONGEST:
+        problem = f"a number of more than {LONGEST} digits"
+    if problem:
+        raise ConfigError(f"{path[:120]} contains {problem}.", field="file", given=path[:120])
+    return value
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

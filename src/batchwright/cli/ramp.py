@@ -44,6 +44,7 @@ rule_options = stack(
         "START,EVERY[,UNIT]",
     ),
     number("--recipe", "A published schedule; batchwright ramp --list-recipes prints all names.", "NAME"),
+    number("--sequence-lengths", "With thresholds: tokens per sample in each stage.", "L,L,..."),
     click.option("--allow-falling", is_flag=True, help="Accept a batch that becomes smaller."),
     number("--samples", "Training budget in samples.  [default: open end]"),
     number("--tokens", "Training budget in tokens.  [default: open end]"),
@@ -93,7 +94,6 @@ _rate_options = stack(
 )
 @click.argument("arguments", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
 @rule_options
-@number("--sequence-lengths", "With thresholds: tokens per sample in each stage.", "L,L,...")
 @click.option("--list-recipes", is_flag=True, help="Print the published schedules that --recipe knows.")
 @batch_options
 @world_options

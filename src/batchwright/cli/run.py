@@ -18,7 +18,7 @@ from batchwright.core.numbers import count
 from batchwright.core.ramp.request import RAMP_READERS, read_ramp
 
 from . import GROUPS, text
-from .config import gather, read_file
+from .config import gather, read_file, read_value
 from .naming import spell
 from .options import (
     CommandLine,
@@ -212,7 +212,7 @@ def _new(
         gathered.request(),
         wanted,
         read_options(values, command=bool(after or there["command"])),
-        target=targets[0] if targets else None if after else task.get("target"),
+        target=targets[0] if targets else None if after else _text(task.get("target"), "task.target"),
         arguments={**mapping(task.get("args"), "task.args"), **task_arguments(flags["args"])},
         command=after or (() if targets else split_command(there["command"] or ())),
         position_command=split_command(flags["position_command"] or there["position_command"] or ()),
@@ -221,8 +221,16 @@ def _new(
         from batchwright.runtime.loop.settings import read_settings
 
         read_settings({"directory": "", "micro_batch_size": 1, **plan.options.settings}, "task.settings")
-    place = flags["dir"] or there["dir"]
+    place = flags["dir"] or _text(there["dir"], "launch.dir")
     return RunDirectory(place) if place else default_directory(plan), plan, made
+
+
+def _text(value: Any, name: str) -> str | None:
+    """A value that must be text: YAML reads 5 and true as other things."""
+    if value is not None and (not isinstance(value, str) or "\0" in value):
+        shown = repr(value)[:60]
+        raise ConfigError(f"{name}={shown} must be text. Put it in quotes.", field=name, given=shown)
+    return value
 
 
 def _cluster(launch: dict[str, Any], flags: dict[str, Any]) -> None:
@@ -245,8 +253,6 @@ def _cluster(launch: dict[str, Any], flags: dict[str, Any]) -> None:
 
 def _sections(arguments: tuple[str, ...], overrides: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The `launch` and `task` sections of the files, with `launch.key=value` and `task.key=value` on top."""
-    import yaml
-
     sections: dict[str, Any] = {"launch": {}, "task": {}}
     for argument in arguments:
         if "=" not in argument or os.path.exists(argument):
@@ -263,8 +269,8 @@ def _sections(arguments: tuple[str, ...], overrides: list[str]) -> tuple[dict[st
                 raise ConfigError(
                     f"{key[:80]} is not a key: {part} is a value, not a section.", field=key[:80], given=value[:80]
                 )
-        into[last] = yaml.safe_load(value)
-    return sections["launch"], sections["task"]
+        into[last] = read_value(key, value)
+    return mapping(sections["launch"], "launch"), mapping(sections["task"], "task")
 
 
 def _is_task(argument: str) -> bool:

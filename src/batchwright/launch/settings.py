@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -41,7 +42,7 @@ def _environment(value: Any, name: str) -> dict[str, str]:
         pairs = [(str(key), str(text)) for key, text in cast("Mapping[Any, Any]", value).items()]
     else:
         pairs = []
-        for argument in map(str, value):
+        for argument in split_command(value, name):
             key, equals, text = argument.partition("=")
             if not equals:
                 raise ConfigError(
@@ -49,7 +50,7 @@ def _environment(value: Any, name: str) -> dict[str, str]:
                 )
             pairs.append((key, text))
     for key, text in pairs:
-        if not key.strip() or {"=", "\0", " ", "\n"} & set(key) or "\0" in text:
+        if not key.strip() or {"=", "\0", " ", "\n"} & set(key) or not _can_be_passed(key + text):
             raise ConfigError(f"{name}: {key[:60]!r} is not the name of a variable. Write KEY=VALUE.", field=name)
     return dict(pairs)
 
@@ -104,13 +105,29 @@ def read_options(values: Mapping[str, Any], base: Options | None = None, *, comm
     return Options(**{**vars(known), **read})
 
 
-def split_command(given: Any) -> tuple[str, ...]:
+def _can_be_passed(text: str) -> bool:
+    """Whether a process can get this text: no NUL, and no half of a surrogate pair, which YAML can describe."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def split_command(given: Any, name: str = "command") -> tuple[str, ...]:
     """A command from a list of arguments, or from one line, split as a shell does; no shell runs it.
 
     >>> split_command("where 'my run'")
     ('where', 'my run')
     """
+    if not isinstance(given, (str, list, tuple)):
+        shown = repr(given)[:60]
+        raise ConfigError(f"{name}={shown} must be text or a list of texts.", field=name, given=shown)
     try:
-        return tuple(shlex.split(given)) if isinstance(given, str) else tuple(str(argument) for argument in given)
+        arguments = shlex.split(given) if isinstance(given, str) else cast("Sequence[Any]", given)
     except ValueError as error:
-        raise ConfigError(f"{given[:80]!r} is not a command: {error}.", field="command", given=given[:80]) from None
+        raise ConfigError(f"{given[:80]!r} is not a command: {error}.", field=name, given=given[:80]) from None
+    read = tuple(str(argument) for argument in arguments)
+    if wrong := [argument[:60] for argument in read if not _can_be_passed(argument)]:
+        message = f"{name}: {wrong[0]!r} contains a character that no process can get."
+        raise ConfigError(message, field=name, given=wrong[0])
+    return read

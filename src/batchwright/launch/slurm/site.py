@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ _OWN = frozenset(
     "nodes N ntasks n ntasks-per-node tasks-per-node job-name J output o error e dependency d requeue no-requeue signal "
     "array a wait W parsable test-only comment chdir D kill-on-invalid-dep wrap begin b hold H clusters M".split()
 )
-_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_TIME = re.compile(r"(\d{1,9}-)?\d{1,9}(:\d{1,9}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE | re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 _OPTIONS = ("partition", "account", "qos", "time", "gres", "constraint")  # of sbatch, by the same names
 
@@ -124,15 +124,24 @@ def seconds_of(time: str) -> int | None:
 
 
 def _texts(value: Any, name: str) -> tuple[str, ...]:
-    return tuple(_text(v, name) for v in ([value] if isinstance(value, str) else value))
+    return tuple(_text(v, name) for v in _items(value, name))
+
+
+def _items(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, (str, list, tuple)):
+        shown = repr(value)[:60]
+        raise ConfigError(f"slurm.{name}={shown} must be text or a list of texts.", field=name, given=shown)
+    return _list(value)
 
 
 def _commands(value: Any, name: str) -> tuple[str, ...]:
     """Shell commands: a command may have several lines, but no NUL."""
-    found = tuple(str(v) for v in ([value] if isinstance(value, str) else value))
-    if any("\0" in v for v in found):
-        raise ConfigError(f"slurm.{name} contains a NUL character.", field=name)
-    return found
+    found = _items(value, name)
+    for command in found:
+        if not isinstance(command, str) or "\0" in command:
+            shown = repr(command)[:60]
+            raise ConfigError(f"slurm.{name}: {shown} must be text without NUL.", field=name, given=shown)
+    return tuple(found)
 
 
 def _lines(value: Any, name: str) -> tuple[str, ...]:
@@ -221,7 +230,7 @@ def layers(section: Any, site: Any, elastic: bool = False) -> dict[str, Any]:
 
 
 def _list(value: Any) -> list[Any]:
-    return [value] if isinstance(value, str) else list(value)
+    return list(cast("Sequence[Any]", value)) if isinstance(value, (list, tuple)) else [value]
 
 
 @dataclass(frozen=True)
