@@ -178,6 +178,36 @@ def test_a_full_disk_under_the_output_exits_with_4():
     assert done.stderr.decode() == "error: the output cannot be written: No space left on device.\n"
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", "{}"],
+        ["ramp", "--linear", "1,1,9", "--global-batch-size", "4", "--from-probe", "{}"],
+        ["estimate", "{}"],
+        ["check", "{}"],
+        ["check", "--ledger", "{}"],
+        ["probe", "{}"],
+        ["run", "{}", "--samples", "8", "--global-batch-size", "8"],
+        ["run", "--site", "{}", "--engine", "slurm", "--samples", "8", "--global-batch-size", "8", "--", "train"],
+        ["run", "--status", "{}"],
+    ],
+)
+def test_what_is_not_a_file_is_refused_at_once(argv, tmp_path):
+    places = [tmp_path / name for name in ("fifo", "fifo.py", "fifo.yaml", "loop.yaml", "folder.yaml")]
+    for fifo in places[:3]:
+        os.mkfifo(fifo)
+    places[3].symlink_to(places[3])
+    places[4].mkdir()
+    for place in places:
+        if "--ledger" in argv and place.is_dir():
+            continue
+        line = [BATCHWRIGHT, *(word.format(place) for word in argv)]
+        # Nobody writes to the FIFO: a process that opens it waits forever.
+        done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        assert done.returncode == 2, (line, done.stderr)
+        assert done.stderr.startswith("error: ")
+
+
 def test_json_in_the_users_command_does_not_change_the_output(cli):
     ran = cli("run", "--keep", "0", "--samples", "8", "--thresholds", "0:8", "--", "train", "--json")
     assert (ran.code, ran.out) == (2, "") and ran.err.startswith("error: --keep=0")

@@ -225,6 +225,13 @@ def test_a_task_and_a_command_are_text(override):
     assert "must be text" in str(refused(*RAMP, override)) or "no process" in str(refused(*RAMP, override))
 
 
+@pytest.mark.parametrize("depth", [20, 800, 50_000])
+def test_an_argument_that_is_nested_too_deeply_is_refused(depth):
+    error = refused("train.py:task", *RAMP, "--arg", "x=" + "[" * depth + "]" * depth)
+    assert isinstance(error, ConfigError)
+    assert len(str(error)) < 500
+
+
 def test_anchors_in_a_file_cannot_describe_an_endless_value():
     Path("run.yaml").write_text("task: {target: 'train.py:task', args: {x: &a [*a]}}\n")
     assert "levels" in str(refused("run.yaml", *RAMP))

@@ -190,7 +190,7 @@ def read_file(path: str) -> Mapping[str, Any]:
     tree = _parse(path, text)
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{shown} contains no keys: the top level must be a mapping.", field="file", given=shown)
-    _refuse_deep(path, tree)
+    refuse_deep(path, tree)
     return _plain(path, tree)
 
 
@@ -208,7 +208,7 @@ def read_value(key: str, value: str) -> Any:
             message = f"{error} To give it as text, put it in quotes: {key}='\"...\"'."
             raise ConfigError(message, field=key[:80], given=value[:80]) from None
         return value
-    _refuse_deep(key, read)
+    refuse_deep(key, read)
     return _plain(key, read)
 
 
@@ -254,7 +254,7 @@ def _parse(path: str, text: str) -> Any:
         raise ConfigError(f"{path} is not plain YAML: {problem}{where}.", field="file", given=path) from None
 
 
-def _refuse_deep(path: str, tree: Any) -> None:
+def refuse_deep(path: str, tree: Any) -> None:
     """Limit depth and size: with anchors, a small file can describe an endless tree."""
     level: list[Any] = [tree]
     keys = items = 0

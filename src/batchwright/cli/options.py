@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -103,8 +104,8 @@ def read_task(target: str, args: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
 
 
 def _look_for(target: str) -> None:
-    """Refuse a missing task file before torch is imported, which takes seconds."""
-    if ".py" in target:
+    """Refuse a missing task file before torch is imported, which takes seconds, and a FIFO, which would never end."""
+    if ".py" in target or (os.path.exists(target) and not os.path.isdir(target)):
         from batchwright.processes.target import task_file
 
         task_file(target)
@@ -118,6 +119,8 @@ def task_arguments(args: tuple[str, ...]) -> dict[str, Any]:
     """
     import json
 
+    from .config import refuse_deep
+
     wrong = [
         Violation(f"--arg {arg[:60]!r} is not KEY=VALUE.", "arg", arg[:60], (f"{arg[:60]}=...",))
         for arg in args
@@ -130,6 +133,9 @@ def task_arguments(args: tuple[str, ...]) -> dict[str, Any]:
             read[key.strip()] = json.loads(value)
         except ValueError:
             read[key.strip()] = value
+        except RecursionError:
+            raise ConfigError(f"--arg {key[:60]} is nested too deeply.", field="arg", given=key[:60]) from None
+        refuse_deep(f"--arg {key}", read[key.strip()])
     return read
 
 
