@@ -196,7 +196,10 @@ def test_human_is_exact(number):
         ("2.5GB", 2_500_000_000),
         ("2.5gb", 2_500_000_000),
         ("1.5G", 1_500_000_000),
-        ("1B", 10**9),
+        ("1B", 1),
+        ("1 b", 1),
+        ("1e3B", 1000),
+        ("16_000B", 16_000),
         ("512Mi", 2**29),
         (" 1kB\n", 1000),
         ("1TiB", 2**40),
@@ -207,7 +210,27 @@ def test_bytes_as_people_write_them(text, size):
     assert parse_bytes(text, "memory") == size
 
 
-@pytest.mark.parametrize("text", ["much", "", "GiB", "-1GiB", "0", "1.5B B", "1GiBB", None, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "much",
+        "",
+        "B",
+        "GiB",
+        "-1GiB",
+        "0",
+        "0B",
+        "1.5B",
+        "1.5B B",
+        "1GiBB",
+        "1Bi",
+        "1BiB",
+        "1" + "0" * 400,
+        "1e400B",
+        None,
+        True,
+    ],
+)
 def test_text_that_is_not_a_number_of_bytes_is_refused(text):
     with pytest.raises(ConfigError, match=r"^margin") as caught:
         parse_bytes(text, "margin")

@@ -136,15 +136,22 @@ def human(number: int) -> str:
 
 
 def parse_bytes(value: int | float | str | Fraction, name: str = "memory", *, least: int = 1) -> int:
-    """A number of bytes: `80GiB`, `80Gi`, `80GB` (decimal) or a plain number.
+    """A number of bytes: `80GiB`, `80Gi`, `80GB` (decimal), `512B` or a plain number.
 
-    >>> parse_bytes("2GiB"), parse_bytes("1.5G"), parse_bytes("500MB"), parse_bytes(1024)
-    (2147483648, 1500000000, 500000000, 1024)
+    >>> parse_bytes("2GiB"), parse_bytes("1.5G"), parse_bytes("500MB"), parse_bytes("12B"), parse_bytes(1024)
+    (2147483648, 1500000000, 500000000, 12, 1024)
     """
-    # A B means bytes only after a unit: alone it means billions, as in every other number.
-    return count(
-        re.sub(r"(?<=[kKmMgGtTi])[bB]$", "", value.strip()) if isinstance(value, str) else value, name, least=least
-    )
+    if not isinstance(value, str):
+        return count(value, name, least=least)
+    text = re.sub(r"(?<=[\d.\skKmMgGtTi])[bB]$", "", value.strip())
+    # In every other number a B means billions: here it means bytes.
+    if re.search(r"[bB]", text):
+        raise ConfigError(
+            f"{name}={value[:40]!r} is not a number of bytes. Write it as 512B, 80GiB (binary) or 80GB (decimal).",
+            field=name,
+            given=value[:40],
+        )
+    return count(text, name, least=least)
 
 
 def format_bytes(size: int | float | Fraction | None) -> str:
