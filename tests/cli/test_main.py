@@ -152,6 +152,50 @@ def test_notes_are_wrapped_at_the_width_of_a_real_terminal(columns):
     assert max(map(len, notes)) <= 40
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(3, 80), (1, 1), (0, 0), (3, 10), (24, 60)])
+def test_a_plot_on_a_small_terminal(rows, columns):
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    argv = ["ramp", "--linear", "1,1,9", "--global-batch-size", "4", "--samples", "64"]
+    try:
+        done = subprocess.run([BATCHWRIGHT, *argv], stdout=terminal, stderr=subprocess.PIPE, timeout=60)
+        out = os.read(master, 100_000).decode()
+    finally:
+        os.close(terminal)
+        os.close(master)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "global batch" in out
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("plan --global-batch-size 64 --devices 2", 0),
+        ("plan --global-batch-size 64 --devices 2 --json", 0),
+        ("plan", 2),
+        ("plan --help", 0),
+        ("ramp --linear 1,1,9 --global-batch-size 4", 0),
+        ("run --samples 8 --global-batch-size 8 --dry-run -- true", 0),
+    ],
+)
+def test_closed_streams(line, code, closed):
+    done = subprocess.run(f"{BATCHWRIGHT} {line} {closed}", shell=True, capture_output=True, timeout=60)
+    assert done.returncode == code
+    assert b"Traceback" not in done.stderr and b"bug" not in done.stderr
+
+
+def test_the_output_of_a_child_process_does_not_get_into_a_file_when_streams_are_closed(tmp_path):
+    script = "import subprocess, sys, batchwright.cli as c, batchwright.cli.plan as p\n"
+    script += "def gather(*_):\n    with open('kept', 'w') as f:\n        f.write('a')\n        f.flush()\n"
+    script += "        subprocess.run(['sh', '-c', 'echo out; echo err >&2; cat'])\n    sys.exit(0)\n"
+    script += "p.gather = gather\nc.main(['plan'])"
+    (tmp_path / "script.py").write_text(script)
+    line = f"{sys.executable} script.py <&- >&- 2>&-"
+    assert subprocess.run(line, shell=True, cwd=tmp_path, timeout=60).returncode == 0
+    assert (tmp_path / "kept").read_text() == "a"
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_arguments_that_are_not_text_and_terminals_without_unicode(encoding):
     env = {**os.environ, "PYTHONIOENCODING": encoding}

@@ -86,6 +86,7 @@ def cli(ctx: click.Context) -> None:
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command line and exit. Users never see a traceback of batchwright."""
     argv = sys.argv[1:] if argv is None else argv
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # An argument may contain bytes that are not text.
@@ -101,6 +102,22 @@ def main(argv: list[str] | None = None) -> NoReturn:
         sys.stderr.write(f"error: the output cannot be written: {error.strerror}.\n")
         os._exit(4)
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that is closed (`>&-`).
+
+    Python has None in its place, and the next file that is opened would get its number: a child process would write its
+    output into that file.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
 
 
 def _run(argv: list[str]) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from shutil import get_terminal_size
 from typing import Any
 
+_NARROWEST = 30  # columns of a plot; a narrower terminal breaks its lines
 _PLAIN = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -37,7 +39,9 @@ def _panel(edges: Sequence[int], name: str, values: Sequence[int], width: int, h
         ys += [value, value]
     figure = plotext.figure
     figure.clear()
-    figure.plot_size(width, height)
+    # A terminal of a few rows scrolls; plotext would draw nothing.
+    plotext.terminal.limit(False, False)
+    figure.plot_size(max(_NARROWEST, min(width, get_terminal_size((width, height)).columns)), height)
     figure.draw(figure.signal(xs, ys).lines())
     # The axis starts at zero, so that a doubling looks like one.
     figure.draw(figure.signal([xs[0]], [0], marker=" "))
