@@ -252,6 +252,34 @@ def test_what_is_not_a_file_is_refused_at_once(argv, tmp_path):
         assert done.stderr.startswith("error: ")
 
 
+def test_an_error_of_the_operating_system_exits_with_4(cli, monkeypatch):
+    from batchwright.cli import plan
+
+    def unreadable(*_: object) -> None:
+        open("/proc/self/mem/x")
+
+    monkeypatch.setattr(plan, "gather", unreadable)
+    ran = cli(*PLAN)
+    assert (ran.code, ran.err) == (4, "error: /proc/self/mem/x: Not a directory.\n")
+    assert cli(*PLAN, "--json").json["error"]["type"] == "EnvironmentFault"
+
+
+@pytest.mark.parametrize("place", ["~nouser/x", "x" * 300, f"a/{'x' * 300}/b", "x/" * 3000, "loop/x", b"a\xffb"])
+@pytest.mark.parametrize("flag", ["--dir", "--status", "--resume", "--stop"])
+def test_a_run_directory_with_a_path_that_cannot_be_used(place, flag, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    line = [BATCHWRIGHT, "run", flag, place]
+    if flag == "--dir":
+        line += ["--samples", "8", "--global-batch-size", "8", "--dry-run", "--", "true"]
+    done = subprocess.run(line, capture_output=True, timeout=60, cwd=tmp_path)
+    if flag == "--dir" and place == b"a\xffb":
+        # Linux allows such a name.
+        assert done.returncode == 0
+        return
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: ") and len(done.stderr) < 1000
+
+
 def test_json_in_the_users_command_does_not_change_the_output(cli):
     ran = cli("run", "--keep", "0", "--samples", "8", "--thresholds", "0:8", "--", "train", "--json")
     assert (ran.code, ran.out) == (2, "") and ran.err.startswith("error: --keep=0")

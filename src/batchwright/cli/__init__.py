@@ -139,8 +139,12 @@ def _run(argv: list[str]) -> int:
 
 
 def _report(error: Exception, *, as_json: bool) -> int:
-    from batchwright.core.errors import BatchwrightError
+    from batchwright.core.errors import BatchwrightError, EnvironmentFault
 
+    if isinstance(error, OSError) and not isinstance(error, BatchwrightError):
+        # Every error of the operating system that no other place explains better.
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)[:200]}: "
+        error = EnvironmentFault(f"{where}{error.strerror or error}.", given=where.removesuffix(": ") or None)
     if isinstance(error, BatchwrightError):
         code, record = error.exit_code, error.record()
         extra = {key: value for key, value in vars(error).items() if key == "nearby"}
