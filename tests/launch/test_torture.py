@@ -197,3 +197,16 @@ def test_a_full_disk_during_a_save(run):
         run.assert_nothing_left()
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_complete_run_whose_ledger_is_damaged_exits_with_5_and_names_the_line(run):
+    code, out, err = run(*run.task("--json", "--micro-batch-size", "8", ramp="0:8", samples=64, nodes=1))
+    assert code == 0, err
+    assert_exact(out)
+    (path,) = (run.directory / "ledger").iterdir()
+    path.write_bytes(path.read_bytes().replace(b'"first_step"', b'"first_stfp"', 1))
+    code, out, err = run("--status", str(run.directory))
+    assert code == 0, err
+    assert "ledger: NOT ok" in out and f"{path.name}, line 2: first_step is missing" in " ".join(out.split()), out
+    code, out, err = run.resume("--json")
+    assert (code, json.loads(out)["ledger"]["ok"]) == (5, False), err

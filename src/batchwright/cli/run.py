@@ -354,11 +354,14 @@ def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
         state = supervise(directory, plan, shown)
     finally:
         shown.close()
-    _show_status(directory, as_json, plot=True, plan=plan)
+    proven = _show_status(directory, as_json, plot=True, plan=plan)
+    if state == "complete" and not proven:
+        return RunError.exit_code
     return {"complete": 0, "stopped": 130}.get(state, RunError.exit_code)
 
 
-def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, plan: RunPlan | None = None) -> None:
+def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, plan: RunPlan | None = None) -> bool:
+    """Print the state of a run; returns False if the audit of its ledger found a fault."""
     from batchwright.launch import status as shown
 
     plan = plan or directory.plan()
@@ -370,7 +373,7 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
     ledger = _ledger(directory, plan, now)
     if as_json:
         print_json(now.to_json(ledger) | ({"chain": jobs.to_json(plan)} if jobs else {}))
-        return
+        return ledger["ok"] is not False
     lines = [shown.headline(plan, now)]
     if now.reason:
         lines += [f"reason: {now.reason}"]
@@ -383,6 +386,7 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
     if ledger.get("ok") is not None:
         verdict = f"ledger: {'ok' if ledger['ok'] else 'NOT ok'}, {ledger['gaps']} gaps, {ledger['repeats']} repeats"
         lines += ["", f"{verdict}, {ledger['discarded_samples']} samples discarded and trained again"]
+        lines += text.bullets([f"{f['cause']}: {f['message']}" for f in ledger["findings"][:3]])
     if plot and now.starts:
         from batchwright.report.plots import staircase
 
@@ -393,6 +397,7 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
     if steps := shown.next_steps(plan, now, ledger, verbs):
         lines += ["", "next:", *text.bullets(steps)]
     click.echo("\n".join(lines))
+    return ledger["ok"] is not False
 
 
 def _ledger(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> dict[str, Any]:

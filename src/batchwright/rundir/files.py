@@ -57,23 +57,37 @@ def create_once(path: Path, value: Any, *, mode: int = 0o666) -> bool:
         complete.unlink(missing_ok=True)
 
 
+def parse_object(text: bytes) -> dict[str, Any]:
+    """The JSON object in `text`; a ValueError that says what else it is."""
+    try:
+        found = json.loads(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError("no JSON object")
+    return cast("dict[str, Any]", found)
+
+
 def read_json(path: Path) -> Any:
     """The JSON in `path`; a RunError that names the file if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunError(f"{path} is missing.", field=path.name) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} cannot be read: {error}.", field=path.name, given=str(path)) from error
 
 
 def find_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in `path`; None if the file is missing, cannot be read now, or holds something else."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        return parse_object(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return cast("dict[str, Any]", document) if isinstance(document, dict) else None
 
 
 class JsonLines:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -260,3 +261,77 @@ def test_a_full_disk_is_an_environment_fault(tmp_path, monkeypatch, call):
         patch.setattr(os, "pwrite", lambda file, line, offset: len(line) - 1)
         with pytest.raises(EnvironmentFault, match="No space left"):
             Ledger(tmp_path, ORDER, launch=1)
+
+
+def one_run(root: Path) -> list[Path]:
+    """Two ranks, saved every few steps, so that each file has a header and several lines."""
+    ends = [SCHEDULE.at_step(step).end_sample for step in range(SCHEDULE.at_sample(249).step + 1)]
+    record(root, 0, ends[-1], launch=0, saves=tuple(ends[2::3]))
+    checkpoint(root, ends[-1], 0)
+    assert audit(root).ok
+    return sorted((root / "ledger").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "old", "new", "message"),
+    [
+        (2, b'"first_step"', b'"first_stfp"', "first_step is missing"),
+        (2, b'"steps": ', b'"steps": -', "steps is '-3', no valid number"),
+        (2, b'"steps": ', b'"steps": 1e', "steps is '1000.0', no valid number"),
+        (2, b'"hash": "', b'"hash": "x', "hash is not a number"),
+        (2, b'"outcome": "a', b'"outcome": "b', "outcome is 'bpplied'"),
+        (2, b'"first_step"', b'"first\xffstep"', "byte 7 is not UTF-8"),
+        (2, b'{"first_step"', b'"first_step"', "not JSON"),
+        (2, b"{", b"[" * 100_000 + b"{", "nested too deeply"),
+        (2, b'"start_sample": ', b'"start_sample": 9', "from 0 on elsewhere"),
+        (1, b'"order": {', b'"ordfr": {', "order is not valid"),
+        (1, b'"order": {', b'"order": {"more": 1, ', "order is not valid"),
+        (1, b'"ranks": 2', b'"ranks": 3', "the header differs from that of another rank"),
+        (1, b'"schema": 1', b'"schema": 9', "schema is 9, and this version"),
+        (1, b'"parent": null', b'"parent": "0"', "parent is '0', no valid number"),
+        (1, b'"launch": 0', b'"launch": 8', "launch is 8, and the name of the file says 0"),
+    ],
+)
+def test_a_damaged_line_is_named_and_the_rest_is_still_proven(tmp_path, line, old, new, message):
+    path = one_run(tmp_path)[1]
+    lines = path.read_bytes().split(b"\n")
+    assert old in lines[line - 1]
+    lines[line - 1] = lines[line - 1].replace(old, new, 1)
+    path.write_bytes(b"\n".join(lines))
+    done = audit(tmp_path)
+    assert not done.ok
+    damaged = [f.message for f in done.findings if f.cause == "damaged"]
+    assert len(damaged) == 1 and f"{path}, line {line}: " in damaged[0] and message in damaged[0]
+    assert "what the undamaged lines prove: " in done.notes[-1] and "prove: 0 of" not in done.notes[-1]
+
+
+def test_no_flipped_bit_ends_the_audit_or_passes_with_other_numbers(tmp_path):
+    path = one_run(tmp_path)[1]
+    whole, clean, rng = path.read_bytes(), audit(tmp_path), np.random.default_rng(5)
+    passed = 0
+    used = [at for at in range(len(whole)) if whole[at] != ord(" ")]
+    for at in rng.choice(used, 300, replace=False):
+        data = bytearray(whole)
+        data[at] ^= 1 << int(rng.integers(0, 8))
+        path.write_bytes(data)
+        done = audit(tmp_path)
+        # The time of a line, for example, is no part of the proof.
+        assert not done.ok or replace(done, notes=()) == clean
+        passed += done.ok
+    assert passed < 100
+
+
+def test_a_ledger_without_any_readable_header_is_not_ok(tmp_path):
+    for path in one_run(tmp_path):
+        path.write_bytes(path.read_bytes().replace(b'"schema"', b'"scheme"'))
+    done = audit(tmp_path)
+    assert not done.ok and [f.cause for f in done.findings][:2] == ["damaged", "damaged"]
+    assert "what the undamaged lines prove: 0 of" in done.notes[-1]
+
+
+@pytest.mark.parametrize("state", ["[1]", '{"launch": 0, "position": 1e999}', '{"launch": -1}', "\udcff"])
+def test_a_damaged_checkpoint_state_is_a_note(tmp_path, state):
+    one_run(tmp_path)
+    (path,) = (tmp_path / "checkpoints").glob("*/state.json")
+    path.write_bytes(state.encode("utf-8", "surrogateescape"))
+    assert "cannot be read" in audit(tmp_path).notes[0]

@@ -11,17 +11,17 @@ from the order (ledger.py explains the hashes).
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from batchwright.core.errors import BatchwrightError, RunError
 from batchwright.rundir import names
 from batchwright.rundir.checkpoint import STATE, listing
-from batchwright.rundir.files import read_json
-from batchwright.runtime.data.order import GlobalOrder
+from batchwright.rundir.files import parse_object, read_json
+from batchwright.runtime.data.order import LARGEST_POSITION, GlobalOrder
 from batchwright.runtime.data.sampler import share
 
 from .ledger import SCHEMA, span_hash
@@ -29,6 +29,9 @@ from .ledger import SCHEMA, span_hash
 # Positions whose ids are in memory at once: a few megabytes.
 _BLOCK = 1 << 19
 _MASK = 2**64 - 1
+# More ranks than this in a header are damage.
+_MOST_RANKS = 10**7
+_HASH = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -117,15 +120,16 @@ def audit(directory: Path | str, *, recompute: bool = True) -> LedgerAudit:
     """
     root = Path(directory)
     folder = root / names.LEDGER if (root / names.LEDGER).is_dir() else root
-    launches = _read(folder)
-    if not launches:
+    totals, notes = _Totals(recompute), list[str]()
+    launches = _read(folder, totals.findings, notes)
+    if not launches and not totals.findings:
         raise RunError(
             f"{root} holds no ledger: no file launch-…-rank-….jsonl in it or in its ledger folder.",
             field="directory",
             given=str(root),
         )
-    number, saved, notes = _newest(folder.parent / names.CHECKPOINTS, launches)
-    totals = _Totals(recompute)
+    damaged = bool(totals.findings)
+    number, saved = _newest(folder.parent / names.CHECKPOINTS, launches, notes)
     lineage: list[tuple[_Launch, int, int]] = []
     end = saved
     while number is not None and number in launches:
@@ -143,13 +147,17 @@ def audit(directory: Path | str, *, recompute: bool = True) -> LedgerAudit:
     for launch, start, stop in lineage:
         totals.add_launch(launch, start, stop)
     done = sum(run.samples for launch in launches.values() for run in launch.runs)
-    unsaved = sum(run.samples for run in launches[max(launches)].runs if run.start >= saved)
+    last = launches[max(launches)].runs if launches else ()
+    unsaved = sum(run.samples for run in last if run.start >= saved)
+    if damaged:
+        proof = "in exactly one step each" + ", with the ids of the order" * recompute
+        notes.append(f"what the undamaged lines prove: {totals.proven:,} of {saved:,} saved samples are {proof}.")
     return LedgerAudit(
         ok=not totals.findings,
         samples=totals.samples,
         gaps=totals.gaps,
         repeats=totals.repeats,
-        discarded_samples=done - totals.fed - unsaved,
+        discarded_samples=max(0, done - totals.fed - unsaved),
         unsaved_samples=unsaved,
         skipped_samples=totals.skipped,
         wrong_runs=totals.wrong,
@@ -166,7 +174,7 @@ class _Totals:
 
     def __init__(self, recompute: bool) -> None:
         self.recompute = recompute
-        self.samples = self.gaps = self.repeats = self.skipped = self.wrong = self.steps = self.fed = 0
+        self.samples = self.gaps = self.repeats = self.skipped = self.wrong = self.steps = self.fed = self.proven = 0
         self.findings: list[LedgerFinding] = []
         self._order: GlobalOrder | None = None
 
@@ -192,14 +200,17 @@ class _Totals:
                 lost, again = max(0, run.start - at), max(0, at - run.start)
                 self.gaps, self.repeats = self.gaps + lost, self.repeats + again
                 what = f"{lost:,} samples missing" if lost else f"{again:,} repeated" if again else "steps renumbered"
-                found = f"step {run.first_step:,} starts at sample {run.start:,}"
-                message = f"{found}; expected was step {step:,} at sample {at:,}: {what}."
+                starts = f"step {run.first_step:,} starts at sample {run.start:,}"
+                message = f"{starts}; expected was step {step:,} at sample {at:,}: {what}."
                 self.fault("span", f"launch {launch.number}: {message}", launch.number, run.first_step)
             if run.end > stop:
                 message = f"a run of {run.steps:,} steps from step {run.first_step:,} passes sample {stop:,}"
                 message = f"launch {launch.number}: {message}, where the checkpoint was saved."
                 self.fault("span", message, launch.number, run.first_step)
+            found = len(self.findings)
             self._add_run(launch, run)
+            if len(self.findings) == found and at <= run.start and run.end <= stop:
+                self.proven += run.samples
             at, step = run.end, run.first_step + run.steps
         if at < stop:
             self.gaps += stop - at
@@ -223,7 +234,8 @@ class _Totals:
                 launch.number,
                 run.first_step,
             )
-        if not self.recompute:
+        # A damaged line may claim a span that would take years to compute.
+        if not self.recompute or expected > 2 * found + _BLOCK:
             return
         expected_hash = _expected(launch.order, run.start, run.end, run.first_step, run.batch)
         if _added(value for _, value in run.by_rank.values()) != expected_hash:
@@ -260,74 +272,130 @@ def _added(hashes: Iterable[int]) -> int:
     return (high & _MASK) << 64 | low & _MASK
 
 
-def _newest(checkpoints: Path, launches: dict[int, _Launch]) -> tuple[int | None, int, list[str]]:
-    """(launch, position, notes) of the newest checkpoint; without one, of that from which the last launch started."""
-    last = launches[max(launches)]
+def _newest(checkpoints: Path, launches: dict[int, _Launch], notes: list[str]) -> tuple[int | None, int]:
+    """(launch, position) of the newest checkpoint; without one, of that from which the last launch started."""
+    last = launches[max(launches)] if launches else None
     for name, _, number in listing(checkpoints):
         try:
             state = read_json(checkpoints / name / STATE)
-            if number <= last.number:
+            if not isinstance(state, dict):
+                raise ValueError("it is no JSON object")
+            found = cast("dict[str, Any]", state)
+            if last is None or number <= last.number:
+                launch, position = _whole(found, "launch"), _whole(found, "position")
                 # The last launch resumed from an older checkpoint, so this one was damaged.
-                if last.parent is not None and number < last.number and int(state["position"]) != last.position:
+                if last and last.parent is not None and number < last.number and position != last.position:
                     break
-                return int(state["launch"]), int(state["position"]), []
-        except (RunError, ValueError, KeyError, TypeError) as error:
-            return last.parent, last.position, [f"checkpoint {name} cannot be read: {error}"]
-    missing = f"{checkpoints} does not exist: the audit ends where the last launch started."
-    return last.parent, last.position, [] if checkpoints.is_dir() else [missing]
+                return launch, position
+        except (RunError, ValueError) as error:
+            notes.append(f"checkpoint {name} cannot be read: {error}")
+            break
+    else:
+        if not checkpoints.is_dir():
+            notes.append(f"{checkpoints} does not exist: the audit ends where the last launch started.")
+    return (last.parent, last.position) if last else (None, 0)
 
 
-def _read(folder: Path) -> dict[int, _Launch]:
-    """Every launch in a folder by its number; the lines of all ranks are joined."""
+def _read(folder: Path, faults: list[LedgerFinding], notes: list[str]) -> dict[int, _Launch]:
+    """Every launch in a folder by its number; the lines of all ranks are joined. Damaged lines are left out."""
     files: dict[int, dict[int, Path]] = {}
     for name in names.listed(folder):
         if numbers := names.read_ledger(name):
             files.setdefault(numbers[0], {})[numbers[1]] = folder / name
-    return {number: launch for number in sorted(files) if (launch := _launch(number, files[number])) is not None}
+    read = {number: _launch(number, files[number], faults, notes) for number in sorted(files)}
+    return {number: launch for number, launch in read.items() if launch is not None}
 
 
-def _launch(number: int, files: dict[int, Path]) -> _Launch | None:
-    header: dict[str, Any] | None = None
+def _launch(number: int, files: dict[int, Path], faults: list[LedgerFinding], notes: list[str]) -> _Launch | None:
+    header: _Launch | None = None
     joined: dict[int, _JoinedRun] = {}
     for rank, path in sorted(files.items()):
-        for line in _lines(path):
-            if "ranks" in line:
-                if line["schema"] > SCHEMA:
-                    raise RunError(
-                        f"{path} has schema {line['schema']}, but this version of batchwright reads up to {SCHEMA}. Update "
-                        "batchwright.",
-                        field="schema",
-                    )
-                header = header or line
-                continue
-            first, steps = line["first_step"], line["steps"]
-            run = joined.get(first)
-            if run is None:
-                start, batch, outcome = line["start_sample"], line["global_batch_size"], line["outcome"]
-                run = joined[first] = _JoinedRun(first, steps, start, batch, outcome, {})
-            run.by_rank[rank] = (line["samples"], int(line["hash"], 16))
-            # Ranks that were killed may differ by a step, which was never saved.
-            if steps < run.steps:
-                joined[first] = replace(run, steps=steps)
+        for place, line in _lines(path, number, faults, notes):
+            try:
+                if "ranks" in line:
+                    read = _header(line, number)
+                    if header is not None and read != header:
+                        raise ValueError("the header differs from that of another rank")
+                    header = read
+                else:
+                    _join(joined, rank, line)
+            except ValueError as error:
+                faults.append(LedgerFinding("damaged", f"{place}: {error}.", number))
     if header is None:
         return None
+    missing = tuple(rank for rank in range(header.ranks) if rank not in files)
+    return replace(header, runs=tuple(joined[step] for step in sorted(joined)), missing=missing)
+
+
+def _header(line: dict[str, Any], number: int) -> _Launch:
+    """The first line of a file; a ValueError that says what is wrong with it."""
+    if (schema := _whole(line, "schema", 1)) > SCHEMA:
+        raise ValueError(f"schema is {schema}, and this version of batchwright reads up to {SCHEMA}")
+    if _whole(line, "launch") != number:
+        raise ValueError(f"launch is {line['launch']}, and the name of the file says {number}")
+    order = line.get("order")
+    if not isinstance(order, dict) or not isinstance(cast("dict[str, Any]", order).get("shuffle"), bool):
+        raise ValueError("order is not valid")
     try:
-        order = GlobalOrder(**header["order"])
-    except BatchwrightError as error:
-        raise RunError(f"launch {number}: the order in its ledger is not valid: {error}", field="order") from error
-    missing = tuple(rank for rank in range(header["ranks"]) if rank not in files)
-    runs = tuple(joined[step] for step in sorted(joined))
-    return _Launch(number, header["ranks"], header["step"], header["position"], header["parent"], order, runs, missing)
+        made = GlobalOrder(**cast("dict[str, Any]", order))
+    except (BatchwrightError, TypeError) as error:
+        raise ValueError(f"order is not valid: {error}") from None
+    parent = None if line.get("parent") is None else _whole(line, "parent")
+    ranks = _whole(line, "ranks", 1, _MOST_RANKS)
+    return _Launch(number, ranks, _whole(line, "step"), _whole(line, "position"), parent, made, (), ())
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for text in path.read_bytes().split(b"\n"):
-        if not text.strip(b"\0 "):
-            continue
+def _join(joined: dict[int, _JoinedRun], rank: int, line: dict[str, Any]) -> None:
+    """Add one rank's line to its run of steps; a ValueError that says what is wrong with it."""
+    first, steps = _whole(line, "first_step"), _whole(line, "steps", 1)
+    start, batch, samples = _whole(line, "start_sample"), _whole(line, "global_batch_size", 1), _whole(line, "samples")
+    outcome, value = line.get("outcome"), line.get("hash")
+    if max(first + steps, start + steps * batch) > LARGEST_POSITION:
+        raise ValueError(f"the run of {steps} steps of {batch} samples ends after sample 2^63")
+    if outcome not in ("applied", "skipped"):
+        raise ValueError(f"outcome is {str(outcome)[:40]!r}, not applied or skipped")
+    if not isinstance(value, str) or not _HASH.fullmatch(value):
+        raise ValueError("hash is not a number of 32 hexadecimal digits")
+    run = joined.setdefault(first, _JoinedRun(first, steps, start, batch, outcome, {}))
+    if (run.start, run.batch) != (start, batch):
+        raise ValueError(
+            f"step {first} has {batch} samples from {start} on, and {run.batch} from {run.start} on elsewhere"
+        )
+    if rank in run.by_rank:
+        raise ValueError(f"a second line for first_step {first}")
+    run.by_rank[rank] = (samples, int(value, 16))
+    # Ranks that were killed may differ by a step, which was never saved.
+    if steps < run.steps:
+        joined[first] = replace(run, steps=steps)
+
+
+def _whole(line: dict[str, Any], name: str, least: int = 0, most: int = LARGEST_POSITION) -> int:
+    value = line.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} is {'missing' if value is None else f'{str(value)[:40]!r}, no valid number'}")
+    return value
+
+
+def _lines(
+    path: Path, launch: int, faults: list[LedgerFinding], notes: list[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and line number, object) of every line that holds a JSON object."""
+    try:
+        texts = path.read_bytes().split(b"\n")
+    except OSError as error:
+        faults.append(LedgerFinding("damaged", f"{path} cannot be read: {error.strerror}.", launch))
+        return
+    filled = [(index, text) for index, text in enumerate(texts, 1) if text.strip(b"\0 ")]
+    for index, text in filled:
+        place = f"{path}, line {index}"
         try:
-            yield json.loads(text)
-        except ValueError:  # an incomplete line of a machine that failed; if its steps were saved, they show as a gap
-            return
+            yield place, parse_object(text)
+        except ValueError as error:
+            # The last line of a machine that failed may be incomplete. If its steps were saved, they show as a gap.
+            if index == filled[-1][0]:
+                notes.append(f"{place}: {error}. It is the last line: a crash cuts it off.")
+            else:
+                faults.append(LedgerFinding("damaged", f"{place}: {error}.", launch))
 
 
 def _few(numbers: Sequence[int]) -> str:
