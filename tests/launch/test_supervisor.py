@@ -333,3 +333,16 @@ def test_a_command_that_never_reports_its_position_gets_advice(run):
     code, _, err = run(*run.scripted("silent", flags=("--max-retries", "0")))
     assert code == 5 and "before end_sample" in err
     assert "BATCHWRIGHT_STATUS_FILE names" in err and "--position-command" in err
+
+
+def test_damaged_events_end_neither_the_run_nor_its_status(run):
+    code, _, err = run(*run.scripted())
+    assert code == 0, err
+    path = run.directory / "events" / "supervisor.jsonl"
+    damage = b'[1]\n\xff\n{"kind": "boundary"}\n{"kind": "boundary", "position": "x"}\n3\n'
+    path.write_bytes(damage + path.read_bytes() + damage)
+    assert len(run.status()["boundaries"]) == 2
+    code, out, err = run("--status", str(run.directory))
+    assert code == 0 and "time lost at boundaries" in out, err
+    code, out, err = run.resume()
+    assert code == 0, err

@@ -269,6 +269,27 @@ def test_a_torn_line_is_skipped(scripted, tmp_path):
     assert all(t.resumed for t in run_probe(scripted(LIMIT_40, memory="1GiB")).trials)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"kind": "trial\xff"}',
+        b"[1]",
+        b'{"kind": "begin", "identity": 3}',
+        b'{"kind": "trial", "conditions": {}, "trial": 3}',
+        b'{"kind": "trial", "conditions": {}, "trial": {"micro_batch_size": "8", "status": "fits", "purpose": "limit"}}',
+        b'{"kind": "trial", "conditions": {}, "trial": {"status": "fits"}}',
+        b'{"kind": "trial", "conditions": {}}',
+    ],
+)
+def test_a_damaged_line_is_skipped(scripted, tmp_path, line):
+    run_probe(scripted(LIMIT_40))
+    (journal,) = (tmp_path / "journal").glob("*.jsonl")
+    begin, *trials = journal.read_bytes().splitlines()
+    journal.write_bytes(b"\n".join([line, begin, line, *trials, line, b""]))
+    probe = run_probe(scripted(LIMIT_40))
+    assert all(t.resumed for t in probe.trials) and probe.max_micro_batch_size == 40
+
+
 def test_a_full_disk_keeps_the_results(scripted, tmp_path):
     run_probe(scripted(LIMIT_40))
     (journal,) = (tmp_path / "journal").glob("*.jsonl")

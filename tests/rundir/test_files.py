@@ -111,3 +111,26 @@ def test_a_disk_error_says_what_was_not_written_and_what_to_do(tmp_path):
     assert isinstance(fault, EnvironmentFault)
     assert "the status could not be written" in str(fault) and "bytes are free" in str(fault)
     assert "Nothing was changed. Free some space" in str(fault)
+
+
+DAMAGED = [
+    b'{"kind": "step\xff"}',
+    b"[1]",
+    b"3",
+    b"null",
+    b'"text"',
+    b"{",
+    b"",
+    b"\0" * 9,
+    b"[" * 100_000,
+    b"\xff\xfe{}",
+]
+
+
+def test_lines_that_are_no_json_objects_are_left_out(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"\n".join([b'{"step": 1}', *DAMAGED, b'{"step": 2}', b""]))
+    assert JsonLines(path).new() == [{"step": 1}, {"step": 2}]
+    for number, line in enumerate(DAMAGED):
+        (tmp_path / f"{number}.json").write_bytes(line)
+        assert find_object(tmp_path / f"{number}.json") is None

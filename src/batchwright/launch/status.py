@@ -98,7 +98,7 @@ def status(directory: RunDirectory, plan: RunPlan | None = None) -> RunStatus:
         saved_samples=saved,
         supervisor=supervisor,
         reason=reason,
-        boundaries=tuple(e for e in directory.events() if e.get("kind") == "boundary"),
+        boundaries=tuple(e for e in directory.events() if e.get("kind") == "boundary" and _is_boundary(e)),
         starts_list=tuple(starts),
         directory=str(directory.path),
     )
@@ -181,8 +181,15 @@ def launch_rows(now: RunStatus, most: int = 16) -> list[tuple[str, ...]]:
 
 def boundary_rows(boundaries: Collection[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """What each change of launch cost, part by part."""
-    keys = ("save_seconds", "stop_seconds", "start_seconds", "load_seconds", "lost_seconds")
-    return [(f"{b['position']:,}", *(f"{b[key]:.1f} s" for key in keys)) for b in boundaries]
+    return [(f"{b['position']:,}", *(f"{b[key]:.1f} s" for key in _BOUNDARY_SECONDS)) for b in boundaries]
+
+
+_BOUNDARY_SECONDS = ("save_seconds", "stop_seconds", "start_seconds", "load_seconds", "lost_seconds")
+
+
+def _is_boundary(event: Mapping[str, Any]) -> bool:
+    """Whether every number is there: a damaged line is left out."""
+    return all(isinstance(event.get(key), (int, float)) for key in ("position", *_BOUNDARY_SECONDS))
 
 
 def next_steps(plan: RunPlan, now: RunStatus, ledger: Mapping[str, Any], verbs: Collection[str]) -> list[str]:

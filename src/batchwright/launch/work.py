@@ -161,7 +161,7 @@ class LoopFollower:
         for event in self._lines.new():
             try:
                 self._progress = _after(self._progress, event, float(event["time"]))
-            except (ValueError, KeyError, TypeError):  # not a line of the loop
+            except (ValueError, KeyError, TypeError, OverflowError):  # not a line of the loop
                 continue
         return self._progress
 

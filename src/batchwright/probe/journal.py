@@ -5,7 +5,7 @@
     {"kind": "fresh"}                         --fresh: lines before this one no longer count
 
 A later probe continues with the stored trials that have the same identity and the same conditions (memory, ranks, …).
-A line that was cut off by a crash is skipped.
+A line that was cut off by a crash, or is damaged, is skipped.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
+from batchwright.rundir.files import parse_object
 
 from .records import Trial
 
@@ -58,6 +59,25 @@ def _short(value: Any) -> str:
     return "nothing" if value is None else str(value)[:80]
 
 
+_KINDS = {
+    "int": int,
+    "str": str,
+    "int | None": int | None,
+    "float | None": int | float | None,
+    "str | None": str | None,
+}
+
+
+def _trial(data: Any) -> Trial:
+    """A stored trial; a TypeError if it is none, or a field has another type."""
+    trial = codec.decode(Trial, data)
+    for field in fields(Trial):
+        kind, value = _KINDS.get(str(field.type)), getattr(trial, field.name)
+        if kind is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise TypeError(f"{field.name} is {value!r}")
+    return trial
+
+
 class Journal:
     """One target's journal (or none); an error of the disk is kept in `error` and never stops a probe."""
 
@@ -66,25 +86,25 @@ class Journal:
         self.error: str | None = None
         self._identity: Mapping[str, Any] | None = None  # of the last block
 
-    def blocks(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """(identity, trial lines) of everything stored, oldest first."""
-        found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+    def blocks(self) -> list[tuple[dict[str, Any], list[tuple[Any, Trial]]]]:
+        """(identity, [(conditions, trial)]) of everything stored, oldest first."""
+        found: list[tuple[dict[str, Any], list[tuple[Any, Trial]]]] = []
         try:
-            text = self.path.read_text(encoding="utf-8") if self.path and self.path.is_file() else ""
+            text = self.path.read_bytes() if self.path and self.path.is_file() else b""
         except OSError as error:
             self.error = f"{self.path}: {error.strerror}"
             return []
-        for line in text.splitlines():
+        for line in text.split(b"\n"):
             try:
-                record = json.loads(line)
+                record = parse_object(line)
                 if record["kind"] == "begin":
-                    found.append((record["identity"], []))
+                    found.append((dict(record["identity"]), []))
                 elif record["kind"] == "fresh":
                     found.clear()
                 elif record["kind"] == "trial" and found:
-                    found[-1][1].append(record)
-            except (ValueError, KeyError, TypeError):
-                continue  # cut off while it was written
+                    found[-1][1].append((record["conditions"], _trial(record["trial"])))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue  # cut off while it was written, or damaged
         return found
 
     def restart(self) -> None:
@@ -99,13 +119,12 @@ class Journal:
         identity = json.loads(json.dumps(identity))
         blocks = self.blocks()
         trials = [
-            replace(codec.decode(Trial, record["trial"]), resumed=True)
-            for stored, records in blocks
+            replace(trial, resumed=True)
+            for stored, measured in blocks
             if stored == identity
-            for record in records
+            for under, trial in measured
             # A crash or a hang is measured again: its cause may be gone.
-            if record["conditions"] == conditions(record["trial"]["purpose"])
-            and record["trial"]["status"] in ("fits", "oom")
+            if under == conditions(trial.purpose) and trial.status in ("fits", "oom")
         ]
         changed = changes(blocks[-1][0], identity) if blocks and blocks[-1][0] != identity else []
         if blocks and not changed:

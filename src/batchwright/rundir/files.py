@@ -97,8 +97,8 @@ class JsonLines:
         self._path = path
         self._offset, self._rest = 0, b""
 
-    def new(self) -> list[Any]:
-        """The lines that were completed since the last call. What is not JSON, or has no line end yet, is left out."""
+    def new(self) -> list[dict[str, Any]]:
+        """The objects whose lines were completed since the last call; anything else is left out."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
@@ -107,10 +107,10 @@ class JsonLines:
             return []
         self._offset += len(chunk)
         *lines, self._rest = (self._rest + chunk).split(b"\n")
-        found: list[Any] = []
+        found: list[dict[str, Any]] = []
         for line in lines:
             try:
-                found.append(json.loads(line))
+                found.append(parse_object(line))
             except ValueError:
                 continue
         return found

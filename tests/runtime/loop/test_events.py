@@ -150,3 +150,13 @@ def test_events_are_not_written_through_a_link(tmp_path):
     with pytest.raises(EnvironmentFault, match="does not write through links"):
         Events(tmp_path / "events.jsonl")
     assert (tmp_path / "victim").read_text() == ""
+
+
+def test_damaged_lines_are_no_events(tmp_path):
+    (tmp_path / "events").mkdir()
+    good = b'{"kind": "step", "samples": 8}'
+    bad = (b"[]", b"{}", b'{"kind": 3}', b'{"kind": "step", "samples": "8"}', b'{"kind": "launch", "samples": null}')
+    (tmp_path / "events" / "launch-00000.jsonl").write_bytes(b"\n".join([*bad, good, b"\xff", b""]))
+    (tmp_path / "events" / "launch-00001.jsonl").write_bytes(b'{"kind": "launch"}\n')
+    assert read_events(tmp_path, lineage=False) == [{"kind": "step", "samples": 8}, {"kind": "launch"}]
+    assert read_events(tmp_path) == [{"kind": "launch"}]

@@ -139,14 +139,19 @@ def read_events(directory: Path | str, *, lineage: bool = True) -> list[dict[str
     found = sorted((number, name) for name in names.listed(folder) if (number := names.read_events(name)) is not None)
     launches: list[list[dict[str, Any]]] = []
     for _, name in found:
-        launches.append(JsonLines(folder / name).new())
+        launches.append([e for e in JsonLines(folder / name).new() if _is_event(e)])
     if lineage:
         limit = math.inf
         for index in reversed(range(len(launches))):
-            starts = [e["samples"] for e in launches[index] if e["kind"] == "launch"]
+            starts = [e.get("samples", 0) for e in launches[index] if e["kind"] == "launch"]
             launches[index] = [e for e in launches[index] if e.get("samples", 0) <= limit or e["kind"] == "launch"]
             limit = min([limit, *starts])
     return [event for events in launches for event in events]
+
+
+def _is_event(line: dict[str, Any]) -> bool:
+    """Whether a line can be an event: a damaged line may be any JSON object."""
+    return isinstance(line.get("kind"), str) and isinstance(line.get("samples", 0), (int, float))
 
 
 class TensorBoard:
