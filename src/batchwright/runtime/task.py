@@ -110,7 +110,22 @@ class Task:
                 field="loss",
                 given=type(cast(object, returned)).__name__,
             )
-        return values[0], values[1], values[2] if len(values) == 3 else None
+        weight: Any = values[1]
+        auxiliary: Any = values[2] if len(values) == 3 else None
+        checks: tuple[tuple[str, Any, bool], ...] = (
+            ("weight", weight, isinstance(weight, (int, float, Tensor)) or hasattr(weight, "__float__")),
+            ("auxiliary_mean", auxiliary, auxiliary is None or isinstance(auxiliary, (int, float, Tensor))),
+        )
+        for name, value, valid in checks:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.numel() != 1 else ""
+            if not valid or shape:
+                raise RunError(
+                    f"Task.loss returned a {name} of type {type(value).__name__}{shape}. It must be a number, or a tensor "
+                    "with one element.",
+                    field=name,
+                    given=type(value).__name__,
+                )
+        return values[0], cast("Tensor | float", weight), cast("Tensor | None", auxiliary)
 
 
 def load_task(target: str, args: Mapping[str, Any] | None = None) -> Task:

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -433,3 +434,18 @@ def test_a_process_whose_sample_raised_ends_though_its_workers_ignore_sigterm(op
     (tmp_path / "fails.py").write_text(FAILS.replace("{options}", repr(options)))
     done = subprocess.run([sys.executable, tmp_path / "fails.py"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+
+
+def test_a_batch_of_a_billion_does_not_make_all_its_ids_at_once():
+
+    order = GlobalOrder(100, seed=3)
+    sampler = StepSampler(Constant(10**9).compile().until(2 * 10**9), 500_000)
+    tracemalloc.start()
+    try:
+        read = [(part, ids) for part, ids in islice(_SlicesWithIds(sampler, order), 4)]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**27
+    for part, ids in read:
+        assert np.array_equal(ids[:9], order.ids(part.positions[:9])) and len(ids) == len(part.positions)

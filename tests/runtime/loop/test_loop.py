@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from batchwright.runtime.loop.events import read_events
 from batchwright.runtime.loop.settings import Settings
 from batchwright.runtime.loop.train import main, train
 from batchwright.runtime.state.audit import audit
+from batchwright.runtime.task import Task
 
 TASK = Path(__file__).parent / "loop_tasks.py"
 # AdamW divides by √v: if a gradient is near zero, a difference in its last bits becomes a visible part of the rate.
@@ -534,3 +536,81 @@ def test_wrong_precisions_are_refused_together(tmp_path):
         settings(tmp_path, accumulate_dtype="float8", grad_scaler=0.0)
     assert [v.field for v in caught.value.violations] == ["accumulate_dtype", "grad_scaler"]
     assert "float32, float64" in str(caught.value) and "Nearest: 65536" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"micro_batch_size": 4.0}, "micro_batch_size=4.0: must be a whole number (int). Nearest: 4."),
+        ({"micro_batch_size": (4, 2.5)}, "micro_batch_size=2.5: must be a whole number"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0: must be at least 1."),
+        ({"micro_batch_size": None}, "micro_batch_size=None: must be a whole number"),
+        ({"checkpoint_every": 16.0}, "checkpoint_every=16.0: must be a whole number"),
+        ({"end_sample": 32.0}, "end_sample=32.0: must be a whole number"),
+        ({"keep": True}, "keep=True: must be a whole number"),
+        ({"num_workers": -1}, "num_workers=-1: must be at least 0."),
+        ({"evaluation_samples": -5}, "evaluation_samples=-5: must be at least 0."),
+        ({"launch": -1}, "launch=-1: must be at least 0."),
+        ({"seed": 2**64}, "seed=18446744073709551616: must be at most 18446744073709551615."),
+        ({"seed": 10**5000}, "seed=a number of 16610 bits: must be at most"),
+        ({"seed": -(10**30)}, "must be at least -9223372036854775808."),
+        ({"max_tokens": float("nan")}, "max_tokens=nan: must be above 0"),
+        (
+            {"learning_rate": SampleSchedule(peak_lr=float("inf"), end_sample=100)},
+            "learning_rate.peak_lr=inf: must be finite.",
+        ),
+    ],
+)
+def test_settings_that_no_run_can_have_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError) as raised:
+        settings(tmp_path, **changes)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, 2**63, -(2**63)])
+def test_the_largest_seeds_work(tmp_path, seed):
+    assert train(task(), ramp(32), settings(tmp_path, seed=seed)).state == "complete"
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf")])
+def test_a_rate_that_is_no_number_is_refused_before_anything_is_written(tmp_path, rate):
+    given = replace(task(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate))
+    with pytest.raises(ConfigError, match=f"the optimizer has lr={rate}: must be a finite number"):
+        train(given, ramp(), settings(tmp_path / "run"))
+    # AdamW itself refuses NaN.
+    with pytest.raises((ConfigError, RunError), match=rf"(Task\.optimizer failed: ValueError: .*|lr=){rate}"):
+        train(task(lr=rate), ramp(), settings(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (None, "a weight of type NoneType"),
+        ("3", "a weight of type str"),
+        (torch.ones(2), r"a weight of type Tensor of shape \(2,\)"),
+    ],
+)
+def test_a_weight_that_is_no_number_is_named(tmp_path, weight, message):
+    given = replace(task(), loss=lambda model, batch: (model(batch[0]).sum(), weight))
+    with pytest.raises(RunError, match=message):
+        train(given, ramp(), settings(tmp_path))
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"noise_every": 1}, {"noise_every": 2, "max_norm": 0.5}])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_sparse_gradients_are_clipped_and_measured_like_dense_ones(tmp_path, options, optimizer):
+    def made(sparse: bool) -> Task:
+        return Task(
+            model=lambda: torch.nn.Embedding(9, 3, sparse=sparse),
+            dataset=[torch.tensor([i % 7, (i * i) % 9]) for i in range(64)],
+            loss=lambda model, batch: ((model(batch) ** 2).sum(), batch.numel()),
+            optimizer=lambda parameters: (optimizer if sparse else torch.optim.SGD)(parameters, lr=0.1),
+        )
+
+    for sparse in (True, False):
+        train(made(sparse), ramp(64), settings(tmp_path / str(sparse), **options))
+    if optimizer is torch.optim.SGD:
+        assert furthest(final(tmp_path / "True"), final(tmp_path / "False")) < 1e-6
+        norms = [[e["grad_norm"] for e in read_events(tmp_path / d) if e["kind"] == "step"] for d in ("True", "False")]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5, nan_ok=True)

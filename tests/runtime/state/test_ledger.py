@@ -335,3 +335,11 @@ def test_a_damaged_checkpoint_state_is_a_note(tmp_path, state):
     (path,) = (tmp_path / "checkpoints").glob("*/state.json")
     path.write_bytes(state.encode("utf-8", "surrogateescape"))
     assert "cannot be read" in audit(tmp_path).notes[0]
+
+
+def test_a_step_larger_than_a_block_is_hashed_in_parts(monkeypatch):
+    whole = _expected(ORDER, 40, 240, 3, 100)
+    ids = ORDER.ids(range(40, 240))
+    low, high = span_hash(ids, 3, 100)
+    monkeypatch.setattr("batchwright.runtime.state.audit._BLOCK", 7)
+    assert whole == _expected(ORDER, 40, 240, 3, 100) == high << 64 | low

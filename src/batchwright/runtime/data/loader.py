@@ -30,6 +30,8 @@ from .sampler import Slice, StepSampler
 _REPLACED = ("batch_sampler", "batch_size", "collate_fn", "drop_last", "in_order", "sampler", "shuffle")
 # The order takes 150 µs for one id and 230 µs for this many (measured), so small steps are computed together.
 _AHEAD = 4096
+# Ids of one share that are computed together, at most: 8 MiB.
+_MOST_AHEAD = 1 << 20
 
 default_collate = cast("Callable[[list[Any]], Any]", _untyped_collate)
 
@@ -123,7 +125,7 @@ class Loader:
 
 @dataclass(frozen=True)
 class _SlicesWithIds:
-    """The sampler's slices with their dataset ids, computed for a whole share, or for many small shares, at once."""
+    """The sampler's slices with their dataset ids, computed for a share, a part of a large one, or many small ones at once."""
 
     sampler: StepSampler
     order: GlobalOrder
@@ -134,7 +136,7 @@ class _SlicesWithIds:
             first, last = part.positions[0], part.positions[-1]
             if first not in known or last not in known:
                 share = self.sampler.share(part.step)
-                end = max(share.stop, last + 1, first + _AHEAD)
+                end = max(min(share.stop, first + _MOST_AHEAD), last + 1, first + _AHEAD)
                 known = range(first, min(end, LARGEST_POSITION + 1))
                 ids = self.order.ids(known)
             at = first - known.start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 import warnings
@@ -27,7 +28,7 @@ from batchwright.runtime.state.fingerprint import Change, changes, fingerprint
 from batchwright.runtime.state.ledger import Ledger, next_launch
 from batchwright.runtime.step.accumulate import StepResult
 from batchwright.runtime.step.noise import NoiseScale, NoiseTerms
-from batchwright.runtime.task import Task
+from batchwright.runtime.task import Task, users_code
 
 from .evaluate import Part
 from .events import Events, ProgressBar, TensorBoard, Tracker
@@ -98,8 +99,15 @@ class Session:
         self.scaler = None
         if settings.grad_scaler is not None:
             self.scaler = torch.amp.GradScaler(process.device.type, init_scale=settings.grad_scaler)
-        self.optimizer = self.task.optimizer(self.model.parameters())
+        with users_code("Task.optimizer failed"):
+            self.optimizer = self.task.optimizer(self.model.parameters())
         for group in self.optimizer.param_groups:
+            if not 0 <= float(group["lr"]) < math.inf:
+                raise ConfigError(
+                    f"the optimizer has lr={float(group['lr'])}: must be a finite number, 0 or more.",
+                    field="lr",
+                    given=float(group["lr"]),
+                )
             # Before loading: the rate in a checkpoint is already scaled.
             group.setdefault("initial_lr", float(group["lr"]))
         self.noise = NoiseScale(every=settings.noise_every) if settings.noise_every else None
@@ -153,7 +161,12 @@ class Session:
 
     def _facts(self) -> dict[str, Any]:
         settings = self.settings
-        options = {k: v for k, v in self.optimizer.defaults.items() if isinstance(v, (int, float, str))}
+        options = {
+            # JSON has no NaN and no infinity.
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in self.optimizer.defaults.items()
+            if isinstance(value, (int, float, str))
+        }
         return fingerprint(
             self.order,
             self.schedule,

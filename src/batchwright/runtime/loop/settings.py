@@ -21,14 +21,31 @@ AccumulateDtype = Literal["float32", "float64"]
 ACCUMULATE_DTYPES: tuple[AccumulateDtype, ...] = ("float32", "float64")
 STRATEGIES: tuple[Strategy, ...] = ("auto", "ddp", "fsdp2", "none")
 SCHEMA = 1
-_AT_LEAST_ONE = (
+# Whole numbers and their least values; None is left to the default.
+_LEAST = {
+    "checkpoint_every": 1,
+    "evaluate_every": 1,
+    "noise_every": 1,
+    "log_every": 1,
+    "keep": 1,
+    "threads": 1,
+    "evaluation_batch_size": 1,
+    "evaluation_samples": 0,
+    "num_workers": 0,
+    "launch": 0,
+    "end_sample": 0,
+    # torch's generators take seeds of 64 bits, with or without a sign.
+    "seed": -(2**63),
+}
+_MOST = {"seed": 2**64 - 1}
+_OPTIONAL = (
     "checkpoint_every",
     "evaluate_every",
     "noise_every",
-    "log_every",
-    "keep",
     "threads",
     "evaluation_batch_size",
+    "launch",
+    "end_sample",
 )
 
 
@@ -112,10 +129,19 @@ class Settings:
         if self.grad_scaler is not None and not 0 < self.grad_scaler < math.inf:
             message = f"grad_scaler={self.grad_scaler}: must be above 0 and finite. Nearest: 65536."
             found.append(Violation(message, "grad_scaler", self.grad_scaler, (65536.0,)))
-        for name in _AT_LEAST_ONE:
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(Violation(f"{name}={value}: must be at least 1.", name, value, (1,)))
+            if value is not None or name not in _OPTIONAL:
+                found += _whole(name, value, least, _MOST.get(name))
+        sizes = self.micro_batch_size
+        for size in sizes if isinstance(sizes, tuple) else (sizes,):
+            found += _whole("micro_batch_size", size, 1)
+        if self.max_tokens is not None and not self.max_tokens > 0:
+            message = f"max_tokens={self.max_tokens}: must be above 0; None sets no limit."
+            found.append(Violation(message, "max_tokens", self.max_tokens))
+        if self.learning_rate is not None and not math.isfinite(self.learning_rate.peak_lr):
+            message = f"learning_rate.peak_lr={self.learning_rate.peak_lr}: must be finite."
+            found.append(Violation(message, "learning_rate", self.learning_rate.peak_lr))
         raise_violations(ConfigError, found)
 
     @property
@@ -132,6 +158,24 @@ class Settings:
     def ledger(self) -> Path:
         """The folder of ledgers."""
         return self.root / names.LEDGER
+
+
+def _whole(name: str, value: object, least: int, most: int | None = None) -> list[Violation]:
+    """What is wrong with a whole number, if anything."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        near = (round(value),) if isinstance(value, float) and math.isfinite(value) and value >= least else ()
+        hint = f" Nearest: {near[0]}." if near else ""
+        return [Violation(f"{name}={value!r}: must be a whole number (int).{hint}", name, value, near)]
+    if value < least:
+        return [Violation(f"{name}={_brief(value)}: must be at least {least}.", name, _brief(value), (least,))]
+    if most is not None and value > most:
+        return [Violation(f"{name}={_brief(value)}: must be at most {most}.", name, _brief(value), (most,))]
+    return []
+
+
+def _brief(value: int) -> str:
+    # Python refuses to print numbers of more than 4300 digits.
+    return str(value) if value.bit_length() <= 128 else f"a number of {value.bit_length()} bits"
 
 
 @dataclass(frozen=True)

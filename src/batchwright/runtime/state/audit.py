@@ -260,8 +260,10 @@ def _of_rank(launch: _Launch, run: _JoinedRun, rank: int) -> int:
 
 
 def _hash(order: GlobalOrder, positions: range, first_step: int, batch: int) -> int:
-    low, high = span_hash(order.ids(positions), first_step, batch)
-    return high << 64 | low
+    """The hash of at most _BLOCK positions of whole steps, or of any number of positions of one step."""
+    parts = (positions[at : at + _BLOCK] for at in range(0, len(positions), _BLOCK))
+    hashes = (span_hash(order.ids(part), first_step, batch) for part in parts)
+    return _added(high << 64 | low for low, high in hashes)
 
 
 def _added(hashes: Iterable[int]) -> int:

@@ -324,8 +324,9 @@ class GradientStep:
         if owner.max_norm is not None and norm is not None:
             factor *= min(1.0, owner.max_norm / (norm + 1e-6))  # torch's own rule and constant
         scale_(gradients, factor)  # the one division, by the step's weight, and the clipping
-        for p, gradient in pairs if flat else ():
-            p.grad = gradient.to(p.dtype)
+        if flat is not None:
+            for p, gradient in pairs:
+                p.grad = flat.restored(p, gradient)
         return norm
 
 

@@ -38,6 +38,7 @@ class FlatGradients:
         self.squares: Tensor = torch.zeros((), dtype=widest_float(device), device=device)
         self.active = self.measure = False
         self._present: set[nn.Parameter] = set()
+        self._sparse: set[nn.Parameter] = set()
         self._buffers: list[tuple[Tensor, list[nn.Parameter]]] = []
         self._views: dict[nn.Parameter, Tensor] = {}
         kinds: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
@@ -62,8 +63,10 @@ class FlatGradients:
         gradient, view = local(p.grad), self._views[cast(nn.Parameter, p)]
         view.add_(gradient)
         self._present.add(cast(nn.Parameter, p))
+        if gradient.is_sparse:
+            self._sparse.add(cast(nn.Parameter, p))
         if self.measure:
-            norm = cast(Tensor, torch.linalg.vector_norm(gradient, dtype=view.dtype))
+            norm = cast(Tensor, torch.linalg.vector_norm(_values(gradient), dtype=view.dtype))
             self.squares += norm.to(self.squares).square()
         p.grad = None
 
@@ -79,6 +82,10 @@ class FlatGradients:
     def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Each parameter that has a gradient, and the gradient."""
         return [(p, like(p, self._views[p])) for p in self.parameters if p in self._present]
+
+    def restored(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
+        """A gradient of `gradients` as backward makes it: in the dtype of `p`, and sparse if it was (rows of zeros left out)."""
+        return (gradient.to_sparse(1) if p in self._sparse else gradient).to(p.dtype)
 
     def clear(self) -> None:
         """Set all sums to zero."""
@@ -188,10 +195,16 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
         return torch.zeros(())
     kinds: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
-        kinds.setdefault((gradient.device_mesh if isinstance(gradient, DTensor) else None), []).append(gradient)
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+        kinds.setdefault(mesh, []).append(_values(gradient))
     norms = [torch.nn.utils.get_total_norm(members) for members in kinds.values()]
     whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
     return whole[0] if len(whole) == 1 else cast(Tensor, torch.linalg.vector_norm(torch.stack(whole)))
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The values of a sparse gradient, each row once: torch has no norm of a sparse tensor. Any other one as it is."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _row(values: Sequence[Any], kind: torch.dtype, device: torch.device) -> Tensor:
