@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from batchwright.cli import main
 from batchwright.core import codec
 from batchwright.core.batch.request import BatchRequest
 from batchwright.core.errors import ConfigError, EnvironmentFault
@@ -428,3 +429,19 @@ def test_a_ranks_log_is_not_written_through_a_link(tmp_path):
     done = subprocess.run(rank, capture_output=True, text=True)
     assert done.returncode and "does not write through links" in done.stderr
     assert (tmp_path / "victim").read_text() == ""
+
+
+def test_a_full_disk_during_a_resume_is_named(plan, tmp_path, monkeypatch, capfd):
+    directory = RunDirectory(tmp_path)
+    begin(directory, plan)
+    directory.unlock()
+
+    def full(path: Path, document: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("batchwright.launch.plan.write_json", full)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--resume", str(tmp_path), "--max-retries", "7"])
+    error = capfd.readouterr().err
+    assert ended.value.code == 4
+    assert f"{tmp_path} cannot be written: " in error and "No space left on device" in error

@@ -346,3 +346,24 @@ def test_damaged_events_end_neither_the_run_nor_its_status(run):
     assert code == 0 and "time lost at boundaries" in out, err
     code, out, err = run.resume()
     assert code == 0, err
+
+
+def test_a_stop_request_that_is_no_object_still_stops_the_run(run):
+    with run.held() as hold:
+        run.start(*run.scripted(hold))
+        run.until(lambda: run.position() > 16)
+        (run.directory / "stop.json").write_text("[1]")
+        code, _, err = run.finish()
+    assert code == 130 and "a checkpoint first" in err, err
+    assert run.resume()[0] == 0
+
+
+def test_a_stop_request_that_is_a_directory_stops_the_run_and_is_named_at_the_next_start(run):
+    with run.held() as hold:
+        run.start(*run.scripted(hold))
+        run.until(lambda: run.position() > 16)
+        (run.directory / "stop.json").mkdir()
+        code, _, err = run.finish()
+    assert code == 130 and "a checkpoint first" in err, err
+    code, _, err = run.resume()
+    assert code == 4 and "stop.json" in err, err

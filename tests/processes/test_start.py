@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -109,3 +111,21 @@ def test_an_error_reaches_the_parent_with_the_users_traceback():
     two = PlanError(violations=[Violation("one", "a", 1, (2,)), Violation("two", "b")])
     assert error_from_record(error_record(two)).violations == two.violations
     assert isinstance(error_from_record(error_record(MissingExtraError("torch"))), MissingExtraError)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_guard_ends_everything_below_it_without_a_traceback(number, tmp_path):
+    code = "import subprocess, time; c = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+    code += "print(c.pid, flush=True); time.sleep(600)"
+    pids: list[int] = []
+
+    def interrupt(line: str, when: float) -> bool:
+        pids.append(int(line))
+        trial = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        os.kill(int(Path(f"/proc/{trial}/stat").read_text().rsplit(")", 1)[1].split()[1]), number)
+        return False
+
+    with GuardedProcess([*PYTHON, code], environment()) as child:
+        done = child.watch(60.0, on_line=interrupt)
+    assert (done.returncode, done.output) == (-number, f"{pids[0]}\n")
+    assert not Path(f"/proc/{pids[0]}").exists()

@@ -164,12 +164,15 @@ def resume(directory: RunDirectory, changes: Mapping[str, Any], limit: int | Non
     """
     plan = directory.plan()
     free = directory.supervisor() is None
-    if free:
-        directory.lock(fresh=True)
-        plan = directory.plan()
-    changed = replace(plan, options=read_options(changes, plan.options))
-    if limit is not None:
-        changed = refit(changed, limit)
-    if changed != plan and free:
-        write_json(directory.path / names.PLAN, changed)
+    try:
+        if free:
+            directory.lock(fresh=True)
+            plan = directory.plan()
+        changed = replace(plan, options=read_options(changes, plan.options))
+        if limit is not None:
+            changed = refit(changed, limit)
+        if changed != plan and free:
+            write_json(directory.path / names.PLAN, changed)
+    except OSError as error:
+        raise EnvironmentFault(f"{directory.path} cannot be written: {error}.", field="dir") from None
     return changed

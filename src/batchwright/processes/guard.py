@@ -7,7 +7,8 @@ Run as a script, by path (it imports the standard library only, so it starts in 
 `pipe` is the read end of a pipe; only our process holds the write end. When our process ends, even by SIGKILL, the pipe
 ends, and the guard kills everything below it; a byte in the pipe asks for the same. The guard is a subreaper: orphans
 become its children, so it also finds daemons and double forks. When the command ends, the guard kills what is still
-running below it, and then ends with the same exit code or signal.
+running below it, and then ends with the same exit code or signal. A signal that ends the guard does so after it has
+killed everything below it.
 
 Optional: `address_space`, the most bytes that the command may map; `report`, a file for the peak memory of all processes
 below; `scratch`, a folder to remove if our process ended without sending a byte.
@@ -153,12 +154,13 @@ def kill_below(root: int, seconds: float = 1.0) -> None:
         time.sleep(0.01)
 
 
-def _kill_all(group: int) -> None:
+def _kill_all(group: int | None = None) -> None:
     """Kill until no child is left. The children of a killed process become ours, so this repeats."""
     while True:
         _kill(_descendants(os.getpid()))
         try:
-            os.killpg(group, signal.SIGKILL)
+            if group is not None:
+                os.killpg(group, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
         try:
@@ -239,6 +241,13 @@ def main(arguments: list[str]) -> None:
         if space:
             resource.setrlimit(resource.RLIMIT_AS, (space, space))
 
+    def on_signal(number: int, frame: object) -> None:
+        _kill_all()
+        die_as(-number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, on_signal)  # the command gets the default: exec resets handlers
     try:
         child = subprocess.Popen(command, preexec_fn=prepare, start_new_session=True)
     except OSError as error:
