@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import sys
 import time
+
+import pytest
 
 from .conftest import PATIENCE
 
@@ -367,3 +370,18 @@ def test_a_stop_request_that_is_a_directory_stops_the_run_and_is_named_at_the_ne
     assert code == 130 and "a checkpoint first" in err, err
     code, _, err = run.resume()
     assert code == 4 and "stop.json" in err, err
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])
+def test_a_run_whose_directory_is_removed_is_ended_and_not_made_again(run, again):
+    with run.held() as hold:
+        run.start(*run.scripted(hold))
+        run.until(lambda: run.position() > 16)
+        run.directory.rename(run.directory.with_name("aside"))
+        if again:
+            shutil.copytree(run.directory.with_name("aside"), run.directory)
+        before = sorted(run.directory.rglob("*"))
+        code, _, err = run.finish()
+    assert code == 4 and "was removed or replaced while its run was in progress" in err, err
+    assert run.directory.exists() == again and sorted(run.directory.rglob("*")) == before
+    run.assert_nothing_left()

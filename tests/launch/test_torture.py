@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -210,3 +211,16 @@ def test_a_complete_run_whose_ledger_is_damaged_exits_with_5_and_names_the_line(
     assert "ledger: NOT ok" in out and f"{path.name}, line 2: first_step is missing" in " ".join(out.split()), out
     code, out, err = run.resume("--json")
     assert (code, json.loads(out)["ledger"]["ok"]) == (5, False), err
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_again_at_0(run):
+    run.start(*run.task("--checkpoint-samples", "16", ramp="0:16", samples=640, nodes=1, args=("slow=0.1",)))
+    run.until(lambda: any((run.directory / "checkpoints").glob("step-*/manifest.json")) and run.position() >= 48)
+    run.process.kill()  # without a record of its end
+    run.finish()
+    run.assert_nothing_left()
+    shutil.rmtree(run.directory / "checkpoints")
+    for _ in range(2):
+        code, _, err = run.resume()
+        assert code == 4 and "holds no complete checkpoint, and this run had saved" in err, err
+    assert len(list((run.directory / "launches").iterdir())) == 1

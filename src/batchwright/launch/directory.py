@@ -56,6 +56,30 @@ class RunDirectory:
         """Whether this directory holds a run."""
         return (self.path / names.PLAN).exists()
 
+    def check_kept(self) -> None:
+        """Refuse to go on if the run was removed or replaced since it was locked: everything would start again at 0."""
+        if self._lock is not None and self._is_lost(self._lock):
+            raise EnvironmentFault(
+                f"{self.path} was removed or replaced while its run was in progress: its plan and checkpoints are gone, and "
+                "the run does not start again at sample 0 by itself. Restore the directory and use --resume, or start a "
+                "new run.",
+                field="dir",
+                given=str(self.path),
+            )
+
+    def _is_lost(self, lock: int) -> bool:
+        """Whether the plan is gone, or the lock is another file than the one that is held."""
+        try:
+            os.stat(self.path / names.PLAN)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # perhaps for a moment only
+            return False
+        try:
+            return not os.path.samestat(os.stat(self.path / names.LOCK), os.fstat(lock))
+        except OSError:
+            return False
+
     def launch(self, number: int) -> Path:
         """The directory of one start."""
         return self.path / names.launch(number)
@@ -115,8 +139,10 @@ class RunDirectory:
         Fence(self.path, number).claim()
 
     def event(self, kind: str, **values: Any) -> None:
-        """Append a line to the supervisor's events. On a full disk the line is lost and the run continues."""
+        """Append a line to the supervisor's events. On a full disk, or if the run was removed, the line is lost."""
         path = self.path / names.EVENTS / names.SUPERVISOR_EVENTS
+        if self._lock is not None and self._is_lost(self._lock):
+            return
         line = json.dumps({"kind": kind, "time": round(time.time(), 3), **codec.encode(values)})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from batchwright.core.errors import BatchwrightError, RunError
+from batchwright.core.errors import BatchwrightError, EnvironmentFault, RunError
 from batchwright.core.nodes.policies import Launch
 from batchwright.rundir import names
 from batchwright.rundir.files import find_object
@@ -24,7 +24,7 @@ from .directory import RunDirectory, write_json
 from .engine import Action, Engine, Handle, Job, Poll, engine, tail
 from .failure import explain, hopeless, memory_advice, stuck
 from .interrupts import Interrupts
-from .records import COMMAND, Ending, Failure, LaunchProgress, Manifest, RunPlan
+from .records import COMMAND, TASK, Ending, Failure, LaunchProgress, Manifest, RunPlan
 from .show import Speeds, remaining_seconds
 from .work import Work, launch_end, work
 
@@ -87,6 +87,7 @@ class Supervisor:
                 try:
                     state, failure = self._run_launches()
                 except BatchwrightError as error:
+                    self._directory.check_kept()  # else the outcome would be written to a new directory
                     self._finish("failed", Failure(str(error)))
                     raise
                 self._finish(state, failure)
@@ -98,8 +99,11 @@ class Supervisor:
         self._adopt()
         failures, furthest, doubt, before = 0, self._work.position(), True, None
         while True:
+            self._directory.check_kept()
             # At the start and after a failure the checkpoint is read completely: it may be damaged.
             position = self._work.position(verify=doubt)
+            if position == 0:
+                self._refuse_to_start_again()
             if position >= self._plan.total_samples:
                 return "complete", None
             if self._stop_requests():
@@ -126,6 +130,23 @@ class Supervisor:
             if final or failures > self._plan.options.max_retries:
                 return "failed", failure
             self._back_off(failures)
+
+    def _refuse_to_start_again(self) -> None:
+        """An error if a task has saved and no complete checkpoint is left."""
+        manifests = [self._directory.manifest(n) for n in self._directory.numbers()] if self._plan.kind == TASK else []
+        saved = 0
+        for manifest in manifests:
+            if manifest is not None:
+                ending, progress = self._directory.ending(manifest.number), self._work.progress(manifest)
+                saved = max(saved, manifest.start_sample, ending.position if ending else 0, progress.saved_position)
+        if saved:
+            folder = self._directory.path / names.CHECKPOINTS
+            raise EnvironmentFault(
+                f"{folder} holds no complete checkpoint, and this run had saved {saved:,} samples: it does not start again "
+                "at sample 0 by itself. Restore the checkpoints, or start a new run in another directory (--dir).",
+                field="dir",
+                given=str(self._directory.path),
+            )
 
     def _launch(self, launch: Launch, position: int) -> Ending:
         """Start one launch and wait until it ends."""
@@ -203,6 +224,7 @@ class Supervisor:
         noted: set[str] = set()  # the reasons why it waits
         polled_at, pause = changed, 0.0
         while True:
+            self._directory.check_kept()
             polled, progress, now = self._engine.poll(handle), self._work.progress(manifest), time.monotonic()
             if (absent := now - polled_at - pause) > ABSENT_SECONDS and not self._plan.position_command:
                 # This machine was suspended, and the ranks with it. With a position command, that may just be slow.
