@@ -373,14 +373,16 @@ def test_a_signal_between_two_trials_leaves_no_temporary_directory(scripted, tmp
     scratch = tmp_path / "temporary"
     scratch.mkdir()
     program = (
-        "import os, sys; from batchwright.probe.display import NoProgress\n"
+        # Under nohup, SIGHUP is ignored, and this process would inherit that.
+        f"import os, signal; signal.signal({int(how)}, signal.SIG_DFL)\n"
+        "from batchwright.probe.display import NoProgress\n"
         "from batchwright.probe.records import read_request; from batchwright.probe.prober import run_probe\n"
         "class Ending(NoProgress):\n"
         f"    def finished(self, trial): os.listdir({str(scratch)!r}) and os.kill(os.getpid(), {int(how)})\n"
         f"run_probe(read_request({request.target!r}, worker={request.worker!r}, throughput=False,\n"
         f"    directory={str(request.directory)!r}), progress=Ending())"
     )
-    ended = subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(scratch)}, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(scratch)}, timeout=600)
     assert ended.returncode == -how
     assert not list(scratch.iterdir())
 
