@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from errno import ENAMETOOLONG
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -139,6 +138,7 @@ def command(
     reports its position in the file that BATCHWRIGHT_STATUS_FILE names, or through --position-command. All state is in
     the run directory. Ctrl-C once: save a checkpoint and stop; twice: stop now.
     """
+    from batchwright.launch.directory import RunDirectory
     from batchwright.launch.plan import begin
 
     chosen = [name for name, value in {"--resume": resume, "--status": status_of, "--stop": stop_of}.items() if value]
@@ -152,11 +152,11 @@ def command(
     if now and stop_of is None:
         raise ConfigError("--now needs --stop RUN_DIR.", field="now")
     if status_of is not None:
-        _show_status(_directory(status_of, "status"), as_json)
+        _show_status(RunDirectory(status_of, "--status"), as_json)
     elif stop_of is not None:
-        _stop(_directory(stop_of, "stop"), now, as_json)
+        _stop(RunDirectory(stop_of, "--stop"), now, as_json)
     elif resume is not None:
-        directory = _directory(resume, "resume")
+        directory = RunDirectory(resume, "--resume")
         try:
             directory, plan = _resumed(directory, arguments + ctx.meta["command"], flags)
             ctx.exit(_detach(directory, plan, as_json) if flags["detach"] else _supervise(directory, plan, as_json))
@@ -178,6 +178,7 @@ def _new(
     arguments: tuple[str, ...], after: tuple[str, ...], flags: dict[str, Any]
 ) -> tuple[RunDirectory, RunPlan, Ramp]:
     """A plan from files, overrides and flags."""
+    from batchwright.launch.directory import RunDirectory
     from batchwright.launch.plan import build, default_directory
     from batchwright.launch.settings import TASK_KEYS, read_options, split_command
 
@@ -221,7 +222,7 @@ def _new(
 
         read_settings({"directory": "", "micro_batch_size": 1, **plan.options.settings}, "task.settings")
     place = flags["dir"] or _text(there["dir"], "launch.dir")
-    return _directory(place, "dir") if place else default_directory(plan), plan, made
+    return RunDirectory(place, "--dir") if place else default_directory(plan), plan, made
 
 
 def _text(value: Any, name: str) -> str | None:
@@ -230,26 +231,6 @@ def _text(value: Any, name: str) -> str | None:
         shown = repr(value)[:60]
         raise ConfigError(f"{name}={shown} must be text. Put it in quotes.", field=name, given=shown)
     return value
-
-
-def _directory(place: str, name: str) -> RunDirectory:
-    """A run directory whose path can be used; a ConfigError if no file can have this path."""
-    from batchwright.launch.directory import RunDirectory
-
-    try:
-        directory = RunDirectory(place)
-        if max(len(os.fsencode(part)) for part in directory.path.parts) > 255:
-            # Below a directory that does not exist, lstat does not notice it.
-            raise OSError(ENAMETOOLONG, os.strerror(ENAMETOOLONG))
-        os.lstat(directory.path)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        pass
-    except (OSError, RuntimeError, ValueError) as error:
-        # A user without a home, a name of more than 255 bytes, a loop of links, text that is no file name.
-        reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
-        shown = place if len(place) <= 120 else f"{place[:120]}..."
-        raise ConfigError(f"--{name} {shown}: not a usable path: {reason}.", field=name, given=shown) from None
-    return RunDirectory(place)
 
 
 def _cluster(launch: dict[str, Any], flags: dict[str, Any]) -> None:

@@ -6,14 +6,13 @@ The sum of arguments, outputs and temporaries, minus what is aliased. Only `Comp
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from batchwright.core.errors import RunError
 from batchwright.processes.memory import status_bytes
-from batchwright.processes.target import check_arguments, no_function, split_target, task_file
+from batchwright.processes.target import call_target
 
 from .records import EstimateRequest, Point
 
@@ -52,25 +51,7 @@ def is_jax(source: str) -> bool:
 
 def load_step(target: str, args: dict[str, Any]) -> JaxStep:
     """Call the function that `FILE.py:function` names and return its JaxStep."""
-    path, name = task_file(target)
-    file = split_target(target)[0]
-    spec = importlib.util.spec_from_file_location(f"batchwright_jax_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == spec.name]
-        raise no_function(target, file, name, own)
-    check_arguments(f"{file}:{name}", function, args)
-    step = function(**args)
-    if not isinstance(step, JaxStep):
-        raise RunError(
-            f"{file}:{name} returned {type(step).__name__}, not a batchwright.estimate.JaxStep.",
-            field="task",
-            given=type(step).__name__,
-        )
-    return step
+    return call_target(target, args, JaxStep, "batchwright.estimate.JaxStep")
 
 
 class CompiledRuns:

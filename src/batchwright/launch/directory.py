@@ -45,11 +45,25 @@ def modified(path: Path) -> float | None:
 
 
 class RunDirectory:
-    """The files of one run."""
+    """The files of one run; a ConfigError if no file can have this path. `name` is what the user gave the path as."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).expanduser().absolute()
+    def __init__(self, path: str | os.PathLike[str], name: str = "dir") -> None:
         self._lock: int | None = None
+        try:
+            self.path = Path(path).expanduser().absolute()
+            if max(len(os.fsencode(part)) for part in self.path.parts) > 255:
+                # Below a directory that does not exist, lstat does not notice it.
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+            os.lstat(self.path)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            pass
+        except (OSError, RuntimeError, ValueError) as error:
+            # A user without a home, a name of more than 255 bytes, a loop of links, text that is no file name.
+            reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
+            shown = str(path) if len(str(path)) <= 120 else f"{str(path)[:120]}..."
+            raise ConfigError(
+                f"{name} {shown}: not a usable path: {reason}.", field=name.removeprefix("--"), given=shown
+            ) from None
 
     @property
     def exists(self) -> bool:
@@ -57,7 +71,7 @@ class RunDirectory:
         return (self.path / names.PLAN).exists()
 
     def check_kept(self) -> None:
-        """Refuse to go on if the run was removed or replaced since it was locked: everything would start again at 0."""
+        """Stop if the run was removed or replaced since it was locked: everything would start again at 0."""
         if self._lock is not None and self._is_lost(self._lock):
             raise EnvironmentFault(
                 f"{self.path} was removed or replaced while its run was in progress: its plan and checkpoints are gone, and "
@@ -73,7 +87,7 @@ class RunDirectory:
             os.stat(self.path / names.PLAN)
         except (FileNotFoundError, NotADirectoryError):
             return True
-        except OSError:  # perhaps for a moment only
+        except OSError:  # perhaps a transient error
             return False
         try:
             return not os.path.samestat(os.stat(self.path / names.LOCK), os.fstat(lock))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from batchwright.rundir import names
 from batchwright.rundir.files import find_object
 
 from .directory import RunDirectory, write_json
-from .engine import Action, Engine, Handle, Job, Poll, engine, tail
+from .engine import Action, Engine, Handle, Job, Poll, RankLog, engine, tail
 from .failure import explain, hopeless, memory_advice, stuck
 from .interrupts import Interrupts
 from .records import COMMAND, TASK, Ending, Failure, LaunchProgress, Manifest, RunPlan
@@ -287,6 +287,10 @@ class Supervisor:
                 again = now + 1.0
             time.sleep(0.05)
 
+    def _engine_reason(self, polled: Poll, ranks: Sequence[RankLog]) -> Failure | None:
+        """Why a launch failed, if its engine reports it."""
+        return None
+
     def _record(
         self,
         manifest: Manifest,
@@ -304,6 +308,8 @@ class Supervisor:
         outcome = "done" if position >= manifest.end_sample else "stopped" if stopping and failure is None else "failed"
         if outcome == "done" and position > manifest.end_sample and self._plan.kind == COMMAND:
             outcome, failure = "failed", self._overshot(manifest, position)
+        if outcome == "failed" and failure is None:
+            failure = self._engine_reason(polled, ranks)
         if outcome == "failed" and failure is None:
             who = "the command" if self._plan.kind == COMMAND else self.launcher
             launcher = tail(self._directory.launch(manifest.number) / "logs" / "launcher.log")

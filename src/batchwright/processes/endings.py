@@ -24,7 +24,8 @@ import re
 import signal
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -189,6 +190,18 @@ def _first_frame(error: BaseException, wanted: Callable[[str], bool]) -> Traceba
             frame = frame.tb_next
 
     return next((f for f in frames() if wanted(f.tb_frame.f_code.co_filename)), None)
+
+
+@contextmanager
+def users_code(failure: str, given: str | None = None) -> Generator[None]:
+    """Run a user's code: raise RunError from any exception, and cut its traceback to begin in the user's code."""
+    try:
+        yield
+    except BatchwrightError:
+        raise
+    except (Exception, SystemExit) as error:
+        cause = error.with_traceback(users_traceback(error))
+        raise RunError(f"{failure}: {type(error).__name__}: {error}", field="task", given=given) from cause
 
 
 def sentence(text: str) -> str:

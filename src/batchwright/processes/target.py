@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import re
+import sys
 import tokenize
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
-from batchwright.core.errors import ConfigError, Violation, did_you_mean, raise_violations
+from batchwright.core.errors import ConfigError, RunError, Violation, did_you_mean, raise_violations
+
+from .endings import users_code
+
+T = TypeVar("T")
 
 # A file with one of these may define names that are not in its text.
 _MAKES_NAMES = re.compile(r"import\s+\*|__getattr__|__dict__|\b(globals|locals|vars|setattr|exec|sys\.modules)\b")
@@ -82,3 +90,43 @@ def check_arguments(target: str, function: Callable[..., Any], arguments: Mappin
         for n in sorted(needed - set(arguments))
     ]
     raise_violations(ConfigError, wrong)
+
+
+def call_target(target: str, arguments: dict[str, Any], kind: type[T], name_of_kind: str) -> T:
+    """Import the file, call the function with `arguments`, and return its result, which must be a `kind`."""
+    path, name = task_file(target)
+    file, module = split_target(target)[0], _import(path.resolve())
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        raise no_function(target, file, name, own)
+    check_arguments(f"{file}:{name}", function, arguments)
+    with users_code(f"{file}:{name} failed", str(path)):
+        made = function(**arguments)
+    if not isinstance(made, kind):
+        raise RunError(
+            f"{file}:{name} returned {type(made).__name__}, not a {name_of_kind}.",
+            field="task",
+            given=type(made).__name__,
+        )
+    return made
+
+
+def _import(path: Path) -> ModuleType:
+    """Import a file under a unique module name, so that a user's `random.py` replaces no other module."""
+    name = f"batchwright_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file.", field="task", given=str(path))
+    module = importlib.util.module_from_spec(spec)
+    # As with `python FILE.py`, the file may import modules of its own folder.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module  # dataclasses and pickle look the module up by name
+    try:
+        with users_code(f"{path.name} cannot be imported", str(path)):
+            spec.loader.exec_module(module)
+    except RunError:
+        del sys.modules[name]
+        raise
+    return module

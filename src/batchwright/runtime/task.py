@@ -11,23 +11,15 @@ def task() -> Task:
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import inspect
-import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from batchwright.core.errors import BatchwrightError, ConfigError, RunError, Violation, raise_violations
-from batchwright.processes.endings import users_traceback
-from batchwright.processes.target import check_arguments, no_function, split_target, task_file
+from batchwright.core.errors import ConfigError, RunError, Violation, raise_violations
+from batchwright.processes.target import call_target
 
 from .state.generators import set_seeds
 
@@ -135,53 +127,4 @@ def load_task(target: str, args: Mapping[str, Any] | None = None) -> Task:
     Traceback (most recent call last):
     batchwright.core.errors.ConfigError: task file missing.py does not exist (looked for it at ...).
     """
-    path, name = task_file(target)
-    file, path = split_target(target)[0], path.resolve()
-    module = _import(path)
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        raise no_function(target, file, name, own)
-    arguments = dict(args or {})
-    check_arguments(f"{file}:{name}", function, arguments)
-    with users_code(f"{file}:{name} failed", str(path)):
-        task = function(**arguments)
-    if not isinstance(task, Task):
-        raise RunError(
-            f"{file}:{name} returned {type(task).__name__}, not a batchwright.runtime.Task.",
-            field="task",
-            given=type(task).__name__,
-        )
-    return task
-
-
-@contextmanager
-def users_code(failure: str, given: str | None = None) -> Generator[None]:
-    """Run a user's code: raise RunError from any exception, and cut its traceback to begin in the user's code."""
-    try:
-        yield
-    except BatchwrightError:
-        raise
-    except (Exception, SystemExit) as error:
-        cause = error.with_traceback(users_traceback(error))
-        raise RunError(f"{failure}: {type(error).__name__}: {error}", field="task", given=given) from cause
-
-
-def _import(path: Path) -> ModuleType:
-    """Import a file under a unique module name, so that a user's `random.py` replaces no other module."""
-    name = f"batchwright_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file.", field="task", given=str(path))
-    module = importlib.util.module_from_spec(spec)
-    # As with `python FILE.py`, the file may import modules of its own folder.
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    sys.modules[name] = module  # dataclasses and pickle look the module up by name
-    try:
-        with users_code(f"{path.name} cannot be imported", str(path)):
-            spec.loader.exec_module(module)
-    except RunError:
-        del sys.modules[name]
-        raise
-    return module
+    return call_target(target, dict(args or {}), Task, "batchwright.runtime.Task")

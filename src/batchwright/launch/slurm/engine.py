@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from batchwright.core.nodes.policies import Launch
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Action, Handle, Job, Poll, RankLog, rank_logs
 from batchwright.launch.interrupts import Pause, pause
-from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest, RunPlan
+from batchwright.launch.records import Ending, Failure, RunPlan
 from batchwright.launch.supervisor import Listener, Supervisor
 from batchwright.launch.work import work
 from batchwright.rundir.files import find_object
@@ -245,18 +245,6 @@ class SlurmSupervisor(Supervisor):
         finally:
             self._plan, self._work = planned, planned_work
 
-    def _record(
-        self,
-        manifest: Manifest,
-        polled: Poll,
-        progress: LaunchProgress,
-        failure: Failure | None,
-        stopping: bool,
-        handle: Handle | None = None,
-    ) -> Ending:
+    def _engine_reason(self, polled: Poll, ranks: Sequence[RankLog]) -> Failure | None:
         """If no rank failed, the reason is what Slurm or the job reports."""
-        if failure is None and polled.detail and not stopping and self._work.position() < manifest.end_sample:
-            ranks = self._engine.logs(handle) if handle else ()
-            if not any(rank.code for rank in ranks):
-                failure = Failure(polled.detail, code=polled.code)
-        return super()._record(manifest, polled, progress, failure, stopping, handle)
+        return Failure(polled.detail, code=polled.code) if polled.detail and not any(r.code for r in ranks) else None

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from batchwright.core.ramp.rules import Constant
+from batchwright.processes.endings import users_code
 from batchwright.runtime.data.loader import Loader, Micro, default_collate
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
 from batchwright.runtime.device import to_device
 from batchwright.runtime.state.generators import set_seeds
 from batchwright.runtime.step.accumulate import accumulate
-from batchwright.runtime.task import Task, users_code
+from batchwright.runtime.task import Task
 
 from .switches import AllFp64, Deterministic, freeze_statistics, without_dropout
 

@@ -13,7 +13,7 @@ import torch
 
 from batchwright.core.ramp.learning_rate import check_horizon
 from batchwright.core.ramp.schedule import Schedule
-from batchwright.runtime.task import users_code
+from batchwright.processes.endings import users_code
 
 from .causes import Finding, number
 from .gradients import Rig, Variant

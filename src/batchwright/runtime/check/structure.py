@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from batchwright.runtime.task import users_code
+from batchwright.processes.endings import users_code
 
 from .gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from batchwright.core.codec import decode, encode
 from batchwright.core.errors import BatchwrightError, ConfigError, PlanError, Violation, raise_violations
 from batchwright.core.ramp.schedule import Schedule
+from batchwright.processes.endings import users_code
 from batchwright.rundir import names
 from batchwright.rundir.fence import Fence
 from batchwright.rundir.files import write_fault
@@ -28,7 +29,7 @@ from batchwright.runtime.state.fingerprint import Change, changes, fingerprint
 from batchwright.runtime.state.ledger import Ledger, next_launch
 from batchwright.runtime.step.accumulate import StepResult
 from batchwright.runtime.step.noise import NoiseScale, NoiseTerms
-from batchwright.runtime.task import Task, users_code
+from batchwright.runtime.task import Task
 
 from .evaluate import Part
 from .events import Events, ProgressBar, TensorBoard, Tracker
