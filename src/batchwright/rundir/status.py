@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core.codec import SCHEMA, encode
-from batchwright.core.errors import BatchwrightError
+from batchwright.core.errors import BatchwrightError, RunError
 
 from . import names
-from .files import find_object, write_fault, write_json
+from .fence import Fence
+from .files import create_once, find_object, write_fault, write_json
 
 STOPPED_AT_BOUNDARY, INTERRUPTED = 75, 130
 
@@ -48,6 +49,8 @@ class Status:
     schema: int = 1
     skipped_steps: int = 0
     """Steps of the lineage that overflowed in fp16: their samples count, the weights did not change."""
+    nonfinite_steps: int = 0
+    """Steps of the lineage whose loss was NaN or infinite."""
 
     @property
     def exit_code(self) -> int:
@@ -55,6 +58,32 @@ class Status:
         if not self.bare or self.state == "complete":
             return 0
         return INTERRUPTED if self.reason == "signal" else STOPPED_AT_BOUNDARY
+
+
+def claim_launch(root: Path, wanted: int | None = None) -> int:
+    """The number of a launch that starts: `wanted`, or the first free one. Of several processes, one gets a number."""
+    ledgers = (numbers[0] for name in names.listed(root / names.LEDGER) if (numbers := names.read_ledger(name)))
+    current = Fence.current(root)
+    free = 1 + max((-1 if current is None else current, *ledgers))
+    number = free if wanted is None else wanted
+    while not _create(root, number):
+        if wanted is not None:
+            raise RunError(
+                f"launch={wanted} has run in {root} already: {names.status(wanted)} exists. Each start of the training "
+                f"processes needs its own launch number. Nearest: {max(free, wanted + 1)}.",
+                field="launch",
+                given=wanted,
+                nearest=(max(free, wanted + 1),),
+            )
+        number += 1
+    return number
+
+
+def _create(root: Path, number: int) -> bool:
+    try:
+        return create_once(root / names.status(number), {"schema": SCHEMA, "state": "starting", "launch": number})
+    except OSError as error:
+        raise write_fault(error, "the status", root, "Checkpoints are untouched.") from error
 
 
 def write_status(root: Path, status: Status) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import multiprocessing
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +35,7 @@ from batchwright.runtime.loop.events import read_events
 from batchwright.runtime.loop.settings import Settings
 from batchwright.runtime.loop.train import main, train
 from batchwright.runtime.state.audit import audit
+from batchwright.runtime.state.checkpoint import Checkpoints
 from batchwright.runtime.task import Task
 
 TASK = Path(__file__).parent / "loop_tasks.py"
@@ -614,3 +619,102 @@ def test_sparse_gradients_are_clipped_and_measured_like_dense_ones(tmp_path, opt
         assert furthest(final(tmp_path / "True"), final(tmp_path / "False")) < 1e-6
         norms = [[e["grad_norm"] for e in read_events(tmp_path / d) if e["kind"] == "step"] for d in ("True", "False")]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5, nan_ok=True)
+
+
+def test_a_loader_worker_that_dies_during_a_save_does_not_fail_the_save(tmp_path):
+    """torch reports it by an exception in a handler of SIGCHLD, at any line of the main thread."""
+    killed: list[int] = []
+    reported = threading.Event()
+
+    def may_save() -> bool:  # called in the middle of a save, and before the first step, without a worker
+        if not killed and (workers := multiprocessing.active_children()):
+            handler = signal.getsignal(signal.SIGCHLD)
+            signal.signal(signal.SIGCHLD, lambda *given: (reported.set(), handler(*given)))
+            killed.append(workers[0].pid)
+            os.kill(workers[0].pid, signal.SIGKILL)
+            assert reported.wait(60)
+            signal.signal(signal.SIGCHLD, handler)
+        return True
+
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*killed by signal"):
+        train(task(), ramp(), settings(tmp_path, num_workers=1, checkpoint_every=64), may_save=may_save)
+    saved = Checkpoints(tmp_path / "checkpoints").newest()
+    assert killed and saved is not None and saved.position == 64
+    assert train(task(), ramp(), settings(tmp_path)).state == "complete"
+    assert audit(tmp_path).ok
+
+
+@pytest.mark.parametrize("together", [2, 5])
+def test_processes_that_start_together_get_launches_of_their_own(tmp_path, together):
+    code = "import pathlib, sys; from batchwright.rundir.status import claim_launch; sys.stdin.read(); "
+    code += f"print(claim_launch(pathlib.Path({str(tmp_path)!r})))"
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(together)
+    ]
+    for process in started:  # now all of them may go on
+        process.stdin.close()
+    with ExitStack() as stack:
+        numbers = [int(stack.enter_context(process).stdout.read()) for process in started]
+    assert sorted(numbers) == list(range(together))
+
+
+def test_of_two_runs_that_start_together_one_trains_and_the_status_is_its_own(tmp_path):
+    """The second one starts between the set-up and the first step of the first one."""
+    other: list[None] = []
+
+    def second(result, model, optimizer):
+        if not other:
+            other.append(None)
+            train(task(), ramp(32), settings(tmp_path))
+
+    with pytest.raises(EnvironmentFault, match="a newer launch has taken over"):
+        train(task(), ramp(), settings(tmp_path, checkpoint_every=64), on_step=second)
+    assert status(tmp_path)["launch"] == 1 and status(tmp_path)["state"] == "complete"
+    assert json.loads((tmp_path / "status" / "launch-00001.json").read_text())["position"] == 32
+    assert json.loads((tmp_path / "status" / "launch-00000.json").read_text())["state"] == "running"
+
+
+def test_a_launch_number_that_was_used_is_refused_before_its_status_is_replaced(tmp_path):
+    train(task(), ramp(), settings(tmp_path, launch=3))
+    before = (tmp_path / "status" / "launch-00003.json").read_text()
+    with pytest.raises(RunError, match=r"launch=3 has run in .* already.* Nearest: 4"):
+        train(task(), ramp(256), settings(tmp_path, launch=3))
+    assert (tmp_path / "status" / "launch-00003.json").read_text() == before
+
+
+def test_nonfinite_losses_stop_a_run_and_are_not_saved(tmp_path):
+    """The weights are NaN after sample `spike`, so every later loss is."""
+    spiked = task(spike=int(GlobalOrder(256, 0).ids(range(40, 41))[0]))
+    with pytest.raises(
+        RunError, match=r"not finite in 3 steps in a row: nan in step .* from checkpoint step-0+4-launch"
+    ):
+        train(spiked, ramp(), settings(tmp_path, checkpoint_every=16, stop_after_nonfinite=3))
+    saved = Checkpoints(tmp_path / "checkpoints").newest()
+    assert saved is not None and saved.position == 32
+    assert status(tmp_path)["nonfinite_steps"] == 3
+    assert [e["steps"] for e in read_events(tmp_path) if e["kind"] == "nonfinite"] == [3]
+    ended = train(spiked, ramp(), settings(tmp_path, stop_after_nonfinite=0))
+    wrong = [loss for loss in losses(tmp_path).values() if loss in ("nan", "inf")]
+    assert (ended.state, ended.nonfinite_steps) == ("complete", len(wrong))
+
+
+def test_one_nonfinite_loss_only_delays_the_next_save(tmp_path):
+    plain, calls = task(), iter(range(1000))
+
+    def loss(model, batch):
+        loss_sum, weight = plain.loss(model, batch)
+        return loss_sum + (math.inf if next(calls) == 9 else 0.0), weight  # the gradient is finite
+
+    ended = train(replace(plain, loss=loss), ramp(), settings(tmp_path, checkpoint_every=48, keep=9))
+    assert (ended.state, ended.nonfinite_steps) == ("complete", 1)
+    states = [json.loads(path.read_text()) for path in (tmp_path / "checkpoints").glob("*/state.json")]
+    assert sorted(state["position"] for state in states) == [64, 96, 160, 192]  # not 48
+
+
+def test_a_long_evaluation_and_a_save_say_that_they_began(tmp_path, monkeypatch):
+    monkeypatch.setattr("batchwright.runtime.loop.train._ALIVE_SECONDS", -1.0)
+    train(task(), ramp(64), settings(tmp_path, evaluation_samples=16, evaluate_every=64, checkpoint_every=32))
+    kinds = [e["kind"] for e in read_events(tmp_path)]
+    assert kinds.index("saving") < kinds.index("save") and kinds.index("evaluating") < kinds.index("evaluation")
+    assert [e["evaluated"] for e in read_events(tmp_path) if e["kind"] == "evaluating"][:4] == [0, 4, 8, 12]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,18 +50,30 @@ class Part:
 
 
 def evaluate(
-    task: Task, model: nn.Module, dataset: Any, batch_size: int, process: ThisProcess, *, seed: int = 0
+    task: Task,
+    model: nn.Module,
+    dataset: Any,
+    batch_size: int,
+    process: ThisProcess,
+    *,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda samples: None,
 ) -> tuple[float, float]:
-    """Σ loss / Σ weight over a dataset, and Σ weight: one step that all ranks share, without gradients."""
+    """Σ loss / Σ weight over a dataset, and Σ weight: one step that all ranks share, without gradients.
+
+    `progress` is called before each micro batch, with the number of samples that this rank has evaluated.
+    """
     size = len(dataset)
     whole = Schedule((Segment(0, 0, size, 1),))
     sampler = StepSampler(whole, min(batch_size, size), process.rank, process.ranks, allow_ragged=True)
     sums = torch.zeros(2, dtype=widest_float(process.device), device=process.device)
-    training, kept = model.training, generators.capture()
+    training, kept, evaluated = model.training, generators.capture(), 0
     model.eval()
     try:
         with torch.no_grad():
             for micro in Loader(dataset, GlobalOrder(size, seed, shuffle=False), sampler, collate=task.collate):
+                progress(evaluated)
+                evaluated += len(micro.positions)
                 loss_sum, weight, _ = task.loss_of(model, to_device(micro.data, process.device))
                 both = (loss_sum, torch.as_tensor(weight))
                 if not micro.filler:

@@ -8,7 +8,9 @@ kind, beside those:
                 samples_per_second, tokens_per_second, step_seconds, learning_rate, grad_norm, mfu, stage, ranks,
                 noise_scale, outcome (applied, or skipped by the GradScaler), loss_scale (the GradScaler's next)
     stage       stage, step, samples, global_batch_size
+    evaluating  step, samples, evaluated (samples so far): when an evaluation begins, and about once a second
     evaluation  step, samples, loss, weight, seconds
+    saving      step, samples: when a save begins
     save        step, samples, checkpoint, seconds
     stop        reason, step, samples, next_stage
 
@@ -36,6 +38,8 @@ from batchwright.rundir.files import JsonLines, write_fault
 
 # Seconds between two writes to the file: long enough to cost nothing, short enough to follow a run.
 _WRITE_SECONDS = 0.5
+# Events that tell a supervisor that the loop has not stopped. A person sees what follows them.
+_BEGINNINGS = ("evaluating", "saving")
 # Seconds between two lines of progress without a terminal: the log of a day has about 9,000.
 _LINE_SECONDS = 10.0
 
@@ -53,14 +57,17 @@ class Tracker(Protocol):
 class Events:
     """Collects the events of a training loop; a thread writes them to the file and passes them to the trackers.
 
-    `emit` appends to a list and returns; the thread wakes twice a second. A tracker that fails is removed, and a line in
-    the file says so: a failed plot must not stop a run.
+    `emit` appends to a list and returns; the thread wakes twice a second. With `now` the file is written before `emit`
+    returns: a process that hangs after that has said what it was doing. A tracker that fails is removed, and a line in the
+    file says so: a failed plot must not stop a run.
     """
 
     def __init__(self, path: Path | str | None, trackers: Sequence[Tracker] = (), **common: Any) -> None:
         self._trackers, self._common = list(trackers), common
-        # One thread appends, another removes; so the deque is never replaced.
-        self._pending: deque[dict[str, Any]] = deque()
+        # One thread appends, another removes; so the deques are never replaced.
+        self._unwritten: deque[dict[str, Any]] = deque()
+        self._untracked: deque[dict[str, Any]] = deque()
+        self._writing = threading.Lock()
         self._wake, self._closed = threading.Event(), False
         self._file = None
         if path is not None:
@@ -72,9 +79,11 @@ class Events:
         self._thread = threading.Thread(target=self._work, name="batchwright-events", daemon=True)
         self._thread.start()
 
-    def emit(self, kind: str, **values: Any) -> None:
-        """Add one event to the list of those to be written."""
-        self._pending.append({"kind": kind, "time": time.time(), **self._common, **values})
+    def emit(self, kind: str, *, now: bool = False, **values: Any) -> None:
+        """Add one event to the list of those to be written; with `now`, write the list."""
+        self._unwritten.append({"kind": kind, "time": time.time(), **self._common, **values})
+        if now:
+            self._write_all()
 
     def close(self) -> None:
         """Write the remaining events and end the thread."""
@@ -100,20 +109,27 @@ class Events:
         self._flush()
 
     def _flush(self) -> None:
-        pending = [self._pending.popleft() for _ in range(len(self._pending))]
-        if not pending:
-            return
-        for event in pending:
+        self._write_all()
+        while self._untracked:
+            event = self._untracked.popleft()
             for tracker in list(self._trackers):
                 try:
                     tracker.event(event)
                 except Exception as error:
                     self._trackers.remove(tracker)
                     self._failed(tracker, error)
-        self._write(pending)
+
+    def _write_all(self) -> None:
+        with self._writing:
+            events = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
+            if events:
+                self._write(events)
+                self._untracked.extend(events)
 
     def _failed(self, tracker: Tracker, error: Exception) -> None:
-        self._write([{"kind": "tracker", "time": time.time(), "tracker": type(tracker).__name__, "error": str(error)}])
+        event = {"kind": "tracker", "time": time.time(), "tracker": type(tracker).__name__, "error": str(error)}
+        with self._writing:
+            self._write([event])
 
     def _write(self, events: Sequence[Mapping[str, Any]]) -> None:
         if self._file is not None:
@@ -211,6 +227,8 @@ class ProgressBar:
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Show a step on the bar, or as a line if the last one is old enough; every other event as a line."""
+        if event["kind"] in _BEGINNINGS:
+            return
         if self._stream.isatty():
             self._on_terminal(event)
         elif event["kind"] != "step" or time.monotonic() - self._last_line >= self._every:

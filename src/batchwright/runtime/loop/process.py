@@ -148,6 +148,27 @@ def _with_fixed_buckets(model: DistributedDataParallel) -> DistributedDataParall
     return model
 
 
+@contextmanager
+def without_worker_failures() -> Generator[None]:
+    """Delay torch's report of a loader worker that died until the block has ended.
+
+    The report is an exception that a handler of SIGCHLD raises wherever the main thread is: a save would fail for it, or
+    the process would abort in the middle of a call of C++.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGCHLD, lambda *signalled: received.append(signalled))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+    if received and callable(handler):
+        handler(*received[-1])
+
+
 class StopSignals:
     """Records a signal, so that the loop can finish its step; a second Ctrl-C interrupts at once.
 

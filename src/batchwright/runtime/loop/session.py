@@ -21,12 +21,12 @@ from batchwright.processes.endings import users_code
 from batchwright.rundir import names
 from batchwright.rundir.fence import Fence
 from batchwright.rundir.files import write_fault
-from batchwright.rundir.status import Status, failure_record, last_seen, write_failure, write_status
+from batchwright.rundir.status import Status, claim_launch, failure_record, last_seen, write_failure, write_status
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.state import generators
 from batchwright.runtime.state.checkpoint import Checkpoints, Saved
 from batchwright.runtime.state.fingerprint import Change, changes, fingerprint
-from batchwright.runtime.state.ledger import Ledger, next_launch
+from batchwright.runtime.state.ledger import Ledger
 from batchwright.runtime.step.accumulate import StepResult
 from batchwright.runtime.step.noise import NoiseScale, NoiseTerms
 from batchwright.runtime.task import Task
@@ -71,7 +71,7 @@ class Session:
             )
         self.order = GlobalOrder(size, settings.seed, settings.shuffle)
         self.step = self.position = 0
-        self.skipped_steps: int = 0
+        self.skipped_steps = self.nonfinite_steps = 0
         self.tokens = 0.0
         self.loss: float | None = None
         self.evaluation_loss: float | None = None
@@ -84,13 +84,9 @@ class Session:
         self.events: Events | None = None
         self.ledger: Ledger | None = None
         self.given_trackers = tuple(trackers)
-        number = settings.launch
-        if number is None:
-            current = Fence.current(settings.root) if process.rank == 0 else None
-            number = max(next_launch(settings.ledger), (-1 if current is None else current) + 1)
-        self.launch: int = process.broadcast(number)
+        self.launch = -1  # until it is claimed
         self.claimed = False
-        self.may_save = may_save or Fence(settings.root, self.launch)
+        self.may_save = may_save
 
     def set_up(self) -> None:
         """Build and wrap the model, load the newest checkpoint, open the ledger and the events."""
@@ -118,7 +114,7 @@ class Session:
             keep=settings.keep,
             asynchronous=settings.asynchronous,
             group=process.saving,
-            may_save=self.may_save,
+            may_save=lambda: self.may_save is None or self.may_save(),
         )
         self.facts = self._facts()
         with warnings.catch_warnings():
@@ -128,7 +124,8 @@ class Session:
             self._changes(self.checkpoints.newest(verify=False))
         if process.rank == 0:
             self._claim()
-        process.maximum(0)  # from here on no other launch saves
+        self.launch = process.broadcast(self.launch)  # from here on no other launch saves
+        self.may_save = self.may_save or Fence(settings.root, self.launch)
         self.claimed = True
         saved = self.checkpoints.newest()
         self.saved = saved
@@ -152,9 +149,10 @@ class Session:
         settings = self.settings
         try:
             settings.root.mkdir(parents=True, exist_ok=True)
+            self.launch = claim_launch(settings.root, settings.launch)
             self.last_seen = last_seen(settings.root, self.launch)
-            if isinstance(self.may_save, Fence):
-                self.may_save.claim()
+            if self.may_save is None:
+                self.may_save = Fence(settings.root, self.launch).claim()
             self.claimed = True
             self.write_status(self.status("running", None))
         except OSError as error:
@@ -220,6 +218,7 @@ class Session:
         self.step, self.position, self.tokens = saved.step, saved.position, float(state.get("tokens", 0.0))
         self.saved_position, self.evaluation_loss = saved.position, state.get("evaluation_loss")
         self.skipped_steps = int(state.get("skipped_steps", 0))
+        self.nonfinite_steps = int(state.get("nonfinite_steps", 0))
         if self.scaler is not None and state.get("scaler"):
             self.scaler.load_state_dict(dict(state["scaler"]))
         if self.noise is not None:
@@ -243,6 +242,7 @@ class Session:
         self.events = Events(path, trackers, launch=self.launch)
         self.emit(
             "launch",
+            now=True,
             step=self.step,
             samples=self.position,
             ranks=process.ranks,
@@ -291,11 +291,12 @@ class Session:
             error=error,
             bare=self.process.bare,
             skipped_steps=self.skipped_steps,
+            nonfinite_steps=self.nonfinite_steps,
         )
 
     def write_status(self, status: Status) -> None:
         """Write the status, unless a newer launch has taken over the run."""
-        if self.may_save():
+        if self.may_save is not None and self.may_save():
             write_status(self.settings.root, status)
 
     def failed(self, error: BaseException) -> None:
@@ -307,7 +308,7 @@ class Session:
         try:
             if rank == 0:
                 self.write_status(self.status("failed", "error", record))
-            elif self.may_save():
+            elif self.may_save is not None and self.may_save():
                 write_failure(self.settings.root, self.launch, record)
         except (OSError, BatchwrightError):  # perhaps the disk has failed; the first error is raised in any case
             pass
@@ -322,7 +323,7 @@ class Session:
             if hasattr(self, "checkpoints"):
                 self.checkpoints.wait()
 
-    def emit(self, kind: str, **values: Any) -> None:
-        """Write an event, on rank 0 only."""
+    def emit(self, kind: str, *, now: bool = False, **values: Any) -> None:
+        """Write an event, on rank 0 only; with `now`, before this returns."""
         if self.events is not None:
-            self.events.emit(kind, **values)
+            self.events.emit(kind, now=now, **values)

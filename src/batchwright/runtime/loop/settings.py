@@ -32,6 +32,7 @@ _LEAST = {
     "evaluation_batch_size": 1,
     "evaluation_samples": 0,
     "num_workers": 0,
+    "stop_after_nonfinite": 0,
     "launch": 0,
     "end_sample": 0,
     # torch's generators take seeds of 64 bits, with or without a sign.
@@ -101,6 +102,9 @@ class Settings:
     grad_scaler: float | None = None
     """For fp16 autocast in the loss: the initial scale of a GradScaler. A usual one is 65536 / N for a loss that is a sum
     over N tokens: scalers expect a mean. A step that overflows is skipped, and its samples are counted as skipped."""
+    stop_after_nonfinite: int = 10
+    """Fail after this many steps in a row with a loss that is NaN or infinite; 0: never. Until then no checkpoint is saved
+    after such a step, so that the newest one is from before."""
     noise_every: int | None = None
     """Measure the gradient noise scale every N steps."""
     num_workers: int = 0

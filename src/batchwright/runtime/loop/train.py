@@ -32,7 +32,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from batchwright.core.errors import BatchwrightError, PlanError
+from batchwright.core.errors import BatchwrightError, PlanError, RunError
 from batchwright.core.ramp.learning_rate import scale
 from batchwright.core.ramp.schedule import Schedule, Step
 from batchwright.rundir.status import Status
@@ -45,9 +45,11 @@ from batchwright.runtime.task import Task, load_task
 
 from .evaluate import evaluate
 from .events import Tracker
-from .process import StopSignals, joined
+from .process import StopSignals, joined, without_worker_failures
 from .session import OnStep, Session
 from .settings import Settings, read_spec
+
+_ALIVE_SECONDS = 1.0  # between two events of a long evaluation
 
 __all__ = ["Settings", "Status", "main", "train"]
 
@@ -120,6 +122,7 @@ class _Loop(Session):
         stage: int | None = None
         steps = cast(Generator[GradientStep], accumulator.steps(loader))
         reason, begun, before = None, self.position, time.perf_counter()
+        nonfinite, unsaved = 0, False  # steps in a row; whether a save is due
         for step in steps:
             plan = step.plan
             if plan.segment != stage:
@@ -135,10 +138,12 @@ class _Loop(Session):
             last, self.position, self.step = self.position, result.end_sample, plan.step + 1
             self.tokens, self.loss = self.tokens + result.weight, result.loss
             self.skipped_steps += result.skipped
+            nonfinite = 0 if math.isfinite(result.loss) else nonfinite + 1
+            self.nonfinite_steps += bool(nonfinite)
             now = time.perf_counter()
-            # The first step of a launch is always shown.
+            # The first step of a launch is always shown, at once: from then on the supervisor's limit for a step applies.
             if plan.step % settings.log_every == 0 or last == begun:
-                self._step_event(plan, result, now - before, micro_of(plan))
+                self._step_event(plan, result, now - before, micro_of(plan), first=last == begun)
             if self.on_step is not None:
                 self.on_step(result, self.model, self.optimizer)
             number = process.maximum(self.signals.received)
@@ -151,8 +156,12 @@ class _Loop(Session):
                 break
             if _crossed(settings.evaluate_every, last, self.position):
                 self._evaluate()
-            if _crossed(settings.checkpoint_every, last, self.position) and not self._at_end():
+            if nonfinite and nonfinite == settings.stop_after_nonfinite:
+                self._stop_nonfinite(nonfinite)
+            unsaved = unsaved or _crossed(settings.checkpoint_every, last, self.position)
+            if unsaved and not self._at_end() and not (nonfinite and settings.stop_after_nonfinite):
                 self._save()
+                unsaved = False
             before = time.perf_counter()
         steps.close()
         return reason or ("end" if self.position == self.schedule.total_samples else "boundary")
@@ -202,7 +211,18 @@ class _Loop(Session):
 
         return factor
 
-    def _step_event(self, plan: Step, result: StepResult, seconds: float, micro: int) -> None:
+    def _stop_nonfinite(self, steps: int) -> None:
+        saved = f"from checkpoint {self.saved.name} on" if self.saved else "from the start on"
+        self.emit("nonfinite", now=True, step=self.step, samples=self.position, steps=steps)
+        raise RunError(
+            f"the loss was not finite in {steps} steps in a row: {self.loss} in step {self.step - 1:,}, at sample "
+            f"{self.position:,}. The samples {saved} are not in a checkpoint. Look at the learning rate, the precision and "
+            "the samples of these steps; stop_after_nonfinite sets the limit, and 0 removes it.",
+            field="loss",
+            given=str(self.loss),
+        )
+
+    def _step_event(self, plan: Step, result: StepResult, seconds: float, micro: int, *, first: bool = False) -> None:
         if self.events is None:
             return
         ranks, peak = self.process.ranks, self.settings.peak_flops
@@ -210,6 +230,7 @@ class _Loop(Session):
         noise = self.noise.estimate().noise_scale if self.noise and self.noise.measures(plan.step) else None
         self.events.emit(
             "step",
+            now=first,
             step=plan.step,
             samples=self.position,
             tokens=self.tokens,
@@ -236,7 +257,18 @@ class _Loop(Session):
             return
         before, self.evaluated_position = time.time(), self.position
         size = self.settings.evaluation_batch_size or self._micro_batch_size()(self.schedule.at_step(0))
-        loss, weight = evaluate(self.task, self.model, self.evaluation, size, self.process, seed=self.settings.seed)
+        shown = time.monotonic()
+
+        def progress(samples: int) -> None:
+            """Say once a second that the evaluation has not stopped."""
+            nonlocal shown
+            if not samples or time.monotonic() - shown > _ALIVE_SECONDS:
+                shown = time.monotonic()
+                self.emit("evaluating", now=True, step=self.step, samples=self.position, evaluated=samples)
+
+        loss, weight = evaluate(
+            self.task, self.model, self.evaluation, size, self.process, seed=self.settings.seed, progress=progress
+        )
         # A checkpoint's state is JSON, which has no NaN.
         self.evaluation_loss = loss if math.isfinite(loss) else None
         seconds = time.time() - before
@@ -244,6 +276,11 @@ class _Loop(Session):
         self.emit("evaluation", step=self.step, samples=self.position, loss=loss, weight=weight, seconds=seconds)
 
     def _save(self, *, wait: bool = False) -> None:
+        with without_worker_failures():
+            self._save_all(wait=wait)
+
+    def _save_all(self, *, wait: bool) -> None:
+        self.emit("saving", now=True, step=self.step, samples=self.position)
         if self.saved_position == self.position:
             self._saved(self.checkpoints.wait(), 0.0)
             return
@@ -257,6 +294,7 @@ class _Loop(Session):
             "evaluation_loss": self.evaluation_loss,
             "noise": [[t.trace, t.signal] for t in self.noise.terms] if self.noise else [],
             "skipped_steps": self.skipped_steps,
+            "nonfinite_steps": self.nonfinite_steps,
             "scaler": self.scaler.state_dict() if self.scaler else None,
         }
         saved = self.checkpoints.save(
