@@ -103,12 +103,13 @@ def run(
     """Train a whole ramp, launch by launch, and restart after failures. Names are those of `batchwright run`'s flags.
 
     `target` is `FILE.py:function`, with `arguments` for the function, or a command as a list. With `resume`, a run
-    directory, the rest changes its launch settings. Returns the state at the end, also of a run that failed or was stopped.
+    directory, the rest changes its launch settings and, from its position on, its batch, world and ramp. Returns the state
+    at the end, also of a run that failed or was stopped.
     """
-    from .core.numbers import count
     from .core.ramp.request import RAMP_READERS, read_ramp
     from .launch import plan as planning
     from .launch.directory import RunDirectory
+    from .launch.resume import resume as resumed
     from .launch.settings import READERS as OPTIONS
     from .launch.settings import read_options
     from .launch.show import LineDisplay, display
@@ -116,22 +117,24 @@ def run(
     from .launch.supervisor import supervise
 
     options = {name: given.pop(name) for name in list(given) if name in OPTIONS}
+    resolved = _resolve(None, given, [*READERS, *RAMP_READERS])
+    request = _request(resolved)
+    ramp_values = {name: g.value for name, g in resolved.fields.items() if name in RAMP_READERS}
     if resume is not None:
-        directory, limit = RunDirectory(resume), given.pop("max_micro_batch_size", None)
-        if target or arguments or dir or given:
-            names = [name for name, value in (("target", target), ("arguments", arguments), ("dir", dir)) if value]
+        directory = RunDirectory(resume)
+        fixed = {"target": target, "arguments": arguments, "dir": dir, "seed": options.get("seed")}
+        if named := [name for name, value in fixed.items() if value is not None]:
             raise ConfigError(
-                f"{', '.join([*names, *given])} cannot be changed with resume. Launch settings and max_micro_batch_size can.",
+                f"{', '.join(named)} cannot be changed with resume. The batch, the world, the ramp and launch settings can.",
                 field="resume",
                 given=resume,
             )
-        made = planning.resume(directory, options, None if limit is None else count(limit, "max_micro_batch_size"))
+        made = resumed(directory, options, request, ramp_values)
     else:
         command = () if target is None or isinstance(target, str) else tuple(target)
-        resolved = _resolve(None, given, [*READERS, *RAMP_READERS])
         made, _ = planning.build(
-            _request(resolved),
-            read_ramp({name: g.value for name, g in resolved.fields.items() if name in RAMP_READERS}),
+            request,
+            read_ramp(ramp_values),
             read_options(options, command=bool(command)),
             target=None if command or target is None else str(target),
             arguments=arguments,

@@ -286,8 +286,8 @@ def test_a_run_is_resumed_as_it_was_planned():
     code = [sys.executable, "-c", "import os; open(os.environ['BATCHWRIGHT_STATUS_FILE'], 'w').write('{end_sample}')"]
     code[2] = code[2].replace("{end_sample}", "' + os.environ['BATCHWRIGHT_END_SAMPLE'] + '")
     run(*RAMP, *WORLD, "--dir", "r", "--", *code)
-    error = refused("--resume", "r", "--samples", "1024")
-    assert "--samples cannot be changed" in str(error)
+    error = refused("--resume", "r", "--seed", "3")
+    assert "--seed cannot be changed" in str(error)
     run("--resume", "r", "--max-retries", "1")  # nothing is left to do
     document = json.loads(run("--status", "r", "--json"))
     assert document["schema"] == 1

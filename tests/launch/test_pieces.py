@@ -27,8 +27,9 @@ from batchwright.launch import interrupts
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Poll, RankLog
 from batchwright.launch.failure import explain, hopeless, memory_advice, stuck
-from batchwright.launch.plan import begin, build, refit
+from batchwright.launch.plan import begin, build
 from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest, Options, RunPlan
+from batchwright.launch.resume import refit
 from batchwright.launch.settings import read_options
 from batchwright.launch.show import BarDisplay, LineDisplay, Speeds, describe, remaining_seconds
 from batchwright.launch.work import LoopFollower, TaskWork
@@ -121,12 +122,12 @@ def test_the_stuck_rank_is_the_one_outside_a_collective():
     waiting = TRACE.format(file="/venv/torch/distributed/distributed_c10d.py", name="all_reduce")
     busy = TRACE.format(file="/home/me/train.py", name="loss")
     after = (rank_log(0, tail=waiting), rank_log(1, tail=busy), rank_log(2, tail=waiting))
-    failure = stuck((), after, 600)
+    failure = stuck((), after, "no progress for 600 s")
     assert failure.rank == 1 and failure.kind == "stalled"
     assert "rank 1 is stuck at /home/me/train.py:28 in loss; 2 others wait for it" in failure.reason
-    failure = stuck((rank_log(0, state="S"), rank_log(1, state="T")), after, 600)
+    failure = stuck((rank_log(0, state="S"), rank_log(1, state="T")), after, "no progress for 600 s")
     assert "rank 1 (process 101) is stopped" in failure.reason
-    failure = stuck((), (rank_log(0, tail=waiting), rank_log(1)), 600)
+    failure = stuck((), (rank_log(0, tail=waiting), rank_log(1)), "no progress for 600 s")
     assert failure.rank is None and failure.lines[1] == "rank 1: no stack"
 
 
@@ -439,7 +440,7 @@ def test_a_full_disk_during_a_resume_is_named(plan, tmp_path, monkeypatch, capfd
     def full(path: Path, document: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr("batchwright.launch.plan.write_json", full)
+    monkeypatch.setattr("batchwright.launch.resume.write_json", full)
     with pytest.raises(SystemExit) as ended:
         main(["run", "--resume", str(tmp_path), "--max-retries", "7"])
     error = capfd.readouterr().err

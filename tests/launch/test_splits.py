@@ -18,8 +18,9 @@ from batchwright.core.nodes.policies import Stage
 from batchwright.core.ramp.request import read_ramp
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.failure import memory_advice
-from batchwright.launch.plan import build, refit
+from batchwright.launch.plan import build
 from batchwright.launch.records import Options, RunPlan
+from batchwright.launch.resume import refit
 from batchwright.launch.slurm.elastic import legal_nodes, on_nodes
 
 CIRCULAR = BatchRequest(

@@ -14,7 +14,6 @@ from batchwright.core import codec
 from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError, RunError, Violation, raise_violations
 from batchwright.core.fields import unknown_key
-from batchwright.core.numbers import count
 from batchwright.core.ramp.request import RAMP_READERS, read_ramp
 
 from . import GROUPS, text
@@ -64,6 +63,10 @@ _launch_options = stack(
     number("--checkpoint-samples", "Samples between checkpoints.  [default: a twentieth of the run]"),
     number("--keep", "Number of checkpoints to keep.  [default: 3]"),
     number("--strategy", "How ranks share the model: auto | ddp | fsdp2 | none.  [default: auto]", "NAME"),
+    number(
+        "--stop-after-nonfinite",
+        "Stop after this many steps in a row with a loss that is NaN or infinite; 0: never.  [default: 10]",
+    ),
     number("--seed", "Seed of the model and the sample order.  [default: 0]"),
     number("--threads", "CPU threads per rank.  [default: 1]"),
     number("--max-retries", "Retries after failures without a new checkpoint in between.  [default: 3]"),
@@ -75,7 +78,7 @@ _launch_options = stack(
         "Restart after this many seconds without progress, or never.  [default: 600; for a command: never]",
         "S",
     ),
-    number("--start-seconds", "The same before the first step of a launch.  [default: 1800]", "S"),
+    number("--start-seconds", "The same before the first step of a launch and for a save.  [default: 1800]", "S"),
     number("--grace-seconds", "Seconds for a last checkpoint before the processes are killed.  [default: 60]", "S"),
     number("--stop-signal", "The signal that makes your command save and exit.  [default: SIGTERM]", "NAME"),
 )
@@ -84,6 +87,7 @@ _LAUNCH_FLAGS = (
     "checkpoint_samples",
     "keep",
     "strategy",
+    "stop_after_nonfinite",
     "seed",
     "threads",
     "max_retries",
@@ -281,25 +285,30 @@ def _is_task(argument: str) -> bool:
 def _resumed(
     directory: RunDirectory, arguments: tuple[str, ...], flags: dict[str, Any]
 ) -> tuple[RunDirectory, RunPlan]:
-    """The plan of an existing run, with changed launch settings."""
-    from batchwright.launch.plan import resume
+    """The plan of an existing run, with changed launch settings and, from its position on, another ramp."""
+    from batchwright.launch.resume import resume
 
     options = directory.plan().options
-    known = {*_LAUNCH_FLAGS, "max_micro_batch_size", "env", "site", "detach", "elastic"} - {"seed"}
+    own = {name: value for name, value in flags.items() if name in READERS or name in RAMP_READERS}
+    known = {*_LAUNCH_FLAGS, *own, "from_probe", "env", "site", "detach", "elastic"} - {"seed"}
     others = sorted(name for name, value in flags.items() if value not in (None, False, ()) and name not in known)
-    if arguments or others:
-        named = ", ".join([*arguments, *(f"--{name.replace('_', '-')}" for name in others)])
+    words = [word for word in arguments if "=" not in word or word.split(".")[0] in ("launch", "task")]
+    if words or others:
+        named = ", ".join([*words, *(f"--{name.replace('_', '-')}" for name in others)])
         raise ConfigError(
-            f"{named[:200]} cannot be changed with --resume. Launch settings and --max-micro-batch-size can.",
+            f"{named[:200]} cannot be changed with --resume. Flags and KEY=VALUE of the batch, the world and the ramp can, "
+            "and launch settings as flags.",
             field="resume",
             given=named[:200],
         )
+    gathered = gather(arguments, own, own=[*READERS, *RAMP_READERS])
+    probe = {"probe": read_file(flags["from_probe"])} if flags["from_probe"] else {}
+    ramp = {name: value for name, value in gathered.values.items() if name in RAMP_READERS} | probe
     values = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
     section: dict[str, Any] = {"engine": options.engine, "slurm": dict(options.slurm)}
     _cluster(section, flags)
     changes = {**values, "slurm": section["slurm"], "environment": list(flags["env"])}
-    limit = flags["max_micro_batch_size"]
-    return directory, resume(directory, changes, None if limit is None else count(limit, "max_micro_batch_size"))
+    return directory, resume(directory, changes, gathered.request(), ramp)
 
 
 def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
@@ -332,7 +341,7 @@ def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
         shown.note(f"note: {spell(note)}")
     shown.note(f"run directory: {directory.path}")
     try:
-        state = supervise(directory, plan, shown)
+        state = supervise(directory, plan, shown, owns_process=True)
     finally:
         shown.close()
     proven = _show_status(directory, as_json, plot=True, plan=plan)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from batchwright.core.errors import ConfigError
+from batchwright.core.errors import ConfigError, MissingExtraError
 from batchwright.processes.guard import process_state
 from batchwright.processes.start import TAIL_BYTES
 from batchwright.rundir.files import find_object
@@ -87,12 +88,12 @@ class Engine(Protocol):
         ...
 
 
-def engine(name: str) -> Engine:
-    """The engine of this name."""
+def engine(name: str, *, owns_process: bool = False) -> Engine:
+    """The engine of this name. `owns_process`: this process supervises, and does nothing else."""
     if name == "local":
         from .local import LocalEngine
 
-        return LocalEngine()
+        return LocalEngine(owns_process)
     if name == "slurm":
         from .slurm.engine import SlurmEngine
 
@@ -100,6 +101,20 @@ def engine(name: str) -> Engine:
     raise ConfigError(
         f"engine={name[:40]!r} is not one of {', '.join(ENGINES)}.", field="engine", given=name[:40], nearest=ENGINES
     )
+
+
+def check_machine(name: str, *, direct: bool) -> None:
+    """An error if this machine lacks what an engine needs for a task, or for a command (`direct`)."""
+    if name == "slurm":
+        from .slurm.commands import check_installed
+
+        check_installed()
+    elif not direct and find_spec("torch") is None:
+        raise MissingExtraError(
+            "a task needs torch, which is not installed: pip install 'batchwright[torch]'. A command of your own "
+            "(batchwright run … -- COMMAND) does not.",
+            field="task",
+        )
 
 
 def rank_logs(directory: Path, *, alive: bool = True) -> tuple[RankLog, ...]:

@@ -22,7 +22,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 def hopeless(failure: Failure, before: Failure | None) -> bool:
     """Whether a retry would fail again; `before` is the failure of the launch before, if both made no progress."""
     same = before is not None and before.kind == failure.kind
-    return failure.kind == "overshot" or (failure.kind in ("oom", "refused") and same)
+    return failure.kind == "overshot" or (failure.kind in ("oom", "nonfinite", "refused") and same)
 
 
 def died(code: int | None) -> str:
@@ -83,22 +83,22 @@ def _raised(text: str) -> str | None:
     return found[-1][:300] if found else None
 
 
-def stuck(before: Sequence[RankLog], after: Sequence[RankLog], seconds: float) -> Failure:
-    """The rank that the others waited for: a stopped process, else one whose last stack is not in a collective."""
+def stuck(before: Sequence[RankLog], after: Sequence[RankLog], what: str) -> Failure:
+    """`what` happened, and which rank the others waited for: a stopped one, else one whose stack is not in a collective."""
     stopped = [r for r in before if r.state in ("T", "t")]
     if stopped:
         one = stopped[0]
-        reason = f"no progress for {seconds:.0f} s: rank {one.rank} (process {one.pid}) is stopped"
+        reason = f"{what}: rank {one.rank} (process {one.pid}) is stopped"
         return Failure(reason, one.rank, None, last_lines(one.tail, 4), "stalled")
     places = {r.rank: _place(r.tail) for r in after}
     busy = [rank for rank, place in places.items() if place and not _WAITING.search(place)]
     if busy and len(busy) < max(2, len(after)):
         rank = busy[0]
         others = {1: "", 2: "; the other waits for it"}.get(len(after), f"; {len(after) - 1} others wait for it")
-        reason = f"no progress for {seconds:.0f} s: rank {rank} is stuck at {places[rank]}{others}"
+        reason = f"{what}: rank {rank} is stuck at {places[rank]}{others}"
         return Failure(reason, rank, None, (), "stalled")
     where = tuple(f"rank {rank}: {place or 'no stack'}" for rank, place in places.items())
-    return Failure(f"no progress for {seconds:.0f} s, and no single rank is the cause", None, None, where, "stalled")
+    return Failure(f"{what}, and no single rank is the cause", None, None, where, "stalled")
 
 
 def _place(text: str) -> str | None:

@@ -7,7 +7,9 @@ When a process of this tree ends, everything below it is killed. Signals go to t
 them to the process groups of its ranks, loader workers included, and kill those that take longer than its timeout. A
 command gets the stop signal once: torchrun and others take a second signal as a request to stop without a save.
 
-When the guard itself is killed, processes that a command started continue; the supervisor inherits and kills them.
+When the guard itself is killed, processes that a command started continue. In `batchwright run` the supervisor inherits
+and kills them. In another program (`batchwright.run()` in a notebook) it does not: it could not tell them from the
+children of that program.
 """
 
 from __future__ import annotations
@@ -16,10 +18,9 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-from batchwright.core.errors import EnvironmentFault, MissingExtraError
+from batchwright.core.errors import EnvironmentFault
 from batchwright.processes import guard
 from batchwright.processes.start import torchrun
 from batchwright.rundir import atomic
@@ -28,13 +29,13 @@ from .engine import Action, Handle, Job, Poll, RankLog, rank_logs
 
 
 class LocalEngine:
-    """torchrun on this machine."""
+    """torchrun on this machine. `owns_process`: this process does nothing else, so every orphan below it is a launch's."""
 
     name = "local"
 
-    def __init__(self) -> None:
+    def __init__(self, owns_process: bool = False) -> None:
+        self._owns_process = owns_process
         self._running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
-        self._others: set[int] = set()  # children that existed before a launch
         self._asked: set[tuple[str, int]] = set()  # commands that got their stop signal
 
     def command(self, job: Job) -> tuple[str, ...]:
@@ -51,15 +52,9 @@ class LocalEngine:
 
     def start(self, job: Job) -> Handle:
         """Start a launch under a guard; it ends with this process."""
-        if not job.direct and find_spec("torch") is None:
-            raise MissingExtraError(
-                "a task needs torch, which is not installed: pip install 'batchwright[torch]'. A command of your own "
-                "(batchwright run … -- COMMAND) does not.",
-                field="task",
-            )
         (job.directory / "logs").mkdir(parents=True, exist_ok=True)
-        guard.adopt_orphans(True)
-        self._others = guard.foreign_children()
+        if self._owns_process:
+            guard.adopt_orphans()
         reading, writing = os.pipe()
         try:
             with open(job.directory / "logs" / "launcher.log", "ab", opener=atomic.no_follow) as log:
@@ -102,8 +97,8 @@ class LocalEngine:
         if writing >= 0:
             os.close(writing)
             self._running[handle["pid"]] = (started, -1)
-            guard.kill_orphans({*self._others, *(pid for pid, (_, pipe) in self._running.items() if pipe >= 0)})
-            guard.adopt_orphans(any(pipe >= 0 for _, pipe in self._running.values()))
+            if self._owns_process:
+                guard.kill_orphans([pid for pid, (_, pipe) in self._running.items() if pipe >= 0])
         return Poll("ended", code)
 
     def signal(self, handle: Handle, action: Action) -> None:

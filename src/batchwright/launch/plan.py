@@ -9,15 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from batchwright.core.batch.request import BatchRequest
-from batchwright.core.errors import ConfigError, EnvironmentFault, PlanError, ScheduleError
-from batchwright.core.ramp.ramp import Ramp, ramp
+from batchwright.core.errors import ConfigError, EnvironmentFault, ScheduleError
+from batchwright.core.ramp.ramp import Ramp
+from batchwright.core.ramp.ramp import ramp as make_ramp
 from batchwright.core.ramp.request import RampRequest
 from batchwright.processes.target import task_file
 from batchwright.rundir import names
 
 from .directory import RunDirectory, write_json
+from .engine import check_machine
 from .records import COMMAND, TASK, Options, RunPlan
-from .settings import read_options
 from .work import BATCH_PLACEHOLDERS, check_placeholders, placeholders
 
 
@@ -31,8 +32,12 @@ def build(
     command: Sequence[str] = (),
     position_command: Sequence[str] = (),
     working_directory: str | None = None,
+    before: tuple[RunPlan, int] | None = None,
 ) -> tuple[RunPlan, Ramp]:
-    """The plan of a run, of a task or of a command, and the ramp that it follows."""
+    """The plan of a run, of a task or of a command, and the ramp that it follows.
+
+    `before` is the plan so far and the samples that it has trained: they stay as they are.
+    """
     if bool(target) == bool(command):
         what = "both" if target else "neither"
         raise ConfigError(
@@ -49,6 +54,7 @@ def build(
             field="position_command",
         )
     notes: list[str] = []
+    asked = request, wanted
     request = _placed(request, notes)
     if target and max(request.tensor_parallel, request.pipeline_parallel, request.context_parallel) > 1:
         raise ConfigError(
@@ -66,7 +72,7 @@ def build(
         notes.append(f"A command is started unchanged: launch.slurm.{', launch.slurm.'.join(ours)} is for tasks only.")
     if target and wanted.lr_scaling:
         options = replace(options, settings={"lr_scaling": wanted.lr_scaling, **options.settings})
-    made = ramp(request, wanted)
+    made = make_ramp(request, wanted, before and before[0].schedule, before[1] if before else 0)
     if made.schedule.total_samples is None:
         raise ScheduleError(
             "a run needs an end, and the last stage is open. Give a budget: --samples N or --tokens N.", field="samples"
@@ -92,12 +98,35 @@ def build(
         schedule=made.schedule,
         stages=made.placement.stages,
         launches=made.placement.launches,
+        batch=asked[0],
+        ramp=asked[1],
         devices_per_node=per_node,
         rules=made.placement.rules,
         options=options,
         notes=tuple(notes),
     )
-    return plan, replace(made, notes=(*notes, *made.notes))
+    return _after(before[0], plan) if before else plan, replace(made, notes=(*notes, *made.notes))
+
+
+def _after(past: RunPlan, plan: RunPlan) -> RunPlan:
+    """The plan with the stages and launches of `past` before it. Its schedule has them already."""
+    first = plan.stages[0].index
+    begin = plan.stages[0].start_sample
+    trained = [
+        replace(stage, steps=segment.steps, end_sample=segment.end_sample)
+        for stage, segment in zip(past.stages, plan.schedule.segments[:first], strict=False)
+    ]
+    launched = [
+        replace(
+            launch,
+            stages=tuple(i for i in launch.stages if i < first),
+            end_sample=min(launch.end_sample or begin, begin),
+        )
+        for launch in past.launches
+        if launch.start_sample < begin
+    ]
+    ahead = (replace(launch, index=len(launched) + launch.index) for launch in plan.launches)
+    return replace(plan, stages=(*trained, *plan.stages), launches=(*launched, *ahead))
 
 
 def _placed(request: BatchRequest, notes: list[str]) -> BatchRequest:
@@ -107,28 +136,6 @@ def _placed(request: BatchRequest, notes: list[str]) -> BatchRequest:
         return request
     notes.append("No world is given: one process on this machine (--nodes N --devices-per-node M for more).")
     return replace(request, nodes=1, devices_per_node=request.devices_per_node or 1)
-
-
-def refit(plan: RunPlan, limit: int) -> RunPlan:
-    """The same samples in micro batches of at most `limit`: the global batch, and so the gradient, does not change."""
-    made = [s if s.micro_batch_size <= limit else plan.resplit(s, s.nodes, limit) for s in plan.stages]
-    refused = [before for before, after in zip(plan.stages, made, strict=True) if after is None]
-    if not refused:
-        return replace(plan, stages=tuple(stage for stage in made if stage is not None))
-    nearest = max(plan.smaller(stage)[-1].micro_batch_size for stage in refused)
-    stage, rule = refused[0], plan.rules.pipeline
-    pieces = plan.rules.inner_microbatches
-    why = f" that {rule.schedule} with {rule.stages} pipeline stages allows" if rule else ""
-    raise PlanError(
-        f"max_micro_batch_size={limit}: stage {stage.index + 1} has no split{why}: global_batch_size "
-        f"{stage.global_batch_size} / data_parallel_size {stage.data_parallel_size} = "
-        f"{stage.global_batch_size / stage.data_parallel_size:g} samples per rank"
-        + (f", and every accumulation step is {pieces} equal microbatches" if pieces else "")
-        + f". Nearest: {nearest}.",
-        field="max_micro_batch_size",
-        given=limit,
-        nearest=(nearest,),
-    )
 
 
 def default_directory(plan: RunPlan) -> RunDirectory:
@@ -147,6 +154,7 @@ def begin(directory: RunDirectory, plan: RunPlan) -> None:
     )
     if directory.exists:
         raise taken
+    check_machine(plan.options.engine, direct=plan.kind == COMMAND)
     try:
         directory.lock(fresh=True)
         if directory.exists:
@@ -155,24 +163,3 @@ def begin(directory: RunDirectory, plan: RunPlan) -> None:
         write_json(directory.path / names.PLAN, plan)
     except OSError as error:
         raise EnvironmentFault(f"{directory.path} cannot be written: {error}.", field="dir") from None
-
-
-def resume(directory: RunDirectory, changes: Mapping[str, Any], limit: int | None = None) -> RunPlan:
-    """The plan of an existing run with changed launch settings, and micro batches of at most `limit`.
-
-    The lock is held from here on. If another supervisor holds it, nothing is written: the attempt to supervise says who.
-    """
-    plan = directory.plan()
-    free = directory.supervisor() is None
-    try:
-        if free:
-            directory.lock(fresh=True)
-            plan = directory.plan()
-        changed = replace(plan, options=read_options(changes, plan.options))
-        if limit is not None:
-            changed = refit(changed, limit)
-        if changed != plan and free:
-            write_json(directory.path / names.PLAN, changed)
-    except OSError as error:
-        raise EnvironmentFault(f"{directory.path} cannot be written: {error}.", field="dir") from None
-    return changed

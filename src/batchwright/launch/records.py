@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchwright.core import codec
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.nodes.feasibility import StageRules
 from batchwright.core.nodes.policies import Launch, Stage
+from batchwright.core.ramp.request import RampRequest
 from batchwright.core.ramp.schedule import Schedule
 
 TASK, COMMAND = "task", "command"
@@ -24,13 +26,14 @@ class Options:
     retry_seconds: float = 5.0  # before the first retry; doubled for each further one
     longest_retry_seconds: float = 300.0
     stall_seconds: float | None = 600.0  # without progress; None: never
-    start_seconds: float = 1800.0  # until the first change of a file: compiling and loading may take long
+    start_seconds: float = 1800.0  # until the first step, and for a save: compiling, loading and writing may take long
     grace_seconds: float = 60.0  # from the request for a checkpoint to the kill
     stop_signal: str = "SIGTERM"  # asks a command to save and stop; a task gets SIGUSR1
     checkpoint_samples: int | None = None  # None: at boundaries, and about twenty times in all
     keep: int = 3  # checkpoints
     strategy: str = "auto"
     seed: int = 0
+    stop_after_nonfinite: int = 10  # steps in a row with a loss that is NaN or infinite; 0: never
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the loop, by its own names
     slurm: Mapping[str, Any] = field(default_factory=dict[str, Any])  # settings of the site: launch/slurm/site.py
@@ -57,6 +60,8 @@ class RunPlan:
     rules: StageRules  # how a stage may be split again: fewer nodes, smaller micro batches
     options: Options
     notes: tuple[str, ...] = ()
+    batch: BatchRequest | None = None  # what was asked for, so that a part of it can be changed; None in older plans
+    ramp: RampRequest | None = None
     schema: int = codec.SCHEMA
 
     @property
@@ -139,7 +144,7 @@ class Failure:
     rank: int | None = None
     code: int | None = None
     lines: tuple[str, ...] = ()
-    kind: str = "crash"  # crash | oom | stalled | refused | overshot
+    kind: str = "crash"  # crash | oom | nonfinite | stalled | refused | overshot
     advice: str | None = None
 
 
@@ -170,6 +175,8 @@ class LaunchProgress:
     last_step: float | None = None
     saved: float | None = None
     saved_position: int = 0
+    saving: bool = False  # a save has begun and not ended
+    nonfinite: bool = False  # it failed because its loss was not finite
     loaded: float | None = None
     load_seconds: float | None = None
     loss: float | None = None

@@ -84,6 +84,7 @@ READERS: Readers = {
     "keep": _SMALL,
     "strategy": choice("auto", "ddp", "fsdp2", "none"),
     "seed": partial(count, least=0),
+    "stop_after_nonfinite": partial(count, least=0),
     "environment": _environment,
     "settings": _mapping,
     "slurm": _slurm,

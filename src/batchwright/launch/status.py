@@ -15,11 +15,11 @@ from batchwright.rundir import names
 from batchwright.rundir.files import find_object
 
 from .directory import RunDirectory, write_json
-from .records import COMMAND, RunPlan
+from .records import COMMAND, TASK, RunPlan
 from .show import duration
 from .work import Work, work
 
-LAUNCH_HEAD = ("start", "launch", "nodes", "ranks", "from sample", "to sample", "time", "outcome")
+LAUNCH_HEAD = ("launch", "stage", "nodes", "ranks", "from sample", "to sample", "time", "outcome")
 BOUNDARY_HEAD = ("at sample", "save", "stop", "start", "load", "lost")
 
 
@@ -39,6 +39,7 @@ class RunStatus:
     launches: int
     starts: int
     saved_samples: int
+    nonfinite_steps: int
     supervisor: int | None
     reason: str | None
     boundaries: tuple[Mapping[str, Any], ...]
@@ -70,6 +71,7 @@ def status(directory: RunDirectory, plan: RunPlan | None = None) -> RunStatus:
     if supervisor is not None and numbers and (manifest := directory.manifest(numbers[-1])) is not None:
         consumed = max(saved, doing.progress(manifest).position)
     left = find_object(directory.path / names.OUTCOME) or {}
+    loop = (find_object(directory.path / names.STATUS) if plan.kind == TASK else None) or {}
     reason = None
     if supervisor is not None:
         state = "running"
@@ -80,7 +82,7 @@ def status(directory: RunDirectory, plan: RunPlan | None = None) -> RunStatus:
         failure: dict[str, Any] = left.get("failure") or {}
         known = " ".join(part for part in (failure.get("reason"), failure.get("advice")) if part)
         reason = known or (None if left else "its supervisor is gone" if numbers else "it was not started")
-    starts = [_start(directory, number) for number in numbers]
+    starts = [_start(directory, plan, number) for number in numbers]
     indices = {start["launch"] for start in starts}
     last = plan.launches[-1] if saved >= plan.total_samples else plan.launch_at(min(consumed, plan.total_samples - 1))
     return RunStatus(
@@ -96,6 +98,7 @@ def status(directory: RunDirectory, plan: RunPlan | None = None) -> RunStatus:
         launches=len(plan.launches),
         starts=len(starts),
         saved_samples=saved,
+        nonfinite_steps=count if isinstance(count := loop.get("nonfinite_steps"), int) else 0,
         supervisor=supervisor,
         reason=reason,
         boundaries=tuple(e for e in directory.events() if e.get("kind") == "boundary" and _is_boundary(e)),
@@ -117,12 +120,13 @@ def _saved(directory: RunDirectory, plan: RunPlan, doing: Work) -> int:
     return 0
 
 
-def _start(directory: RunDirectory, number: int) -> dict[str, Any]:
-    """One start of the history: what was started, and how it ended."""
+def _start(directory: RunDirectory, plan: RunPlan, number: int) -> dict[str, Any]:
+    """One start of the history: what was started, and how it ended. `launch` is the index in the plan."""
     manifest, ending = directory.manifest(number), directory.ending(number)
-    record: dict[str, Any] = {"number": number, "launch": None, "nodes": None, "ranks": None, "start_sample": None}
+    record: dict[str, Any] = {"number": number, "launch": None, "stage": None}
+    record |= {key: getattr(manifest, key, None) for key in ("launch", "nodes", "ranks", "start_sample")}
     if manifest is not None:
-        record |= {key: getattr(manifest, key) for key in ("launch", "nodes", "ranks", "start_sample")}
+        record["stage"] = plan.stage_at(manifest.start_sample).index
     failure = ending.failure if ending is not None else None
     return record | {
         "outcome": ending.outcome if ending is not None else None,
@@ -156,6 +160,8 @@ def headline(plan: RunPlan, now: RunStatus) -> str:
         f"{now.state}: {human(now.consumed_samples)} of {human(now.total_samples)} samples ({share:.0%}), step "
         f"{now.step:,} of {now.total_steps:,}, stage {now.stage + 1} of {now.stages}, global batch "
         f"{stage.global_batch_size}, {now.restarts} restart{'s' * (now.restarts != 1)}"
+        + f", loss not finite in {now.nonfinite_steps:,} step{'s' * (now.nonfinite_steps != 1)}"
+        * bool(now.nonfinite_steps)
     )
 
 
@@ -163,11 +169,11 @@ def launch_rows(now: RunStatus, most: int = 16) -> list[tuple[str, ...]]:
     """One row per start, at most the last `most`."""
     rows: list[tuple[str, ...]] = []
     for start in now.starts_list[-most:]:
-        position, seconds, launch = start["position"], start["seconds"], start["launch"]
+        position, seconds, stage = start["position"], start["seconds"], start["stage"]
         rows.append(
             (
                 str(start["number"]),
-                "-" if launch is None else str(launch + 1),
+                "-" if stage is None else str(stage + 1),
                 *("-" if start[key] is None else str(start[key]) for key in ("nodes", "ranks")),
                 "-" if start["start_sample"] is None else f"{start['start_sample']:,}",
                 "-" if position is None else f"{position:,}",

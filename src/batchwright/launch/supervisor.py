@@ -48,13 +48,17 @@ class Listener(Protocol):
     def note(self, text: str) -> None: ...
 
 
-def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener) -> str:
-    """Run all launches of a plan with its engine; returns complete, stopped or failed."""
+def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener, *, owns_process: bool = False) -> str:
+    """Run all launches of a plan with its engine; returns complete, stopped or failed.
+
+    `owns_process`: this process does nothing else; see `LocalEngine`.
+    """
     if plan.options.engine == "slurm":
         from .slurm import control
 
         return control.supervise(directory, plan, listener)
-    return Supervisor(directory, plan, engine(plan.options.engine), listener).run()
+    started_by = engine(plan.options.engine, owns_process=owns_process)
+    return Supervisor(directory, plan, started_by, listener).run()
 
 
 class Supervisor:
@@ -264,18 +268,20 @@ class Supervisor:
                     self._engine.signal(handle, "kill")
             else:
                 stall = options.stall_seconds
-                limit = stall if first is not None or stall is None else max(options.start_seconds, stall)
+                # Before its first step a launch compiles and loads. A save reports only its end.
+                long = first is None or progress.saving
+                limit = max(options.start_seconds, stall) if long and stall is not None else stall
                 if limit is not None and now - changed > limit:
-                    return progress, self._end_stalled(handle, now - changed), False
+                    return progress, self._end_stalled(handle, now - changed, progress.saving), False
             self._interrupts.sleep(pause)
 
-    def _end_stalled(self, handle: Handle, seconds: float) -> Failure:
+    def _end_stalled(self, handle: Handle, seconds: float, saving: bool) -> Failure:
         before = self._engine.logs(handle)
         self._engine.signal(handle, "trace")
         self._until_ended(handle, TRACE_SECONDS)
         after = self._engine.logs(handle)
         self._until_ended(handle, 30.0, "kill")
-        return stuck(before, after, seconds)
+        return stuck(before, after, f"no progress for {seconds:.0f} s{' in a save' * saving}")
 
     def _until_ended(self, handle: Handle, seconds: float, action: Action | None = None) -> None:
         """Wait for the end of a launch; the action is repeated, as a signal may come before its handler."""
@@ -318,6 +324,8 @@ class Supervisor:
                 failure = replace(failure, reason=f"{failure.reason}; the disk is full ({free:,} bytes left)")
             if self._plan.kind == COMMAND and not self._plan.position_command and progress.saved is None:
                 failure = replace(failure, advice=SILENT)
+            if failure.kind == "crash" and progress.nonfinite:
+                failure = replace(failure, kind="nonfinite")
             if failure.kind == "oom":
                 stage = self._plan.stage_at(max(position, progress.position))
                 failure = replace(

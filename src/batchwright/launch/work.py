@@ -114,6 +114,7 @@ class TaskWork:
             "keep": options.keep,
             "strategy": options.strategy,
             "seed": options.seed,
+            "stop_after_nonfinite": options.stop_after_nonfinite,
             **options.settings,
             "directory": str(self._directory.path),
             "micro_batch_size": [stage.micro_batch_size for stage in plan.stages],
@@ -167,7 +168,7 @@ class LoopFollower:
 
 
 def _after(known: LaunchProgress, event: Mapping[str, Any], when: float) -> LaunchProgress:
-    kind = event["kind"]
+    kind, known = event["kind"], replace(known, saving=event["kind"] == "saving")
     if kind == "launch":
         return replace(
             known, position=int(event["samples"]), changed=when, loaded=when, load_seconds=event["load_seconds"]
@@ -185,7 +186,7 @@ def _after(known: LaunchProgress, event: Mapping[str, Any], when: float) -> Laun
         )
     if kind == "save":
         return replace(known, changed=when, saved=when, saved_position=int(event["samples"]))
-    return replace(known, changed=when)
+    return replace(known, changed=when, nonfinite=kind == "nonfinite")
 
 
 class CommandWork:

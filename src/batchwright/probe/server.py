@@ -55,7 +55,7 @@ def serve(channel: socket.socket) -> None:
     """Each request is the path of a specification; the reply is the exit code of its trial."""
     from . import worker
 
-    adopt_orphans(True)
+    adopt_orphans()
     while spec := channel.recv(4096).decode():
         server, threads = os.getpid(), len(os.listdir("/proc/self/task"))
         trial = os.fork()

@@ -94,9 +94,9 @@ def die_as(code: int) -> None:
     os._exit(code)
 
 
-def adopt_orphans(wanted: bool) -> None:
-    """Whether orphans below this process become its children, and not those of init."""
-    prctl(_SET_CHILD_SUBREAPER, int(wanted))
+def adopt_orphans() -> None:
+    """From now on orphans below this process become its children, and not those of init."""
+    prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def _processes() -> dict[int, tuple[int, int, bytes]]:
@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> None:
     import subprocess
 
     options, command = json.loads(arguments[0]), arguments[1:]
-    adopt_orphans(True)
+    adopt_orphans()
     no_core()
     me, space = os.getpid(), options.pop("address_space", 0)
     most = resource.getrlimit(resource.RLIMIT_AS)[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from .learning_rate import HorizonCheck, StageRate, Suggestion, check_horizon, s
 from .recipes import Recipe, recipe
 from .request import RampRequest, compile_schedule
 from .rules import PerDevice
-from .schedule import Rule, Schedule, Step
+from .schedule import Rule, Schedule, Segment, Step
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class Ramp:
     def stages(self) -> list[dict[str, Any]]:
         """One record per stage, with the documented keys; values that need a world are None without one."""
         rows: list[dict[str, Any]] = []
+        by_index = {stage.index: stage for stage in self.placement.stages} if self.placement else {}
         for index, segment in enumerate(self.schedule.segments):
-            placed = self.placement.stages[index] if self.placement else None
+            placed = by_index.get(index)
             unknown = () if self.nodes_known else ("nodes", "node_hours")
             rows.append(
                 {
@@ -106,8 +107,10 @@ _PLACED = (
 )
 
 
-def ramp(request: BatchRequest, wanted: RampRequest) -> Ramp:
+def ramp(request: BatchRequest, wanted: RampRequest, past: Schedule | None = None, position: int = 0) -> Ramp:
     """Compile the rule, check and place every stage, and compute the learning rates.
+
+    With `past`, the schedule of a run that has trained up to sample `position`, its steps before that stay as they are.
 
     >>> from batchwright.core.ramp.request import read_ramp
     >>> r = ramp(BatchRequest(global_batch_size=1024), read_ramp({"linear": "256,128,50M"}))
@@ -120,12 +123,17 @@ def ramp(request: BatchRequest, wanted: RampRequest) -> Ramp:
     notes: list[str] = list(request.notes)
     published = None if wanted.recipe is None else recipe(wanted.recipe)
     schedule, rule = compile_schedule(request, wanted, published)
+    if past is not None:
+        schedule = past.continued(position, schedule)
+    trained = sum(segment.end_sample is not None and segment.end_sample <= position for segment in schedule.segments)
     notes += schedule.notes
     if isinstance(rule, PerDevice):
         request = _per_device_world(request, rule, notes)
     if published:
         request = _published_world(request, published, notes)
-    placement = _placement(request, wanted, schedule, published, rule)
+    placement = _placement(request, wanted, schedule.segments[trained:], published, rule)
+    if placement and trained:
+        placement = _numbered_from(trained, placement)
     rates, suggestion = _rates(wanted, schedule)
     horizon = _horizon(wanted, schedule)
     if request.global_batch_size not in (None, schedule.segments[-1].global_batch_size):
@@ -144,6 +152,13 @@ def ramp(request: BatchRequest, wanted: RampRequest) -> Ramp:
     known = request.nodes is not None or request.devices_per_node is not None
     sources = dict(request.origins)
     return Ramp(schedule, rule, placement, rates, suggestion, horizon, sources, tuple(notes), known)
+
+
+def _numbered_from(first: int, placed: NodePlan) -> NodePlan:
+    """The same placement with stages numbered from `first`: those before it were trained already."""
+    stages = tuple(replace(stage, index=first + stage.index) for stage in placed.stages)
+    launches = (replace(one, stages=tuple(first + index for index in one.stages)) for one in placed.launches)
+    return replace(placed, stages=stages, launches=tuple(launches))
 
 
 def _per_device_world(request: BatchRequest, rule: PerDevice, notes: list[str]) -> BatchRequest:
@@ -191,7 +206,7 @@ def _horizon(wanted: RampRequest, schedule: Schedule) -> HorizonCheck | None:
 
 
 def _placement(
-    request: BatchRequest, wanted: RampRequest, schedule: Schedule, published: Recipe | None, growth: Rule
+    request: BatchRequest, wanted: RampRequest, segments: Sequence[Segment], published: Recipe | None, growth: Rule
 ) -> NodePlan | None:
     raise_violations(ScheduleError, unused_pipeline(request))
     ranks = resolve_ranks(request)
@@ -239,14 +254,14 @@ def _placement(
     }
     times = _throughput(request, wanted)
     try:
-        placed = place(schedule.segments, world, throughput=times, **options)
+        placed = place(segments, world, throughput=times, **options)
     except ScheduleError:
         if world.expert_step == 1:
             raise
         # Experts do not affect the batch. If they are the only reason, the stages are placed without them, with a note.
         wanted_world = world
         world = replace(world, expert_parallel=1, expert_tensor_parallel=None)
-        placed = place(schedule.segments, world, throughput=times, **options)
+        placed = place(segments, world, throughput=times, **options)
         refusals = (
             replace(wanted_world, data_parallel_size=stage.data_parallel_size).expert_refusal()
             for stage in placed.stages
@@ -254,7 +269,7 @@ def _placement(
         placed = replace(placed, notes=(*placed.notes, *list(filter(None, refusals))[:1]))
     if times is None and published and [s.nodes for s in placed.stages] == [s.nodes for s in published.stages]:
         measured = StageSeconds(tuple(stage.iteration_seconds for stage in published.stages))
-        placed = place(schedule.segments, world, throughput=measured, **options)
+        placed = place(segments, world, throughput=measured, **options)
         return replace(placed, notes=(*placed.notes, "Step times are from the report, on these nodes."))
     return placed
 

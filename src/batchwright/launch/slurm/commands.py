@@ -116,18 +116,22 @@ def installed() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def submit(script: Path, *options: str) -> str:
-    """Submit a script; the job's id."""
-    try:
-        done = _run("sbatch", "--parsable", *options, str(script), without=_variables_of(script))
-    except FileNotFoundError:
+def check_installed() -> None:
+    """An error if Slurm's commands are not installed here."""
+    if not installed():
         raise EnvironmentFault(
             "sbatch is not installed here, and --engine slurm submits with it. Run this on a login node of the cluster, "
             "or look at the scripts with --dry-run.",
             field="engine",
             given="slurm",
             nearest=("local",),
-        ) from None
+        )
+
+
+def submit(script: Path, *options: str) -> str:
+    """Submit a script; the job's id."""
+    check_installed()
+    done = _run("sbatch", "--parsable", *options, str(script), without=_variables_of(script))
     job = done.stdout.strip().split(";")[0]
     if done.returncode and _NO_ANSWER.search(done.stderr):
         raise Unreachable(_output(done))

@@ -160,7 +160,7 @@ def without_worker_failures() -> Generator[None]:
         yield
         return
     received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGCHLD, lambda *signalled: received.append(signalled))
+    signal.signal(signal.SIGCHLD, lambda number, frame: received.append((number, frame)))
     try:
         yield
     finally:

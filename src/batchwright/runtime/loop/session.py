@@ -71,7 +71,8 @@ class Session:
             )
         self.order = GlobalOrder(size, settings.seed, settings.shuffle)
         self.step = self.position = 0
-        self.skipped_steps = self.nonfinite_steps = 0
+        self.skipped_steps: int = 0
+        self.nonfinite_steps: int = 0
         self.tokens = 0.0
         self.loss: float | None = None
         self.evaluation_loss: float | None = None

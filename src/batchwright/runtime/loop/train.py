@@ -310,7 +310,7 @@ class _Loop(Session):
         if saved is None:
             return
         self.saved = saved
-        self.emit("save", step=saved.step, samples=saved.position, checkpoint=saved.name, seconds=seconds)
+        self.emit("save", now=True, step=saved.step, samples=saved.position, checkpoint=saved.name, seconds=seconds)
         if self.process.rank == 0:
             self.write_status(self.status("running", None))
 
