@@ -1,0 +1,119 @@
+"""`make torture`: every attack, with a seed; one table at the end.
+
+python -m tests.torture [--rounds N] [--seed S] [--only chaos|mutations|flips|disks] [--case N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+
+from .calls import Caller
+from .flips import flips
+from .material import Material, make
+from .mutations import mutations
+from .record import Case, table
+
+MUTATIONS, FLIPS = 20, 50  # per round
+AT_ONCE = 2
+
+
+def main() -> int:
+    """Run the attacks; 1 if a case failed."""
+    read = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
+    read.add_argument("--rounds", type=int, default=100, help="of chaos; each round has 20 mutations and 50 flips")
+    read.add_argument("--seed", default=str(int(time.time())), help="default: the time, which is printed")
+    read.add_argument("--only", choices=sorted(ATTACKS), action="append", help="this attack only; repeatable")
+    read.add_argument("--case", type=int, help="this case of --only only")
+    read.add_argument("--most", type=int, help="at most this many cases of each attack")
+    read.add_argument("--keep", type=Path, help="the folder of the runs, which is kept; its runs are used again")
+    given = read.parse_args()
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)  # under nohup, the processes of a run would ignore SIGHUP
+    base = given.keep or Path(tempfile.mkdtemp(prefix="torture-"))
+    base.mkdir(parents=True, exist_ok=True)
+    base.chmod(0o755)
+    print(f"seed {given.seed}, {given.rounds} rounds, in {base}", flush=True)
+    cases: list[Case] = []
+    for attack in given.only or ATTACKS:
+        cases += ATTACKS[attack](base, given)
+    print("", *table(cases), sep="\n")
+    failed = [case for case in cases if case.wrong]
+    for case in failed[:50]:
+        print(f"\nFAILED {case.attack} {case.number}: {case.what}\nrepeat: {case.repeat(given.seed)}")
+        print(*(f"  {line}" for text in case.wrong for line in text.splitlines()[:40]), sep="\n")
+    if not failed and given.keep is None:
+        shutil.rmtree(base)
+    return 1 if failed else 0
+
+
+def _material(base: Path) -> Material:
+    folder = base / "material"
+    if not (folder / "made").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        print("making the runs that are damaged", flush=True)
+        made = make(folder)
+        (folder / "made").touch()
+        return made
+    names = ("done", "half", "command-done", "command-half", "probe")
+    return Material(*(folder / name for name in names))
+
+
+Batch = Callable[[Material, Path, Caller, str, range], Iterator[Case]]
+
+
+def _in_parallel(attack: str, batch: Batch, count: int, base: Path, given: argparse.Namespace) -> list[Case]:
+    """Cases 0 to `count` in a few forking processes at once, with a line of progress."""
+    material = _material(base)
+    count = min(count, given.most or count)
+    numbers = range(count) if given.case is None else range(given.case, given.case + 1)
+    size = max(1, min(50, len(numbers) // AT_ONCE))
+    parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
+    callers: Queue[Caller] = Queue()
+    cases: list[Case] = []
+
+    def work(part: range) -> list[Case]:
+        caller = callers.get()
+        try:
+            return list(batch(material, base / attack / str(part[0]), caller, given.seed, part))
+        finally:
+            callers.put(caller)
+
+    opened = [Caller() for _ in range(AT_ONCE)]
+    for caller in opened:
+        callers.put(caller)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in pool.map(work, parts):
+            cases += done
+            print(f"{attack}: {len(cases)} of {len(numbers)}, {sum(bool(c.wrong) for c in cases)} failed", flush=True)
+    for caller in opened:
+        caller.__exit__()
+    return cases
+
+
+def _mutations(base: Path, given: argparse.Namespace) -> list[Case]:
+    return _in_parallel("mutations", mutations, MUTATIONS * given.rounds, base, given)
+
+
+def _flips(base: Path, given: argparse.Namespace) -> list[Case]:
+    return _in_parallel("flips", flips, FLIPS * given.rounds, base, given)
+
+
+ATTACKS: dict[str, Callable[[Path, argparse.Namespace], list[Case]]] = {
+    "mutations": _mutations,
+    "flips": _flips,
+}
+
+if __name__ == "__main__":
+    os.chdir(Path(__file__).resolve().parents[2])
+    sys.exit(main())
