@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
+from typing import TypeVar
 
 from .calls import Caller
+from .chaos import chaos, reference
 from .flips import flips
 from .material import Material, make
 from .mutations import mutations
@@ -69,15 +71,17 @@ def _material(base: Path) -> Material:
     return Material(*(folder / name for name in names))
 
 
-Batch = Callable[[Material, Path, Caller, str, range], Iterator[Case]]
+Given = TypeVar("Given")
+Batch = Callable[[Given, Path, Caller, str, range], Iterator[Case]]
 
 
-def _in_parallel(attack: str, batch: Batch, count: int, base: Path, given: argparse.Namespace) -> list[Case]:
-    """Cases 0 to `count` in a few forking processes at once, with a line of progress."""
-    material = _material(base)
+def _in_parallel(
+    attack: str, batch: Batch[Given], material: Given, count: int, largest: int, base: Path, given: argparse.Namespace
+) -> list[Case]:
+    """Cases 0 to `count` in parts of at most `largest`, a few parts at once, with a line of progress after each."""
     count = min(count, given.most or count)
     numbers = range(count) if given.case is None else range(given.case, given.case + 1)
-    size = max(1, min(50, len(numbers) // AT_ONCE))
+    size = max(1, min(largest, len(numbers) // AT_ONCE))
     parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
     callers: Queue[Caller] = Queue()
     cases: list[Case] = []
@@ -102,14 +106,19 @@ def _in_parallel(attack: str, batch: Batch, count: int, base: Path, given: argpa
 
 
 def _mutations(base: Path, given: argparse.Namespace) -> list[Case]:
-    return _in_parallel("mutations", mutations, MUTATIONS * given.rounds, base, given)
+    return _in_parallel("mutations", mutations, _material(base), MUTATIONS * given.rounds, 50, base, given)
 
 
 def _flips(base: Path, given: argparse.Namespace) -> list[Case]:
-    return _in_parallel("flips", flips, FLIPS * given.rounds, base, given)
+    return _in_parallel("flips", flips, _material(base), FLIPS * given.rounds, 50, base, given)
+
+
+def _chaos(base: Path, given: argparse.Namespace) -> list[Case]:
+    return _in_parallel("chaos", chaos, reference(base / "undisturbed"), given.rounds, 1, base, given)
 
 
 ATTACKS: dict[str, Callable[[Path, argparse.Namespace], list[Case]]] = {
+    "chaos": _chaos,
     "mutations": _mutations,
     "flips": _flips,
 }
