@@ -222,6 +222,13 @@ def test_a_full_disk_under_the_output_exits_with_4():
     assert done.stderr.decode() == "error: the output cannot be written: No space left on device.\n"
 
 
+@pytest.mark.parametrize(("size", "code"), [("8", 4), ("x", 2)])
+def test_a_full_disk_under_both_outputs_keeps_the_exit_code(size, code):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "batchwright", "plan", "--global-batch-size", size]
+        assert subprocess.run(command, stdout=full, stderr=full).returncode == code
+
+
 @pytest.mark.parametrize(
     "argv",
     [
