@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from .calls import Caller
 from .chaos import chaos, reference
+from .disks import FAULTS, KINDS, Unavailable, disk
 from .flips import flips
 from .material import Material, make
 from .mutations import mutations
@@ -117,10 +118,24 @@ def _chaos(base: Path, given: argparse.Namespace) -> list[Case]:
     return _in_parallel("chaos", chaos, reference(base / "undisturbed"), given.rounds, 1, base, given)
 
 
+def _disks(base: Path, given: argparse.Namespace) -> list[Case]:
+    cases: list[Case] = []
+    for number, (kind, fault) in enumerate((kind, fault) for kind in KINDS for fault in FAULTS):
+        if given.case not in (None, number):
+            continue
+        try:
+            cases.append(disk(base / "disks" / str(number), kind, fault, number))
+            print(f"disks: {cases[-1].what}: {'FAILED' if cases[-1].wrong else 'ok'}", flush=True)
+        except Unavailable as reason:
+            print(f"disks: {fault} under a {kind}: not possible here: {reason}", flush=True)
+    return cases
+
+
 ATTACKS: dict[str, Callable[[Path, argparse.Namespace], list[Case]]] = {
     "chaos": _chaos,
     "mutations": _mutations,
     "flips": _flips,
+    "disks": _disks,
 }
 
 if __name__ == "__main__":
