@@ -22,7 +22,7 @@ from tests.launch.conftest import Run
 from .calls import Caller
 from .material import BOUNDARY, SAMPLES, task
 from .proof import proof
-from .record import Case, unpromised
+from .record import Case, traceback_of_ours, unpromised
 
 ROUND_SECONDS = 600.0  # a longer round hangs
 RESUMES = 12  # more of them: it does not complete
@@ -75,8 +75,10 @@ class Round:
     def play(self) -> None:
         """Start, strike, resume, until it is complete."""
         left = list(self.planned)
-        self.run.start(*task(self.run, *FLAGS))
         while True:
+            # Without a plan it was stopped before it began.
+            planned = (self.run.directory / "plan.json").exists()
+            self.run.start(*(("--resume", str(self.run.directory), *FLAGS) if planned else task(self.run, *FLAGS)))
             sent = self._supervised(left)
             if self.wrong:
                 return
@@ -84,7 +86,7 @@ class Round:
             self.codes.append(code)
             if code not in sent:  # a signal may end a process before or after it handles signals
                 self.wrong += unpromised(code, out, err)
-            if any(line.startswith("Traceback") for line in err.splitlines()):
+            elif traceback_of_ours(err):
                 self.wrong.append(f"a traceback: {err[-3000:]}")
             self._await_processes()
             if code == 0 or self.wrong:
@@ -92,7 +94,6 @@ class Round:
             if len(self.codes) > RESUMES:
                 self.wrong.append(f"not complete after {RESUMES} resumes: {err[-3000:]}")
                 return
-            self.run.start("--resume", str(self.run.directory), *FLAGS)
 
     def _supervised(self, left: list[Strike]) -> set[int]:
         """Strike until the supervisor ends; returns the exit codes that signals to it may give."""

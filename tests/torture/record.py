@@ -38,13 +38,20 @@ def table(cases: Iterable[Case]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def traceback_of_ours(err: str) -> bool:
+    """Whether a traceback shows a file of batchwright. Lines of a rank's log are different: they begin with "  | "."""
+    lines = err.splitlines()
+    return any(line.startswith("Traceback") for line in lines) and any(
+        line.startswith("  File ") and "batchwright" in line for line in lines
+    )
+
+
 def unpromised(code: int | None, out: str, err: str) -> list[str]:
     """What breaks the promise in one call: a hang (None), an exit code of our own bug, a traceback of ours."""
     if code is None:
         return [f"it hangs; its stack:\n{err[-4000:]}"]
     wrong = [] if code in PROMISED else [f"exit code {code}: {(err or out)[-2000:]}"]
-    # Lines of a rank's log are shown after "  | ", with the traceback of the user's code.
-    if any(line.startswith("Traceback") for line in err.splitlines()) or "a bug in batchwright" in out + err:
+    if traceback_of_ours(err) or "a bug in batchwright" in out + err:
         wrong.append(f"a traceback or a bug: {err[-2000:]}{out[-500:]}")
     if code and code != 130 and not (out + err).strip():
         wrong.append(f"exit code {code} without a sentence")
