@@ -222,6 +222,13 @@ def test_a_full_disk_under_the_output_exits_with_4():
     assert done.stderr.decode() == "error: the output cannot be written: No space left on device.\n"
 
 
+@pytest.mark.parametrize(("size", "code"), [("8", 4), ("x", 2)])
+def test_a_full_disk_under_both_outputs_keeps_the_exit_code(size, code):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "batchwright", "plan", "--global-batch-size", size]
+        assert subprocess.run(command, stdout=full, stderr=full).returncode == code
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -283,3 +290,11 @@ def test_a_run_directory_with_a_path_that_cannot_be_used(place, flag, tmp_path):
 def test_json_in_the_users_command_does_not_change_the_output(cli):
     ran = cli("run", "--keep", "0", "--samples", "8", "--thresholds", "0:8", "--", "train", "--json")
     assert (ran.code, ran.out) == (2, "") and ran.err.startswith("error: --keep=0")
+
+
+def test_ctrl_c_during_the_import_of_the_command_line_shows_no_traceback(tmp_path):
+    # A stand-in for a slow disk: click is imported while Ctrl-C comes.
+    (tmp_path / "click.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-m", "batchwright", "plan"], capture_output=True, env=env, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import pkgutil
 import types
 import typing
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 import batchwright.core
 from batchwright.core.batch.pipeline import PipelineRule
-from batchwright.core.codec import decode, encode
+from batchwright.core.codec import decode, encode, read
 from batchwright.core.errors import Violation
 from batchwright.core.nodes.throughput import StageSeconds, Throughput
 from batchwright.core.ramp.learning_rate import SampleSchedule
@@ -63,6 +64,38 @@ trees = st.builds(
 @given(trees)
 def test_any_record_survives_json(tree):
     assert decode(Tree, json.loads(json.dumps(encode(tree), allow_nan=False))) == tree
+
+
+GOOD = {"leaves": [{"share": "1/8"}], "by_name": {"a": 1}, "rows": [1, 2], "maybe": None, "speed": 1, "flag": True}
+
+
+def test_a_sound_file_is_read_as_it_is_decoded():
+    assert read(Tree, GOOD) == decode(Tree, GOOD)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("leaves", "text", "'text' must be a JSON list"),
+        ("leaves", [3], "'3' must be a JSON object"),
+        ("leaves", [{}], "missing 1 required"),
+        ("leaves", [{"share": "1/0"}], "Fraction"),
+        ("leaves", [{"share": "1", "name": 5}], r"leaves\[0\].name is '5', not str | None"),
+        ("by_name", [], r"'\[\]' must be a JSON object"),
+        ("by_name", {"a": "1"}, r"by_name\['a'\] is '1', not int"),
+        ("rows", "12", "rows is '12'"),
+        ("rows", [True], r"rows\[0\] is 'True', not int"),
+        ("rows", 10**30, "rows is not a finite number, or a whole number of more than 64 bits"),
+        ("rows", 10**400, "more than 64 bits"),
+        ("speed", math.inf, "speed is not a finite number"),
+        ("speed", math.nan, "speed is not a finite number"),
+        ("speed", False, "speed is 'False'"),
+        ("flag", 1, "flag is '1', not bool"),
+    ],
+)
+def test_a_value_of_another_type_is_named(key, value, message):
+    with pytest.raises(ValueError, match=message):
+        read(Tree, {**GOOD, key: value})
 
 
 def test_unknown_keys_are_left_out_and_missing_ones_take_their_default():

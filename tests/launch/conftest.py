@@ -38,6 +38,7 @@ class Run:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.prefix: tuple[str, ...] = ()  # what starts the command
         self.process: subprocess.Popen[str] | None = None
         self._errors: dict[int, Any] = {}
 
@@ -45,7 +46,7 @@ class Run:
         """`batchwright run …` in the background."""
         errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "batchwright", "run", *arguments],
+            [*self.prefix, sys.executable, "-m", "batchwright", "run", *arguments],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

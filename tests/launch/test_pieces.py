@@ -414,7 +414,7 @@ def test_files_are_never_written_through_a_link(tmp_path, monkeypatch):
     with pytest.raises(FileExistsError):
         write_json(run / "plan.json", {"secret": 1})
     (run / "lock").symlink_to(victim)
-    with pytest.raises(EnvironmentFault, match="lock is a symbolic link"):
+    with pytest.raises(EnvironmentFault, match="lock cannot be used: it is a symbolic link"):
         RunDirectory(run).lock()
     (run / "events").mkdir()
     (run / "events" / "supervisor.jsonl").symlink_to(victim)

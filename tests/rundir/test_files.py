@@ -11,7 +11,7 @@ import pytest
 from batchwright.core.errors import EnvironmentFault, RunError
 from batchwright.rundir import atomic
 from batchwright.rundir.fence import Fence
-from batchwright.rundir.files import JsonLines, create_once, find_object, read_json, write_fault, write_json
+from batchwright.rundir.files import JsonLines, create_once, digest_of, find_object, read_json, write_fault, write_json
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -134,3 +134,31 @@ def test_lines_that_are_no_json_objects_are_left_out(tmp_path):
     for number, line in enumerate(DAMAGED):
         (tmp_path / f"{number}.json").write_bytes(line)
         assert find_object(tmp_path / f"{number}.json") is None
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "endless", "folder", "loop"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind):
+    path = tmp_path / "plan.json"
+    make = {
+        "FIFO": lambda: os.mkfifo(path),
+        "endless": lambda: path.symlink_to("/dev/zero"),
+        "folder": path.mkdir,
+        "loop": lambda: path.symlink_to(path.name),
+    }
+    make[kind]()
+    assert find_object(path) is None and JsonLines(path).new() == []
+    with pytest.raises(RunError, match=r"plan\.json cannot be read"):
+        read_json(path)
+    with pytest.raises(OSError):
+        digest_of(path)
+    with pytest.raises(OSError), open(path, "a", opener=atomic.no_follow):
+        pass
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"launch": "3"}', '{"launch": -1}', '{"launch": 1e308}', "NaN", "[" * 9999]
+)
+def test_a_damaged_fence_is_an_error_that_names_the_file(tmp_path, text):
+    (tmp_path / "launch.json").write_text(text)
+    with pytest.raises(RunError, match=r"launch\.json"):
+        Fence.current(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from contextlib import suppress
 from errno import ENOSPC
 from typing import Any, NoReturn
 
@@ -98,8 +99,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         # The reader closed the pipe (`| head`): not an error, and nothing more can be written.
         os._exit(0)
     except OSError as error:
-        # Standard output is a file on a full disk.
-        sys.stderr.write(f"error: the output cannot be written: {error.strerror}.\n")
+        # Standard output is a file on a full disk; perhaps standard error is, too.
+        with suppress(OSError):
+            sys.stderr.write(f"error: the output cannot be written: {error.strerror}.\n")
         os._exit(4)
     sys.exit(code)
 
@@ -174,6 +176,6 @@ def _report(error: Exception, *, as_json: bool) -> int:
                 click.echo(f"error: {line}", err=True)
             if isinstance(error, click.UsageError) and error.ctx is not None:
                 click.echo(f"See: {error.ctx.command_path} --help", err=True)
-    except BrokenPipeError:
+    except OSError:  # nobody reads it, or its disk is full: the exit code still says what happened
         os._exit(code)
     return code

@@ -101,33 +101,42 @@ class RunDirectory:
     def numbers(self) -> list[int]:
         """The numbers of all starts, in order."""
         folder = self.path / names.LAUNCHES
-        found = [int(name) for name in names.listed(folder) if name.isdigit()]
+        # A longer number, or one in other digits than 0 to 9, was not written by a supervisor.
+        found = [int(name) for name in names.listed(folder) if name.isdecimal() and name.isascii() and len(name) < 12]
         return sorted(number for number in found if (self.launch(number) / "manifest.json").exists())
 
     def plan(self) -> RunPlan:
-        """The plan of the run; a ConfigError if it cannot be read."""
-        document = find_object(self.path / names.PLAN)
-        if document is None:
+        """The plan of the run; a ConfigError if it is damaged, an EnvironmentFault if it cannot be read."""
+        from .settings import checked  # settings of a site write to a RunDirectory
+
+        path = self.path / names.PLAN
+        try:
+            document = files.parse_object(files.read_bytes(path))
+        except (FileNotFoundError, NotADirectoryError):
             what = "holds no run" if self.path.is_dir() else "does not exist"
             raise ConfigError(
                 f"{self.path} {what}: it has no readable plan.json. Start a run with batchwright run … --dir DIR.",
                 field="dir",
                 given=str(self.path),
-            )
+            ) from None
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{path} cannot be read: {error.strerror}.", field="dir", given=str(self.path)
+            ) from None
+        except ValueError as error:
+            raise ConfigError(f"{path} is damaged: {error}.", field="dir", given=str(self.path)) from None
         if document.get("schema") != codec.SCHEMA:
             raise ConfigError(
-                f"{self.path}/plan.json has schema {document.get('schema')!r}, and this version reads {codec.SCHEMA}: "
+                f"{path} has schema {str(document.get('schema'))[:40]}, and this version reads {codec.SCHEMA}: "
                 "it was written by another version of batchwright.",
                 field="dir",
-                given=document.get("schema"),
+                given=str(document.get("schema"))[:40],
                 nearest=(codec.SCHEMA,),
             )
         try:
-            return codec.decode(RunPlan, _with_rules(document))
+            return checked(codec.read(RunPlan, _with_rules(document)))
         except (TypeError, LookupError, ArithmeticError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"{self.path}/plan.json is damaged: {error}.", field="dir", given=str(self.path)
-            ) from None
+            raise ConfigError(f"{path} is damaged: {error}.", field="dir", given=str(self.path)) from None
 
     def manifest(self, number: int) -> Manifest | None:
         """What was started with this number."""
@@ -140,8 +149,8 @@ class RunDirectory:
     def _record(self, kind: type[T], number: int, name: str) -> T | None:
         document = find_object(self.launch(number) / name)
         try:
-            return None if document is None else codec.decode(kind, document)
-        except (TypeError, KeyError, AttributeError, ValueError):
+            return None if document is None else codec.read(kind, document)
+        except ValueError:
             return None
 
     def next_number(self) -> int:
@@ -183,13 +192,13 @@ class RunDirectory:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(self.path / names.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            descriptor = atomic.no_follow(self.path / names.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            if error.errno != errno.ELOOP:
+            if error.errno not in (errno.ELOOP, errno.EINVAL, errno.EISDIR):
                 raise
             raise EnvironmentFault(
-                f"{self.path}/lock is a symbolic link, and batchwright does not write through links. Remove it, or choose a "
-                "directory that only you may write to.",
+                f"{self.path}/lock cannot be used: {error.strerror}. Remove it, or choose a directory that only you may "
+                "write to.",
                 field="dir",
                 given=str(self.path),
             ) from None
@@ -226,7 +235,7 @@ class RunDirectory:
     def supervisor(self) -> int | None:
         """The process that holds the lock, 0 if it is unknown; None if the lock is free."""
         try:
-            descriptor = os.open(self.path / names.LOCK, os.O_RDONLY)
+            descriptor = atomic.regular(self.path / names.LOCK)
         except OSError:
             return None
         try:

@@ -16,7 +16,9 @@ from typing import Any, Literal, Protocol
 from batchwright.core.errors import ConfigError, MissingExtraError
 from batchwright.processes.guard import process_state
 from batchwright.processes.start import TAIL_BYTES
+from batchwright.rundir import atomic
 from batchwright.rundir.files import find_object
+from batchwright.rundir.names import listed
 
 Handle = Mapping[str, Any]
 Action = Literal["checkpoint", "trace", "kill"]
@@ -121,7 +123,7 @@ def rank_logs(directory: Path, *, alive: bool = True) -> tuple[RankLog, ...]:
     """The ranks of a launch, from the files that `rank.py` writes; with `alive`, their state from /proc."""
     folder = directory / "ranks"
     found: list[RankLog] = []
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    names = listed(folder)
     for rank in sorted(int(n[:-5]) for n in names if n.endswith(".json") and n[:-5].isdigit()):
         begun = find_object(folder / f"{rank}.json") or {}
         ended = find_object(folder / f"{rank}.exit.json") or {}
@@ -135,7 +137,7 @@ def rank_logs(directory: Path, *, alive: bool = True) -> tuple[RankLog, ...]:
 def tail(path: Path, size: int = TAIL_BYTES) -> str:
     """The end of a log."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=atomic.regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - size))
             return file.read(size).decode("utf-8", "replace").replace("\r", "\n")
     except OSError:

@@ -14,7 +14,7 @@ from batchwright.core.fields import Readers, choice, read_fields, seconds
 from batchwright.core.numbers import count, positive
 
 from .engine import ENGINES
-from .records import Options
+from .records import COMMAND, TASK, Options, RunPlan
 from .slurm.site import read_site
 
 
@@ -104,6 +104,38 @@ def read_options(values: Mapping[str, Any], base: Options | None = None, *, comm
     if "environment" in read:
         read["environment"] = {**known.environment, **read["environment"]}
     return Options(**{**vars(known), **read})
+
+
+def checked(plan: RunPlan) -> RunPlan:
+    """A plan that was read from a file, if its parts agree; else a ValueError that says what is wrong."""
+    if plan.kind not in (TASK, COMMAND) or (plan.kind == COMMAND) != bool(plan.command):
+        raise ValueError(f"kind is {plan.kind[:40]!r}, and the command has {len(plan.command)} words")
+    if not plan.total_samples > 0:
+        raise ValueError("the schedule has no end")
+    for name, parts in (("stages", plan.stages), ("launches", plan.launches)):
+        ends = [plan.total_samples if part.end_sample is None else part.end_sample for part in parts]
+        spans = [(part.start_sample, end) for part, end in zip(parts, ends, strict=True)]
+        if [start for start, _ in spans] != [0, *ends[:-1]] or ends[-1:] != [plan.total_samples]:
+            raise ValueError(f"{name} do not follow each other from sample 0 to {plan.total_samples}: {spans}"[:400])
+        if [part.index for part in parts] != [*range(len(parts))] or any(start >= end for start, end in spans):
+            raise ValueError(f"{name} are not in order")
+    sizes = [
+        plan.devices_per_node,
+        *(launch.nodes for launch in plan.launches),
+        *(s.nodes for s in plan.stages),
+        *(s.data_parallel_size for s in plan.stages),
+        *(s.global_batch_size for s in plan.stages),
+        *(s.micro_batch_size for s in plan.stages),
+        *(s.accumulation_steps for s in plan.stages),
+    ]
+    if min(sizes) < 1:
+        raise ValueError("a number of nodes, devices or samples is below 1")
+    if any(not launch.stages or not set(launch.stages) <= {*range(len(plan.stages))} for launch in plan.launches):
+        raise ValueError("a launch has stages that do not exist")
+    read_options({name: value for name, value in vars(plan.options).items() if value is not None})
+    for words in (plan.command, plan.position_command, [plan.target, plan.working_directory]):
+        split_command(words)
+    return plan
 
 
 def _can_be_passed(text: str) -> bool:

@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from batchwright.core import codec
 from batchwright.core.errors import EnvironmentFault
@@ -79,8 +79,9 @@ def status(directory: RunDirectory, plan: RunPlan | None = None) -> RunStatus:
         state = "complete"
     else:
         state = "failed" if left.get("state") == "failed" else "stopped"
-        failure: dict[str, Any] = left.get("failure") or {}
-        known = " ".join(part for part in (failure.get("reason"), failure.get("advice")) if part)
+        found: Any = left.get("failure")
+        failure = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        known = " ".join(part for key in ("reason", "advice") if isinstance(part := failure.get(key), str) and part)
         reason = known or (None if left else "its supervisor is gone" if numbers else "it was not started")
     starts = [_start(directory, plan, number) for number in numbers]
     indices = {start["launch"] for start in starts}

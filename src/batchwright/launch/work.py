@@ -26,7 +26,7 @@ from batchwright.core.nodes.policies import Launch, Stage
 from batchwright.core.numbers import count
 from batchwright.rundir import names
 from batchwright.rundir.checkpoint import positions
-from batchwright.rundir.files import JsonLines
+from batchwright.rundir.files import JsonLines, read_bytes
 
 from .directory import RunDirectory, modified, write_json
 from .engine import Job, engine
@@ -327,7 +327,7 @@ class CommandWork:
 def read_position(path: Path) -> int | None:
     """The samples trained according to a script's status file: a number, or JSON with `consumed_samples`."""
     try:
-        return _parse(path.read_text(encoding="utf-8"))
+        return _parse(read_bytes(path).decode("utf-8"))
     except (OSError, ValueError):
         return None
 

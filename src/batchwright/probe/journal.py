@@ -15,12 +15,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.rundir.files import parse_object
+from batchwright.rundir.files import parse_object, read_bytes
 
 from .records import Trial
 
@@ -59,25 +59,6 @@ def _short(value: Any) -> str:
     return "nothing" if value is None else str(value)[:80]
 
 
-_KINDS = {
-    "int": int,
-    "str": str,
-    "int | None": int | None,
-    "float | None": int | float | None,
-    "str | None": str | None,
-}
-
-
-def _trial(data: Any) -> Trial:
-    """A stored trial; a TypeError if it is none, or a field has another type."""
-    trial = codec.decode(Trial, data)
-    for field in fields(Trial):
-        kind, value = _KINDS.get(str(field.type)), getattr(trial, field.name)
-        if kind is not None and (isinstance(value, bool) or not isinstance(value, kind)):
-            raise TypeError(f"{field.name} is {value!r}")
-    return trial
-
-
 class Journal:
     """One target's journal (or none); an error of the disk is kept in `error` and never stops a probe."""
 
@@ -90,7 +71,7 @@ class Journal:
         """(identity, [(conditions, trial)]) of everything stored, oldest first."""
         found: list[tuple[dict[str, Any], list[tuple[Any, Trial]]]] = []
         try:
-            text = self.path.read_bytes() if self.path and self.path.is_file() else b""
+            text = read_bytes(self.path) if self.path and self.path.is_file() else b""
         except OSError as error:
             self.error = f"{self.path}: {error.strerror}"
             return []
@@ -102,7 +83,7 @@ class Journal:
                 elif record["kind"] == "fresh":
                     found.clear()
                 elif record["kind"] == "trial" and found:
-                    found[-1][1].append((record["conditions"], _trial(record["trial"])))
+                    found[-1][1].append((record["conditions"], codec.read(Trial, record["trial"])))
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # cut off while it was written, or damaged
         return found

@@ -1,13 +1,14 @@
-"""Files that are complete or absent: written under another name in the same directory, then renamed.
+"""Files that are complete or absent: written under another name in the same directory, then renamed; and how files are opened.
 
 Other users may write to the directory. The temporary name is random and must not exist, so that no symbolic link of
-another user is followed.
+another user is followed. Whatever is opened must be a regular file: a FIFO would block, and /dev/zero never ends.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 
@@ -45,13 +46,22 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def no_follow(path: str, flags: int) -> int:
-    """An `opener` for `open` that refuses a path which is a symbolic link: for files that are appended to."""
+def regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """An `opener` for `open` that refuses everything but a regular file, without waiting for it."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def no_follow(path: str | Path, flags: int, mode: int = 0o666) -> int:
+    """The same for files that are appended to: it also refuses a path which is a symbolic link."""
     try:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+        return regular(path, flags | os.O_NOFOLLOW, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(
-                error.errno, "it is a symbolic link, and batchwright does not write through links", path
+                error.errno, "it is a symbolic link, and batchwright does not write through links", str(path)
             ) from None
         raise

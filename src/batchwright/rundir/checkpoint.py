@@ -39,23 +39,26 @@ class CheckpointFiles:
         `verify` is called with the index of each file and decides whether its SHA-256 is computed, so that ranks can share
         the work. state.json is small and always verified.
         """
-        manifest = self.path / MANIFEST
         if STATE not in self.files:
-            return f"{manifest} lists no files."
-        for index, (name, facts) in enumerate(sorted(self.files.items())):
-            file = self.path / name
-            if ".." in Path(name).parts or Path(name).is_absolute():
-                return f"{manifest} lists {name}, outside of the checkpoint."
-            size = file.stat().st_size if file.is_file() else None
-            if size is None:
-                return f"{file} is missing."
-            wanted, digest = _object(facts).get("size"), _object(facts).get("sha256")
-            if not isinstance(wanted, int) or not isinstance(digest, str):
-                return f"{manifest} has no size and SHA-256 of {name}."
-            if size != wanted:
-                return f"{file} has {size:,} bytes, but {wanted:,} were written."
-            if (name == STATE or verify(index)) and (found := digest_of(file)) != digest:
-                return f"{file} has SHA-256 {found[:12]}…, not {digest[:12]}…: its content changed."
+            return f"{self.path / MANIFEST} lists no files."
+        found = (self.problem_of(name, name == STATE or verify(i)) for i, name in enumerate(sorted(self.files)))
+        return next((problem for problem in found if problem), None)
+
+    def problem_of(self, name: str, verify: bool = True) -> str | None:
+        """What is wrong with one file, or None."""
+        manifest, file, facts = self.path / MANIFEST, self.path / name, _object(self.files.get(name))
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            return f"{manifest} lists {name}, outside of the checkpoint."
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            return f"{file} is missing."
+        wanted, digest = facts.get("size"), facts.get("sha256")
+        if not isinstance(wanted, int) or not isinstance(digest, str):
+            return f"{manifest} has no size and SHA-256 of {name}."
+        if size != wanted:
+            return f"{file} has {size:,} bytes, but {wanted:,} were written."
+        if verify and (found := digest_of(file)) != digest:
+            return f"{file} has SHA-256 {found[:12]}…, not {digest[:12]}…: its content changed."
         return None
 
 

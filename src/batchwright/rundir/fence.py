@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from batchwright.core.codec import SCHEMA
-from batchwright.core.errors import EnvironmentFault
+from batchwright.core.errors import EnvironmentFault, RunError
 
 from . import names
 from .files import read_json, write_json
+
+MOST_LAUNCHES = 10**9  # a larger number is damage
 
 
 @dataclass(frozen=True)
@@ -24,9 +28,20 @@ class Fence:
 
     @staticmethod
     def current(run: Path) -> int | None:
-        """The launch that may write now; None before the first."""
+        """The launch that may write now; None before the first. A RunError if the file is damaged."""
         path = run / names.FENCE
-        return int(read_json(path)["launch"]) if path.exists() else None
+        if not os.path.lexists(path):
+            return None
+        found = read_json(path)
+        number = cast("dict[str, Any]", found).get("launch") if isinstance(found, dict) else None
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MOST_LAUNCHES:
+            raise RunError(
+                f"{path} is damaged: launch is {str(number)[:40]!r}, and must be a number from 0 to {MOST_LAUNCHES:,}. "
+                'Write the largest number in launches/ to it: {"schema": 1, "launch": NUMBER}.',
+                field=path.name,
+                given=str(path),
+            )
+        return number
 
     def claim(self) -> Fence:
         """Take over the run from an earlier launch; an error if a later launch has taken over."""

@@ -57,6 +57,12 @@ def create_once(path: Path, value: Any, *, mode: int = 0o666) -> bool:
         complete.unlink(missing_ok=True)
 
 
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file; an OSError for everything else. All files of a run are read with this."""
+    with open(path, "rb", opener=atomic.regular) as file:
+        return file.read()
+
+
 def parse_object(text: bytes) -> dict[str, Any]:
     """The JSON object in `text`; a ValueError that says what else it is."""
     try:
@@ -75,7 +81,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """The JSON in `path`; a RunError that names the file if it is missing or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_bytes(path).decode("utf-8"))
     except FileNotFoundError:
         raise RunError(f"{path} is missing.", field=path.name) from None
     except (OSError, ValueError, RecursionError) as error:
@@ -85,7 +91,7 @@ def read_json(path: Path) -> Any:
 def find_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in `path`; None if the file is missing, cannot be read now, or holds something else."""
     try:
-        return parse_object(path.read_bytes())
+        return parse_object(read_bytes(path))
     except (OSError, ValueError):
         return None
 
@@ -100,7 +106,7 @@ class JsonLines:
     def new(self) -> list[dict[str, Any]]:
         """The objects whose lines were completed since the last call; anything else is left out."""
         try:
-            with open(self._path, "rb") as file:
+            with open(self._path, "rb", opener=atomic.regular) as file:
                 file.seek(self._offset)
                 chunk = file.read()
         except OSError:
@@ -118,7 +124,7 @@ class JsonLines:
 
 def digest_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=atomic.regular) as file:
         return file_digest(file, "sha256").hexdigest()
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from batchwright.core.errors import EnvironmentFault, RunError
 from batchwright.core.ramp.rules import Constant, Linear
 from batchwright.core.ramp.schedule import Schedule, Step
+from batchwright.rundir.files import digest_of, write_json
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
 from batchwright.runtime.state.audit import LedgerAudit, _expected, audit
@@ -290,6 +291,7 @@ def one_run(root: Path) -> list[Path]:
         (1, b'"schema": 1', b'"schema": 9', "schema is 9, and this version"),
         (1, b'"parent": null', b'"parent": "0"', "parent is '0', no valid number"),
         (1, b'"launch": 0', b'"launch": 8', "launch is 8, and the name of the file says 0"),
+        (1, b'"rank": 1', b'"rank": 0', "rank is 0, and the name of the file says 1"),
     ],
 )
 def test_a_damaged_line_is_named_and_the_rest_is_still_proven(tmp_path, line, old, new, message):
@@ -303,6 +305,13 @@ def test_a_damaged_line_is_named_and_the_rest_is_still_proven(tmp_path, line, ol
     damaged = [f.message for f in done.findings if f.cause == "damaged"]
     assert len(damaged) == 1 and f"{path}, line {line}: " in damaged[0] and message in damaged[0]
     assert "what the undamaged lines prove: " in done.notes[-1] and "prove: 0 of" not in done.notes[-1]
+
+
+def test_a_rank_with_more_steps_than_the_others_is_a_finding_although_the_samples_add_up(tmp_path):
+    path = one_run(tmp_path)[1]
+    path.write_bytes(path.read_bytes().replace(b'"steps": 3, ', b'"steps": 7, ', 1))
+    done = audit(tmp_path)
+    assert not done.ok and "the ranks differ in the steps from step 0 on" in done.findings[0].message
 
 
 def test_no_flipped_bit_ends_the_audit_or_passes_with_other_numbers(tmp_path):
@@ -330,11 +339,29 @@ def test_a_ledger_without_any_readable_header_is_not_ok(tmp_path):
 
 
 @pytest.mark.parametrize("state", ["[1]", '{"launch": 0, "position": 1e999}', '{"launch": -1}', "\udcff"])
-def test_a_damaged_checkpoint_state_is_a_note(tmp_path, state):
+def test_a_damaged_checkpoint_state_is_a_finding(tmp_path, state):
     one_run(tmp_path)
     (path,) = (tmp_path / "checkpoints").glob("*/state.json")
     path.write_bytes(state.encode("utf-8", "surrogateescape"))
-    assert "cannot be read" in audit(tmp_path).notes[0]
+    done = audit(tmp_path)
+    assert not done.ok and done.findings[0].cause == "checkpoint" and "cannot be read" in done.findings[0].message
+
+
+def test_a_checkpoint_state_with_another_digest_is_a_finding_and_the_one_before_it_counts(tmp_path):
+    ends = [SCHEDULE.at_step(n).start_sample for n in range(10)]
+    record(tmp_path, 0, ends[4], launch=0, ranks=1, saves=(ends[2], ends[4]))
+    checkpoint(tmp_path, ends[2], launch=0)
+    checkpoint(tmp_path, ends[4], launch=0)
+    newest = tmp_path / "checkpoints" / "step-000000000004-launch-00000"
+    state = newest / "state.json"
+    facts = {"size": state.stat().st_size, "sha256": digest_of(state)}
+    write_json(newest / "manifest.json", {"schema": 1, "files": {"state.json": facts}})
+    assert audit(tmp_path).ok
+    state.write_text(state.read_text().replace(f'"position": {ends[4]}', f'"position": {ends[2]}'))
+    done = audit(tmp_path)
+    assert (done.ok, done.samples, done.unsaved_samples) == (False, ends[2], ends[4] - ends[2])
+    (finding,) = done.findings
+    assert finding.cause == "checkpoint" and "state.json has" in finding.message
 
 
 def test_a_step_larger_than_a_block_is_hashed_in_parts(monkeypatch):

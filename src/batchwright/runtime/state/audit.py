@@ -19,8 +19,8 @@ from typing import Any, cast
 
 from batchwright.core.errors import BatchwrightError, RunError
 from batchwright.rundir import names
-from batchwright.rundir.checkpoint import STATE, listing
-from batchwright.rundir.files import parse_object, read_json
+from batchwright.rundir.checkpoint import MANIFEST, STATE, listing, read_manifest
+from batchwright.rundir.files import parse_object, read_bytes, read_json
 from batchwright.runtime.data.order import LARGEST_POSITION, GlobalOrder
 from batchwright.runtime.data.sampler import share
 
@@ -89,6 +89,8 @@ class _JoinedRun:
     outcome: str
     by_rank: dict[int, tuple[int, int]]
     """rank -> (samples, hash)"""
+    differ: bool = False
+    """Whether ranks have different numbers of steps."""
 
     @property
     def end(self) -> int:
@@ -129,7 +131,7 @@ def audit(directory: Path | str, *, recompute: bool = True) -> LedgerAudit:
             given=str(root),
         )
     damaged = bool(totals.findings)
-    number, saved = _newest(folder.parent / names.CHECKPOINTS, launches, notes)
+    number, saved = _newest(folder.parent / names.CHECKPOINTS, launches, totals.findings, notes)
     lineage: list[tuple[_Launch, int, int]] = []
     end = saved
     while number is not None and number in launches:
@@ -203,6 +205,9 @@ class _Totals:
                 starts = f"step {run.first_step:,} starts at sample {run.start:,}"
                 message = f"{starts}; expected was step {step:,} at sample {at:,}: {what}."
                 self.fault("span", f"launch {launch.number}: {message}", launch.number, run.first_step)
+            if run.differ:
+                message = f"launch {launch.number}: the ranks differ in the steps from step {run.first_step:,} on."
+                self.fault("span", message, launch.number, run.first_step)
             if run.end > stop:
                 message = f"a run of {run.steps:,} steps from step {run.first_step:,} passes sample {stop:,}"
                 message = f"launch {launch.number}: {message}, where the checkpoint was saved."
@@ -274,15 +279,17 @@ def _added(hashes: Iterable[int]) -> int:
     return (high & _MASK) << 64 | low & _MASK
 
 
-def _newest(checkpoints: Path, launches: dict[int, _Launch], notes: list[str]) -> tuple[int | None, int]:
-    """(launch, position) of the newest checkpoint; without one, of that from which the last launch started."""
+def _newest(
+    checkpoints: Path, launches: dict[int, _Launch], faults: list[LedgerFinding], notes: list[str]
+) -> tuple[int | None, int]:
+    """(launch, position) of the newest checkpoint; without one, of that from which the last launch started.
+
+    A damaged checkpoint of the last launch is a fault, and the one before it counts.
+    """
     last = launches[max(launches)] if launches else None
     for name, _, number in listing(checkpoints):
         try:
-            state = read_json(checkpoints / name / STATE)
-            if not isinstance(state, dict):
-                raise ValueError("it is no JSON object")
-            found = cast("dict[str, Any]", state)
+            found = _state(checkpoints / name)
             if last is None or number <= last.number:
                 launch, position = _whole(found, "launch"), _whole(found, "position")
                 # The last launch resumed from an older checkpoint, so this one was damaged.
@@ -290,12 +297,24 @@ def _newest(checkpoints: Path, launches: dict[int, _Launch], notes: list[str]) -
                     break
                 return launch, position
         except (RunError, ValueError) as error:
-            notes.append(f"checkpoint {name} cannot be read: {error}")
-            break
+            if last is not None and number < last.number:
+                notes.append(f"checkpoint {name} cannot be read: {error}")
+                break
+            faults.append(LedgerFinding("checkpoint", f"checkpoint {name} cannot be read: {error}", number))
     else:
         if not checkpoints.is_dir():
             notes.append(f"{checkpoints} does not exist: the audit ends where the last launch started.")
     return (last.parent, last.position) if last else (None, 0)
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    """The state of a checkpoint; an error if it is damaged. A copy of a run may have no manifest to compare it with."""
+    state = read_json(checkpoint / STATE)
+    if not isinstance(state, dict):
+        raise ValueError("it is no JSON object")
+    if (checkpoint / MANIFEST).exists() and (problem := read_manifest(checkpoint).problem_of(STATE)):
+        raise ValueError(problem)
+    return cast("dict[str, Any]", state)
 
 
 def _read(folder: Path, faults: list[LedgerFinding], notes: list[str]) -> dict[int, _Launch]:
@@ -315,7 +334,7 @@ def _launch(number: int, files: dict[int, Path], faults: list[LedgerFinding], no
         for place, line in _lines(path, number, faults, notes):
             try:
                 if "ranks" in line:
-                    read = _header(line, number)
+                    read = _header(line, number, rank)
                     if header is not None and read != header:
                         raise ValueError("the header differs from that of another rank")
                     header = read
@@ -329,12 +348,13 @@ def _launch(number: int, files: dict[int, Path], faults: list[LedgerFinding], no
     return replace(header, runs=tuple(joined[step] for step in sorted(joined)), missing=missing)
 
 
-def _header(line: dict[str, Any], number: int) -> _Launch:
+def _header(line: dict[str, Any], number: int, rank: int) -> _Launch:
     """The first line of a file; a ValueError that says what is wrong with it."""
     if (schema := _whole(line, "schema", 1)) > SCHEMA:
         raise ValueError(f"schema is {schema}, and this version of batchwright reads up to {SCHEMA}")
-    if _whole(line, "launch") != number:
-        raise ValueError(f"launch is {line['launch']}, and the name of the file says {number}")
+    for name, expected in (("launch", number), ("rank", rank)):
+        if _whole(line, name) != expected:
+            raise ValueError(f"{name} is {line[name]}, and the name of the file says {expected}")
     order = line.get("order")
     if not isinstance(order, dict) or not isinstance(cast("dict[str, Any]", order).get("shuffle"), bool):
         raise ValueError("order is not valid")
@@ -367,8 +387,8 @@ def _join(joined: dict[int, _JoinedRun], rank: int, line: dict[str, Any]) -> Non
         raise ValueError(f"a second line for first_step {first}")
     run.by_rank[rank] = (samples, int(value, 16))
     # Ranks that were killed may differ by a step, which was never saved.
-    if steps < run.steps:
-        joined[first] = replace(run, steps=steps)
+    if steps != run.steps:
+        joined[first] = replace(run, steps=min(steps, run.steps), differ=True)
 
 
 def _whole(line: dict[str, Any], name: str, least: int = 0, most: int = LARGEST_POSITION) -> int:
@@ -383,7 +403,7 @@ def _lines(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file and line number, object) of every line that holds a JSON object."""
     try:
-        texts = path.read_bytes().split(b"\n")
+        texts = read_bytes(path).split(b"\n")
     except OSError as error:
         faults.append(LedgerFinding("damaged", f"{path} cannot be read: {error.strerror}.", launch))
         return
