@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from batchwright.launch import directory as files
 from batchwright.launch import interrupts
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Poll, RankLog
-from batchwright.launch.failure import explain, hopeless, memory_advice, stuck
+from batchwright.launch.failure import explain, hopeless, memory_advice, stopped, stuck
 from batchwright.launch.plan import begin, build, refit
 from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest, Options, RunPlan
 from batchwright.launch.settings import read_options
@@ -61,10 +61,17 @@ def manifest_of(plan: RunPlan, number: int = 1, launch: int = 0) -> Manifest:
     )
 
 
+@dataclass(frozen=True)
+class Logged(RankLog):
+    """A rank whose log is a text and not a file."""
+
+    tail: str = ""
+
+
 def rank_log(
     rank: int, *, code: int | None = None, state: str | None = None, ended: float = 0.0, tail: str = ""
 ) -> RankLog:
-    return RankLog(rank, 100 + rank, state, code, ended, Path(f"rank-{rank}.log"), tail)
+    return Logged(rank, 100 + rank, state, code, ended, Path(f"rank-{rank}.log"), tail)
 
 
 def test_the_time_left_follows_the_ramp(plan):
@@ -121,13 +128,17 @@ def test_the_stuck_rank_is_the_one_outside_a_collective():
     waiting = TRACE.format(file="/venv/torch/distributed/distributed_c10d.py", name="all_reduce")
     busy = TRACE.format(file="/home/me/train.py", name="loss")
     after = (rank_log(0, tail=waiting), rank_log(1, tail=busy), rank_log(2, tail=waiting))
-    failure = stuck((), after, 600)
+    failure = stuck(after, 600)
     assert failure.rank == 1 and failure.kind == "stalled"
     assert "rank 1 is stuck at /home/me/train.py:28 in loss; 2 others wait for it" in failure.reason
-    failure = stuck((rank_log(0, state="S"), rank_log(1, state="T")), after, 600)
-    assert "rank 1 (process 101) is stopped" in failure.reason
-    failure = stuck((), (rank_log(0, tail=waiting), rank_log(1)), 600)
+    failure = stuck((rank_log(0, tail=waiting), rank_log(1)), 600)
     assert failure.rank is None and failure.lines[1] == "rank 1: no stack"
+    failure = stuck([rank_log(rank, tail=waiting) for rank in range(8192)], 600)
+    assert len(failure.lines) == 13 and failure.lines[-1] == "and 8,180 more ranks: their stacks are in their logs"
+    failure = stopped((rank_log(0, state="S"), rank_log(1, state="T", tail="a\nb\nc\nd\ne\n")), 600)
+    assert failure is not None and "rank 1 (process 101) is stopped" in failure.reason
+    assert failure.lines == ("b", "c", "d", "e")
+    assert stopped(after, 600) is None
 
 
 def test_advice_keeps_the_global_batch(plan):
