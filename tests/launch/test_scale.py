@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from batchwright.cli import main
 from batchwright.launch.directory import RunDirectory
 from batchwright.launch.engine import Poll, all_ended, rank_logs
 from batchwright.launch.failure import explain
@@ -19,6 +20,7 @@ from batchwright.launch.show import LineDisplay
 from batchwright.launch.slurm import engine as slurm_engine
 from batchwright.launch.slurm import step as slurm_step
 from batchwright.launch.supervisor import Supervisor
+from batchwright.runtime.data.order import GlobalOrder
 from tests.fabricated import complete_run, end, launch_folder, opened
 
 RANKS = (16, 8192)
@@ -120,3 +122,29 @@ rank.main(sys.argv[1:])
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGABRT, "waits 5.0\n"), done.stderr
     assert (tmp_path / "ranks" / "0.exit.json").exists()
+
+
+def test_the_status_of_a_run_computes_no_order_and_opens_each_ledger_once(tmp_path, monkeypatch, capsys, ranks):
+    run = complete_run(tmp_path / "run", ranks)
+    computed = GlobalOrder.ids
+    monkeypatch.setattr(GlobalOrder, "ids", lambda *given: pytest.fail("this grows with the samples"))
+
+    def printed(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as left:
+            main(list(arguments))
+        assert left.value.code == 0
+        return capsys.readouterr().out
+
+    with opened() as seen:
+        document = json.loads(printed("run", "--status", str(run), "--json"))
+    ledger = document["ledger"]
+    assert (document["state"], ledger["ok"], ledger["samples"]) == ("complete", True, document["total_samples"])
+    assert ledger["ids_checked"] is False
+    own = [name for name in seen.files if name.startswith(f"{run}/")]
+    assert len(own) <= ranks + 20 and not [name for name in own if "/ranks/" in name or "/logs/" in name]
+    out = " ".join(printed("run", "--status", str(run)).split())
+    assert "ledger: ok by spans and counts (ids were not checked), 0 gaps, 0 repeats" in out
+    assert f"check the id of every sample, too: batchwright check --ledger {run}" in out
+    monkeypatch.setattr(GlobalOrder, "ids", computed)
+    checked = json.loads(printed("check", "--ledger", str(run), "--json"))
+    assert (checked["ok"], checked["ids_checked"]) == (True, True)

@@ -210,6 +210,8 @@ def next_steps(plan: RunPlan, now: RunStatus, ledger: Mapping[str, Any], verbs: 
         )
     if ledger.get("ok") is False and "check" in verbs:
         found.append(f"see what is missing in the ledger: batchwright check --ledger {place}")
+    if ledger.get("ok") and now.state == "complete" and "check" in verbs:
+        found.append(f"check the id of every sample, too: batchwright check --ledger {place}")
     if now.state == "complete" and "report" in verbs:
         found.append(f"read its report: batchwright report {place}")
     if now.state == "complete" and plan.kind == "task" and "probe" in verbs:
