@@ -85,8 +85,8 @@ class Session:
         self.ledger: Ledger | None = None
         self.given_trackers = tuple(trackers)
         number = settings.launch
-        if number is None:
-            current = Fence.current(settings.root) if process.rank == 0 else None
+        if number is None and process.rank == 0:
+            current = Fence.current(settings.root)
             number = max(next_launch(settings.ledger), (-1 if current is None else current) + 1)
         self.launch: int = process.broadcast(number)
         self.claimed = False
