@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -376,6 +377,23 @@ def test_events_are_read_on_from_the_last_call(plan, tmp_path):
     path.write_text(text)
     seen = follower.read()
     assert (seen.saved, seen.saved_position, seen.load_seconds) == (13.0, 16, 0.5)
+
+
+def test_the_position_of_a_long_launch_is_in_its_last_events(plan, tmp_path):
+    task, manifest = TaskWork(RunDirectory(tmp_path), plan), manifest_of(plan, launch=1)
+    assert task.reached(manifest) == manifest.start_sample
+    path = tmp_path / "events" / "launch-00001.jsonl"
+    path.parent.mkdir()
+    line = json.dumps({"kind": "step", "time": 1.0, "samples": 8, "loss": 2.0}) + "\n"
+    last = json.dumps({"kind": "step", "time": 2.0, "samples": 96, "loss": 2.0}) + "\n"
+    save = json.dumps({"kind": "save", "time": 2.0, "samples": 64}) + "\n"
+    path.write_text(line * 500_000 + last + save + "[1]\n" + '{"kind": "step"}\n' + line[:-9])
+    tracemalloc.start()
+    try:
+        assert task.reached(manifest) == 96
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20 < path.stat().st_size
+    finally:
+        tracemalloc.stop()
 
 
 def test_lines_and_bar_show_the_same(plan):

@@ -68,7 +68,7 @@ def status(directory: RunDirectory, plan: RunPlan | None = None) -> RunStatus:
     saved = _saved(directory, plan, doing)
     consumed = saved
     if supervisor is not None and numbers and (manifest := directory.manifest(numbers[-1])) is not None:
-        consumed = max(saved, doing.progress(manifest).position)
+        consumed = max(saved, doing.reached(manifest))
     left = find_object(directory.path / names.OUTCOME) or {}
     reason = None
     if supervisor is not None:
