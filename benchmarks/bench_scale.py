@@ -3,7 +3,8 @@
     python benchmarks/bench_scale.py [--ranks 16,512,8192] [--lines 10] [--rounds 3]
     python benchmarks/bench_scale.py --before /tmp/before        # a checkout of another commit, run in turn with this one
 
-A number is the wall time of one call in a process of its own, the median of the rounds; files are in the page cache.
+A number is the CPU time of one call in a process of its own, the median of the rounds, and the peak memory of that process;
+files are in the page cache. `--lines`, `--steps` and `--each`: lines of a ledger, steps in a line, samples of a rank in a step.
 The script fails when `run --status` takes more than 5 s of CPU time, or a call that happens again and again more than 0.1 s.
 """
 
@@ -19,13 +20,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE))
 
-from tests.fabricated import complete_run, launch_folder, timed  # noqa: E402
+from tests.fabricated import complete_run, launch_folder  # noqa: E402
 
 CASES = {
     "signal": "a stop request, on a node with 8 of the ranks",
@@ -38,6 +41,12 @@ CASES = {
 AGAIN = ("signal", "leaving")  # up to ten times a second
 
 
+def timed(call: Callable[[], object]) -> float:
+    before = time.process_time()
+    call()
+    return time.process_time() - before
+
+
 def verb(*arguments: str) -> None:
     from batchwright.cli import main
 
@@ -46,7 +55,7 @@ def verb(*arguments: str) -> None:
 
 
 def measure(case: str, root: Path) -> None:
-    """One case in this process: CPU and wall seconds, and the peak memory in MiB."""
+    """One case in this process: CPU seconds, and the peak memory in MiB."""
     run, launch = root / "run", root / "launch"
     handle: dict[str, Any] = {"job": "7", "directory": str(launch)}
     if case == "signal":
@@ -70,7 +79,7 @@ def measure(case: str, root: Path) -> None:
         spent = timed(lambda: last_seen(run, 2))
     else:
         spent = timed(lambda: verb(*(("run", "--status") if case == "status" else ("check", "--ledger")), str(run)))
-    print(*spent, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    print(spent, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
 def measured(checkout: Path, case: str, root: Path) -> tuple[float, ...]:
@@ -82,10 +91,10 @@ def measured(checkout: Path, case: str, root: Path) -> tuple[float, ...]:
     return tuple(map(float, done.stdout.split()))
 
 
-def fabricate(root: Path, ranks: int, lines: int) -> None:
+def fabricate(root: Path, ranks: int, given: argparse.Namespace) -> None:
     launch_folder(root / "launch", ranks)
     launch_folder(root / "failed", ranks, ended=1, code=1)
-    complete_run(root / "run", ranks, lines)
+    complete_run(root / "run", ranks, given.lines, steps=given.steps, each=given.each)
     (root / "run" / "events").mkdir()
     (root / "run" / "events" / "launch-00001.jsonl").touch()
 
@@ -98,6 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="16,512,8192")
     parser.add_argument("--lines", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--each", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--before", type=Path)
@@ -108,18 +119,20 @@ def main() -> None:
         return measure(given.case, given.root)
     checkouts = {**({"before": given.before.resolve()} if given.before else {}), "now": HERE}
     broken: list[str] = []
-    print(f"| {given.lines} lines per rank | ranks | {' | '.join(f'{n} | memory {n}' for n in checkouts)} |")
+    print(
+        f"| {given.lines:,} lines of {given.steps:,} steps | ranks | {' | '.join(f'{n} | memory {n}' for n in checkouts)} |"
+    )
     print(f"|---|---{'|---|---' * len(checkouts)}|")
     for ranks in map(int, given.ranks.split(",")):
         with tempfile.TemporaryDirectory() as name:
-            fabricate(Path(name), ranks, given.lines)
+            fabricate(Path(name), ranks, given)
             for case in given.cases.split(","):
                 rounds: dict[str, list[tuple[float, ...]]] = {which: [] for which in checkouts}
                 for _ in range(given.rounds):
                     for which, checkout in checkouts.items():
                         rounds[which].append(measured(checkout, case, Path(name)))
                 middle = {n: [statistics.median(part) for part in zip(*r, strict=True)] for n, r in rounds.items()}
-                cells = (f"{shown(wall)} | {memory:,.0f} MiB" for _, wall, memory in middle.values())
+                cells = (f"{shown(cpu)} | {memory:,.0f} MiB" for cpu, memory in middle.values())
                 print(f"| {CASES[case]} | {ranks:,} | {' | '.join(cells)} |", flush=True)
                 cpu = middle["now"][0]
                 if (case in AGAIN and cpu > 0.1) or (case == "status" and cpu > 5 and given.lines <= 10):

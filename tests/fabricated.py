@@ -7,7 +7,6 @@ import json
 import os
 import random
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,6 @@ from typing import Any
 
 NOBODY = 2**22 + 1  # above Linux's largest process number
 LOG = b"step 3 loss 2.5\n" * 4096  # 64 KiB
-STEPS = 10  # in a line of a ledger
 
 
 def launch_folder(folder: Path, ranks: int, *, ended: int | None = None, code: int = 0) -> Path:
@@ -40,8 +38,10 @@ def end(folder: Path, rank: int, code: int = 0) -> None:
     (folder / "ranks" / f"{rank}.exit.json").write_text(json.dumps({"code": code, "time": 2.0}))
 
 
-def ledger(root: Path, ranks: int, lines: int, *, launch: int = 1) -> int:
+def ledger(root: Path, ranks: int, lines: int, *, launch: int = 1, steps: int = 10, each: int = 2) -> int:
     """The ledgers of a launch from sample 0 on, and its checkpoint; returns the number of samples.
+
+    Each line has `steps` steps, and in each of them every rank has `each` samples.
 
     The sums of all ranks add up to those of the order; which rank has which part of a sum is drawn at random.
     """
@@ -49,11 +49,11 @@ def ledger(root: Path, ranks: int, lines: int, *, launch: int = 1) -> int:
     from batchwright.runtime.state.audit import _expected
     from batchwright.runtime.state.ledger import _line, _OpenRun
 
-    order, batch, draw, mask = GlobalOrder(10**9, seed=1), 2 * ranks, random.Random(3), 2**64 - 1
-    folder, total = root / "ledger", lines * STEPS * batch
+    order, batch, draw, mask = GlobalOrder(10**9, seed=1), each * ranks, random.Random(3), 2**64 - 1
+    folder, total = root / "ledger", lines * steps * batch
     folder.mkdir(parents=True, exist_ok=True)
-    starts = [(line * STEPS, line * STEPS * batch) for line in range(lines)]
-    left = [_expected(order, at, at + STEPS * batch, step, batch) for step, at in starts]
+    starts = [(line * steps, line * steps * batch) for line in range(lines)]
+    left = [_expected(order, at, at + steps * batch, step, batch) for step, at in starts]
     for rank in range(ranks):
         header = {
             "schema": 1, "launch": launch, "rank": rank, "ranks": ranks, "step": 0, "position": 0, "parent": None,
@@ -63,18 +63,18 @@ def ledger(root: Path, ranks: int, lines: int, *, launch: int = 1) -> int:
         for index, (step, at) in enumerate(starts):
             low, high = (left[index] & mask, left[index] >> 64) if rank == ranks - 1 else (draw.getrandbits(64),) * 2
             left[index] = ((left[index] >> 64) - high & mask) << 64 | (left[index] - low & mask)
-            text.append(_line(_OpenRun(step, at, batch, "applied", STEPS, 2 * STEPS, low, high)))
+            text.append(_line(_OpenRun(step, at, batch, "applied", steps, each * steps, low, high)))
         (folder / f"launch-{launch:05d}-rank-{rank:05d}.jsonl").write_bytes(b"".join(text))
-    saved = root / "checkpoints" / f"step-{lines * STEPS:012d}-launch-{launch:05d}"
+    saved = root / "checkpoints" / f"step-{lines * steps:012d}-launch-{launch:05d}"
     saved.mkdir(parents=True)
-    state = json.dumps({"launch": launch, "position": total, "step": lines * STEPS}).encode()
+    state = json.dumps({"launch": launch, "position": total, "step": lines * steps}).encode()
     (saved / "state.json").write_bytes(state)
     facts = {"size": len(state), "sha256": hashlib.sha256(state).hexdigest()}
     (saved / "manifest.json").write_text(json.dumps({"schema": 1, "files": {"state.json": facts}}))
     return total
 
 
-def complete_run(root: Path, ranks: int, lines: int = 10) -> Path:
+def complete_run(root: Path, ranks: int, lines: int = 10, *, steps: int = 10, each: int = 2) -> Path:
     """A complete run of a task in one launch, as `run --status` reads it."""
     from batchwright.core.batch.request import BatchRequest
     from batchwright.core.ramp.request import read_ramp
@@ -82,8 +82,8 @@ def complete_run(root: Path, ranks: int, lines: int = 10) -> Path:
     from batchwright.launch.plan import build
     from batchwright.launch.records import TASK, Ending, Manifest, Options
 
-    total, directory = ledger(root, ranks, lines), RunDirectory(root)
-    batch = BatchRequest(global_batch_size=2 * ranks, nodes=max(1, ranks // 8), devices_per_node=min(8, ranks))
+    total, directory = ledger(root, ranks, lines, steps=steps, each=each), RunDirectory(root)
+    batch = BatchRequest(global_batch_size=each * ranks, nodes=max(1, ranks // 8), devices_per_node=min(8, ranks))
     plan, _ = build(batch, read_ramp({"samples": total}), Options(), command=["train"])
     write_json(root / "plan.json", replace(plan, kind=TASK, target="train.py:task"))
     launch_folder(directory.launch(1), ranks)
@@ -123,10 +123,3 @@ def opened() -> Iterator[Opened]:
         yield _counting[-1]
     finally:
         _counting.pop()
-
-
-def timed(call: Any) -> tuple[float, float]:
-    """CPU and wall seconds of a call."""
-    cpu, wall = time.process_time(), time.perf_counter()
-    call()
-    return time.process_time() - cpu, time.perf_counter() - wall
