@@ -132,7 +132,9 @@ class Torture:
                 break
         code = self.process.wait(600)
         status = subprocess.run([*BATCHWRIGHT, "--status", str(self.run), "--json"], capture_output=True, check=True)
-        return {"code": code, **json.loads(status.stdout)}
+        command = [*BATCHWRIGHT[:-1], "check", "--ledger", str(self.run), "--json"]
+        checked = subprocess.run(command, capture_output=True, check=False)  # the ids, too; 5 if a sample is wrong
+        return {"code": code, **json.loads(status.stdout), "ledger": json.loads(checked.stdout)}
 
 
 def main() -> None:

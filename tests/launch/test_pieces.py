@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+import tracemalloc
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from batchwright.launch import directory as files
 from batchwright.launch import interrupts
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Poll, RankLog
-from batchwright.launch.failure import explain, hopeless, memory_advice, stuck
+from batchwright.launch.failure import explain, hopeless, memory_advice, stopped, stuck
 from batchwright.launch.plan import begin, build
 from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest, Options, RunPlan
 from batchwright.launch.resume import refit
@@ -62,10 +63,17 @@ def manifest_of(plan: RunPlan, number: int = 1, launch: int = 0) -> Manifest:
     )
 
 
+@dataclass(frozen=True)
+class Logged(RankLog):
+    """A rank whose log is a text and not a file."""
+
+    tail: str = ""
+
+
 def rank_log(
     rank: int, *, code: int | None = None, state: str | None = None, ended: float = 0.0, tail: str = ""
 ) -> RankLog:
-    return RankLog(rank, 100 + rank, state, code, ended, Path(f"rank-{rank}.log"), tail)
+    return Logged(rank, 100 + rank, state, code, ended, Path(f"rank-{rank}.log"), tail)
 
 
 def test_the_time_left_follows_the_ramp(plan):
@@ -122,13 +130,17 @@ def test_the_stuck_rank_is_the_one_outside_a_collective():
     waiting = TRACE.format(file="/venv/torch/distributed/distributed_c10d.py", name="all_reduce")
     busy = TRACE.format(file="/home/me/train.py", name="loss")
     after = (rank_log(0, tail=waiting), rank_log(1, tail=busy), rank_log(2, tail=waiting))
-    failure = stuck((), after, "no progress for 600 s")
+    failure = stuck(after, "no progress for 600 s")
     assert failure.rank == 1 and failure.kind == "stalled"
     assert "rank 1 is stuck at /home/me/train.py:28 in loss; 2 others wait for it" in failure.reason
-    failure = stuck((rank_log(0, state="S"), rank_log(1, state="T")), after, "no progress for 600 s")
-    assert "rank 1 (process 101) is stopped" in failure.reason
-    failure = stuck((), (rank_log(0, tail=waiting), rank_log(1)), "no progress for 600 s")
+    failure = stuck((rank_log(0, tail=waiting), rank_log(1)), "no progress for 600 s")
     assert failure.rank is None and failure.lines[1] == "rank 1: no stack"
+    failure = stuck([rank_log(rank, tail=waiting) for rank in range(8192)], "no progress for 600 s")
+    assert len(failure.lines) == 13 and failure.lines[-1] == "and 8,180 more ranks: their stacks are in their logs"
+    failure = stopped((rank_log(0, state="S"), rank_log(1, state="T", tail="a\nb\nc\nd\ne\n")), "no progress for 600 s")
+    assert failure is not None and "rank 1 (process 101) is stopped" in failure.reason
+    assert failure.lines == ("b", "c", "d", "e")
+    assert stopped(after, "no progress for 600 s") is None
 
 
 def test_advice_keeps_the_global_batch(plan):
@@ -366,6 +378,23 @@ def test_events_are_read_on_from_the_last_call(plan, tmp_path):
     path.write_text(text)
     seen = follower.read()
     assert (seen.saved, seen.saved_position, seen.load_seconds) == (13.0, 16, 0.5)
+
+
+def test_the_position_of_a_long_launch_is_in_its_last_events(plan, tmp_path):
+    task, manifest = TaskWork(RunDirectory(tmp_path), plan), manifest_of(plan, launch=1)
+    assert task.reached(manifest) == manifest.start_sample
+    path = tmp_path / "events" / "launch-00001.jsonl"
+    path.parent.mkdir()
+    line = json.dumps({"kind": "step", "time": 1.0, "samples": 8, "loss": 2.0}) + "\n"
+    last = json.dumps({"kind": "step", "time": 2.0, "samples": 96, "loss": 2.0}) + "\n"
+    save = json.dumps({"kind": "save", "time": 2.0, "samples": 64}) + "\n"
+    path.write_text(line * 500_000 + last + save + "[1]\n" + '{"kind": "step"}\n' + line[:-9])
+    tracemalloc.start()
+    try:
+        assert task.reached(manifest) == 96
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20 < path.stat().st_size
+    finally:
+        tracemalloc.stop()
 
 
 def test_lines_and_bar_show_the_same(plan):

@@ -16,6 +16,7 @@ import pytest
 
 from batchwright.core import codec
 from batchwright.core.ramp.rules import parse_thresholds
+from batchwright.runtime.state.audit import audit
 
 pytestmark = pytest.mark.torch
 
@@ -39,7 +40,9 @@ def assert_exact(out: str) -> dict:
     assert document["state"] == "complete", document
     ledger = document["ledger"]
     assert (ledger["ok"], ledger["gaps"], ledger["repeats"]) == (True, 0, 0), ledger
-    assert ledger["samples"] == document["total_samples"]
+    assert ledger["samples"] == document["total_samples"] and ledger["ids_checked"] is False
+    found = audit(document["directory"])  # the ids, too
+    assert found.ok and found.samples == document["total_samples"], found.findings
     return document
 
 

@@ -7,7 +7,7 @@ earlier one started.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,7 +61,11 @@ class RankLog:
     code: int | None
     ended: float | None
     path: Path
-    tail: str
+
+    @property
+    def tail(self) -> str:
+        """The end of its log, read when it is asked for: of thousands of ranks, one log is usually enough."""
+        return tail(self.path)
 
 
 class Engine(Protocol):
@@ -86,7 +90,7 @@ class Engine(Protocol):
         ...
 
     def logs(self, handle: Handle) -> tuple[RankLog, ...]:
-        """Every rank's state and last output."""
+        """Every rank's state and log, from files of every rank: not for every poll."""
         ...
 
 
@@ -119,19 +123,29 @@ def check_machine(name: str, *, direct: bool) -> None:
         )
 
 
-def rank_logs(directory: Path, *, alive: bool = True) -> tuple[RankLog, ...]:
-    """The ranks of a launch, from the files that `rank.py` writes; with `alive`, their state from /proc."""
+def rank_logs(directory: Path, ranks: Iterable[int] | None = None, *, alive: bool = True) -> tuple[RankLog, ...]:
+    """These ranks of a launch, or all, from the files that `rank.py` writes; with `alive`, their state from /proc."""
     folder = directory / "ranks"
     found: list[RankLog] = []
-    names = listed(folder)
-    for rank in sorted(int(n[:-5]) for n in names if n.endswith(".json") and n[:-5].isdigit()):
+    for rank in sorted(_started(listed(folder))) if ranks is None else ranks:
         begun = find_object(folder / f"{rank}.json") or {}
         ended = find_object(folder / f"{rank}.exit.json") or {}
         pid = begun.get("pid")
         state = process_state(pid, begun.get("start_time")) if alive and pid and "code" not in ended else None
         path = directory / "logs" / f"rank-{rank}.log"
-        found.append(RankLog(rank, pid, state, ended.get("code"), ended.get("time"), path, tail(path)))
+        found.append(RankLog(rank, pid, state, ended.get("code"), ended.get("time"), path))
     return tuple(found)
+
+
+def all_ended(directory: Path) -> bool:
+    """Whether every rank of a launch that started has ended: one listing and no file, for every poll."""
+    names = listed(directory / "ranks")
+    started = _started(names)
+    return bool(started) and {f"{rank}.exit.json" for rank in started}.issubset(names)
+
+
+def _started(names: Iterable[str]) -> list[int]:
+    return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
 
 
 def tail(path: Path, size: int = TAIL_BYTES) -> str:

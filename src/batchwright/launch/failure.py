@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
+from itertools import islice
 
 from batchwright.core.nodes.policies import Stage
 from batchwright.processes.endings import from_exit
@@ -58,8 +59,8 @@ def explain(poll: Poll, ranks: Sequence[RankLog], launcher: str, who: str = "tor
         first = next((r for r in failed if r.code is not None and r.code < 0 and -r.code != signal.SIGTERM), failed[0])
         out = next((r for r in failed if _out_of_memory(r)), None)
         cause, kind = out or first, "oom" if out else "crash"
-        lines = last_lines(cause.tail)
-        raised = _raised(cause.tail)
+        text = cause.tail
+        lines, raised = last_lines(text), _raised(text)
         reason = f"rank {cause.rank} {died(cause.code)}" + (f": {raised}" if raised else "")
         kind = "refused" if kind == "crash" and who != "the command" and cause.code == REFUSED else kind
         return Failure(reason, cause.rank, cause.code, lines, kind)
@@ -70,7 +71,7 @@ def explain(poll: Poll, ranks: Sequence[RankLog], launcher: str, who: str = "tor
 
 
 def _last_output(ranks: Sequence[RankLog], launcher: str) -> tuple[str, ...]:
-    return last_lines(launcher) or next((last_lines(r.tail) for r in ranks if r.tail.strip()), ())
+    return last_lines(launcher) or next((lines for r in ranks if (lines := last_lines(r.tail))), ())
 
 
 _RAISED = re.compile(
@@ -83,21 +84,27 @@ def _raised(text: str) -> str | None:
     return found[-1][:300] if found else None
 
 
-def stuck(before: Sequence[RankLog], after: Sequence[RankLog], what: str) -> Failure:
-    """`what` happened, and which rank the others waited for: a stopped one, else one whose stack is not in a collective."""
-    stopped = [r for r in before if r.state in ("T", "t")]
-    if stopped:
-        one = stopped[0]
-        reason = f"{what}: rank {one.rank} (process {one.pid}) is stopped"
-        return Failure(reason, one.rank, None, last_lines(one.tail, 4), "stalled")
-    places = {r.rank: _place(r.tail) for r in after}
+def stopped(ranks: Sequence[RankLog], what: str) -> Failure | None:
+    """`what` happened, and the rank that all wait for, if it is a stopped process; asked before ranks write their stacks."""
+    one = next((r for r in ranks if r.state in ("T", "t")), None)
+    if one is None:
+        return None
+    reason = f"{what}: rank {one.rank} (process {one.pid}) is stopped"
+    return Failure(reason, one.rank, None, last_lines(one.tail, 4), "stalled")
+
+
+def stuck(ranks: Sequence[RankLog], what: str) -> Failure:
+    """`what` happened, and the rank that the others waited for: the one whose last stack is not in a collective."""
+    places = {r.rank: _place(r.tail) for r in ranks}
     busy = [rank for rank, place in places.items() if place and not _WAITING.search(place)]
-    if busy and len(busy) < max(2, len(after)):
+    if busy and len(busy) < max(2, len(ranks)):
         rank = busy[0]
-        others = {1: "", 2: "; the other waits for it"}.get(len(after), f"; {len(after) - 1} others wait for it")
+        others = {1: "", 2: "; the other waits for it"}.get(len(ranks), f"; {len(ranks) - 1} others wait for it")
         reason = f"{what}: rank {rank} is stuck at {places[rank]}{others}"
         return Failure(reason, rank, None, (), "stalled")
-    where = tuple(f"rank {rank}: {place or 'no stack'}" for rank, place in places.items())
+    where = tuple(f"rank {rank}: {place or 'no stack'}" for rank, place in islice(places.items(), LINES))
+    if (more := len(places) - len(where)) > 0:
+        where = (*where, f"and {more:,} more ranks: their stacks are in their logs")
     return Failure(f"{what}, and no single rank is the cause", None, None, where, "stalled")
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from batchwright.processes.guard import die_as, die_with, no_core, start_time
 from batchwright.rundir import atomic
 
-_TRACE_SECONDS = 5.0  # for all ranks to write their stacks
+_TRACE_SECONDS = 5.0  # for all ranks to write their stacks: srun kills the others when the first one ends
 _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -34,16 +34,6 @@ def _write(path: str, document: dict[str, object]) -> None:
         atomic.write(Path(path), json.dumps(document), sync=False)
     except OSError:
         pass
-
-
-def _await_others(folder: str) -> None:
-    """Wait until all ranks have written their stacks: srun kills the others when the first one ends."""
-    deadline = time.monotonic() + _TRACE_SECONDS
-    while time.monotonic() < deadline:
-        names = os.listdir(folder)
-        if all(f"{name[:-5]}.exit.json" in names for name in names if name[:-5].isdigit()):
-            return
-        time.sleep(0.02)
 
 
 def main(arguments: list[str]) -> None:
@@ -96,7 +86,7 @@ def main(arguments: list[str]) -> None:
     code = child.wait()
     _write(f"{record}.exit.json", {"code": code, "time": time.time()})
     if code == -signal.SIGABRT and os.path.isdir(os.path.join(directory, "tracing")):
-        _await_others(os.path.join(directory, "ranks"))
+        time.sleep(_TRACE_SECONDS)  # not until their files say so: thousands of ranks would list them again and again
     die_as(code)
 
 

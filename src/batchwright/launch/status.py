@@ -69,7 +69,7 @@ def status(directory: RunDirectory, plan: RunPlan | None = None) -> RunStatus:
     saved = _saved(directory, plan, doing)
     consumed = saved
     if supervisor is not None and numbers and (manifest := directory.manifest(numbers[-1])) is not None:
-        consumed = max(saved, doing.progress(manifest).position)
+        consumed = max(saved, doing.reached(manifest))
     left = find_object(directory.path / names.OUTCOME) or {}
     loop = (find_object(directory.path / names.STATUS) if plan.kind == TASK else None) or {}
     reason = None
@@ -217,6 +217,8 @@ def next_steps(plan: RunPlan, now: RunStatus, ledger: Mapping[str, Any], verbs: 
         )
     if ledger.get("ok") is False and "check" in verbs:
         found.append(f"see what is missing in the ledger: batchwright check --ledger {place}")
+    if ledger.get("ok") and now.state == "complete" and "check" in verbs:
+        found.append(f"check the id of every sample, too: batchwright check --ledger {place}")
     if now.state == "complete" and "report" in verbs:
         found.append(f"read its report: batchwright report {place}")
     if now.state == "complete" and plan.kind == "task" and "probe" in verbs:

@@ -21,8 +21,8 @@ from batchwright.rundir import names
 from batchwright.rundir.files import find_object
 
 from .directory import RunDirectory, write_json
-from .engine import Action, Engine, Handle, Job, Poll, RankLog, engine, tail
-from .failure import explain, hopeless, memory_advice, stuck
+from .engine import Action, Engine, Handle, Job, Poll, RankLog, all_ended, engine, tail
+from .failure import explain, hopeless, memory_advice, stopped, stuck
 from .interrupts import Interrupts
 from .records import COMMAND, TASK, Ending, Failure, LaunchProgress, Manifest, RunPlan
 from .show import Speeds, remaining_seconds
@@ -263,8 +263,7 @@ class Supervisor:
                 # Everything is saved: do not wait for a rank that hangs at its exit, or a launcher without ranks.
                 # A command may have more to do, such as an export; only stall_seconds limits it.
                 finished, pause = finished or now, ENDING_SECONDS
-                ranks = self._engine.logs(handle)
-                if now - finished > options.grace_seconds or (ranks and all(r.code is not None for r in ranks)):
+                if now - finished > options.grace_seconds or all_ended(self._directory.launch(manifest.number)):
                     self._engine.signal(handle, "kill")
             else:
                 stall = options.stall_seconds
@@ -276,12 +275,13 @@ class Supervisor:
             self._interrupts.sleep(pause)
 
     def _end_stalled(self, handle: Handle, seconds: float, saving: bool) -> Failure:
-        before = self._engine.logs(handle)
+        what = f"no progress for {seconds:.0f} s{' in a save' * saving}"
+        failure = stopped(self._engine.logs(handle), what)
         self._engine.signal(handle, "trace")
         self._until_ended(handle, TRACE_SECONDS)
-        after = self._engine.logs(handle)
+        failure = failure or stuck(self._engine.logs(handle), what)
         self._until_ended(handle, 30.0, "kill")
-        return stuck(before, after, f"no progress for {seconds:.0f} s{' in a save' * saving}")
+        return failure
 
     def _until_ended(self, handle: Handle, seconds: float, action: Action | None = None) -> None:
         """Wait for the end of a launch; the action is repeated, as a signal may come before its handler."""
@@ -310,10 +310,10 @@ class Supervisor:
         position = self._work.position()
         final = self._work.progress(manifest)
         progress = replace(final, first_step=progress.first_step or final.first_step)
-        ranks = self._engine.logs(handle) if handle else ()
         outcome = "done" if position >= manifest.end_sample else "stopped" if stopping and failure is None else "failed"
         if outcome == "done" and position > manifest.end_sample and self._plan.kind == COMMAND:
             outcome, failure = "failed", self._overshot(manifest, position)
+        ranks = self._engine.logs(handle) if handle and outcome == "failed" and failure is None else ()
         if outcome == "failed" and failure is None:
             failure = self._engine_reason(polled, ranks)
         if outcome == "failed" and failure is None:

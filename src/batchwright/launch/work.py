@@ -26,10 +26,10 @@ from batchwright.core.nodes.policies import Launch, Stage
 from batchwright.core.numbers import count
 from batchwright.rundir import names
 from batchwright.rundir.checkpoint import positions
-from batchwright.rundir.files import JsonLines, read_bytes
+from batchwright.rundir.files import JsonLines, parse_object, read_bytes
 
 from .directory import RunDirectory, modified, write_json
-from .engine import Job, engine
+from .engine import Job, engine, tail
 from .interrupts import Pause, pause
 from .records import COMMAND, LaunchProgress, Manifest, RunPlan
 
@@ -69,6 +69,10 @@ class Work(Protocol):
 
     def progress(self, manifest: Manifest) -> LaunchProgress:
         """How far a running launch is; cheap, as the supervisor asks twice a second."""
+        ...
+
+    def reached(self, manifest: Manifest) -> int:
+        """The position of a running launch, for a process that asks once."""
         ...
 
 
@@ -140,6 +144,18 @@ class TaskWork:
         if self._follow is None or self._follow.number != manifest.number:
             self._follow = LoopFollower(self._directory, manifest)
         return self._follow.read()
+
+    def reached(self, manifest: Manifest) -> int:
+        """From the last events: those of a million steps have hundreds of megabytes."""
+        path = self._directory.path / names.EVENTS / names.events(manifest.number)
+        for line in reversed(tail(path).splitlines()):
+            try:
+                event = parse_object(line.encode())
+                if event["kind"] in ("launch", "step"):
+                    return int(event["samples"])
+            except (ValueError, KeyError, TypeError, OverflowError):  # cut off, or not a line of the loop
+                continue
+        return manifest.start_sample
 
 
 def _has_ragged_step(stage: Stage) -> bool:
@@ -274,6 +290,10 @@ class CommandWork:
             saved=saved,
             saved_position=reported or 0,
         )
+
+    def reached(self, manifest: Manifest) -> int:
+        """The status file's position."""
+        return self.progress(manifest).position
 
     def _status_file(self, number: int) -> Path:
         return self._directory.launch(number) / "status.json"

@@ -112,11 +112,13 @@ def write_failure(root: Path, launch: int, error: dict[str, Any]) -> None:
 
 
 def last_seen(root: Path, launch: int) -> dict[str, Any]:
-    """The time of the last step of the launch before this one, and the times in its status; empty if there is none."""
-    folder = root / names.LEDGER
-    found = [(numbers[0], name) for name in names.listed(folder) if (numbers := names.read_ledger(name))]
-    latest = max((number for number, _ in found if number < launch), default=None)
-    if latest is None:
+    """The time of the last step of the launch before this one, and the times in its status; empty if there is none.
+
+    A step changes the ledgers of all ranks, so that of rank 0 stands for thousands.
+    """
+    earlier = (names.read_events(name) for name in names.listed(root / names.EVENTS))
+    latest = max((number for number in earlier if number is not None and number < launch), default=None)
+    if latest is None or not (ledger := root / names.LEDGER / names.ledger(latest, 0)).exists():
         return {}
-    seen = max((folder / name).stat().st_mtime for number, name in found if number == latest)
-    return {"time": seen, "times": (find_object(root / names.status(latest)) or {}).get("times", {})}
+    times = (find_object(root / names.status(latest)) or {}).get("times", {})
+    return {"time": ledger.stat().st_mtime, "times": times}

@@ -19,8 +19,11 @@ from batchwright.core.ramp.schedule import Schedule, Step
 from batchwright.rundir.files import digest_of, write_json
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
+from batchwright.runtime.state import joined
 from batchwright.runtime.state.audit import LedgerAudit, _expected, audit
 from batchwright.runtime.state.ledger import WIDTH, Ledger, _line, next_launch, sample_hashes, span_hash, sums
+from tests.fabricated import ledger as ledger_of
+from tests.fabricated import opened
 
 ORDER = GlobalOrder(100, seed=3)
 SCHEDULE = Linear(start=8, increment=8, samples=64, target=24).compile().until(250)
@@ -370,3 +373,79 @@ def test_a_step_larger_than_a_block_is_hashed_in_parts(monkeypatch):
     low, high = span_hash(ids, 3, 100)
     monkeypatch.setattr("batchwright.runtime.state.audit._BLOCK", 7)
     assert whole == _expected(ORDER, 40, 240, 3, 100) == high << 64 | low
+
+
+def test_ranks_that_trained_the_same_samples_are_found_without_the_order(tmp_path, monkeypatch):
+    first = lambda step, rank, ids: ORDER.ids(range(step.start_sample, step.start_sample + len(ids)))  # noqa: E731
+    record(tmp_path, 0, 250, launch=0, ranks=2, feed=first)
+    record(tmp_path / "b", 0, 250, launch=0, ranks=3, schedule=Constant(2).compile().until(250))  # rank 2 has none
+    for root in (tmp_path, tmp_path / "b"):
+        checkpoint(root, 250, 0)
+    monkeypatch.setattr(GlobalOrder, "ids", lambda *given: pytest.fail("the order is not needed"))
+    found = audit(tmp_path, recompute=False)
+    named = [f.message for f in found.findings]
+    assert (found.gaps, found.repeats) == (0, 0)  # the counts alone are right
+    assert not found.ok and not found.ids_checked and found.wrong_runs == len(named) > 0
+    assert named[0] == "launch 0, steps 0 to 4: rank 1 trained the same samples as rank 0."
+    found = audit(tmp_path / "b", recompute=False)
+    assert found.ok and found.summary() == "ok by spans and counts: 250 samples, each in exactly one step"
+
+
+@pytest.mark.parametrize("batch", [3, 8, 20])
+@pytest.mark.parametrize("block", [2, 1 << 19])
+def test_the_ranks_of_a_wrong_run_are_named_where_shares_differ(tmp_path, monkeypatch, batch, block):
+    monkeypatch.setattr("batchwright.runtime.state.audit._BLOCK", block)
+    schedule = Constant(batch).compile().until(250)
+    fault = lambda step, rank, ids: (ids + 1) % 100 if step.step == 5 and rank in (1, 2) else ids  # noqa: E731
+    record(tmp_path, 0, 250, launch=0, ranks=5, schedule=schedule, feed=fault)
+    checkpoint(tmp_path, 250, 0)
+    (found,) = audit(tmp_path).findings
+    assert found.message.endswith("the samples are not those of the order, on rank 1, 2 of 5.")
+
+
+@pytest.mark.parametrize("file", [0, 1, 2])
+def test_lines_that_are_read_without_json_give_the_same_audit(tmp_path, monkeypatch, file):
+    """Any change of one byte: what the fast reader accepts, the reader of JSON accepts with the same numbers."""
+    ends = [SCHEDULE.at_step(n).start_sample for n in range(10)]
+    record(tmp_path, 0, ends[9], launch=0, ranks=3, saves=(ends[3], ends[6]))
+    checkpoint(tmp_path, ends[9], 0)
+    path = sorted((tmp_path / "ledger").iterdir())[file]
+    whole, rng = path.read_bytes(), np.random.default_rng(7)
+    lines = whole.split(b"\n")
+    damaged = [whole, whole[:-1], b"", lines[1], b"\n".join(lines[1:]), b"\n".join([*lines[:2], *lines[1:]])]
+    damaged += [whole + b"\0" * 384, whole.replace(b'"steps": 3', b'"steps": 2'), whole.replace(b': "', b': "0', 1)]
+    for at in rng.integers(0, len(whole), 200):
+        data = bytearray(whole)
+        data[at] = rng.choice(list(b'0123456789abcdef"{}:, \n')) if at % 2 else data[at] ^ 1 << int(rng.integers(0, 8))
+        damaged.append(bytes(data))
+    for data in damaged:
+        path.write_bytes(data)
+        quick = audit(tmp_path), audit(tmp_path, recompute=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(joined, "_add_quickly", lambda *given: False)
+            assert (audit(tmp_path), audit(tmp_path, recompute=False)) == quick
+
+
+@pytest.mark.parametrize("ranks", [16, 8192])
+def test_an_audit_opens_each_file_once_and_parses_the_lines_of_one_rank(tmp_path, monkeypatch, ranks):
+    samples, parsed = ledger_of(tmp_path, ranks, lines=3), []
+    parse = joined.parse_object
+    monkeypatch.setattr(joined, "parse_object", lambda text: parsed.append(text) or parse(text))
+    with opened() as seen:
+        found = audit(tmp_path)
+    assert found.ok and found.samples == samples
+    files = [name for name in seen.files if name.endswith(".jsonl")]
+    assert len(files) == len(set(files)) == ranks and seen.listed.count(str(tmp_path / "ledger")) == 1
+    assert len(parsed) == ranks + 3  # a header of each rank
+
+
+def test_files_are_read_again_for_few_wrong_runs(tmp_path):
+    """A wrong order makes every run wrong: the ranks of the first ones are named."""
+    ledger_of(tmp_path, 64, lines=12)
+    for path in (tmp_path / "ledger").iterdir():
+        path.write_bytes(path.read_bytes().replace(b'"seed": 1', b'"seed": 2'))
+    with opened() as seen:
+        found = audit(tmp_path)
+    named = ["on rank 0, 1, 2" in f.message for f in found.findings]
+    assert found.wrong_runs == 12 and named == [True] * 8 + [False] * 4
+    assert len([name for name in seen.files if name.endswith(".jsonl")]) == 64 * 9

@@ -133,7 +133,7 @@ class SlurmEngine:
         key = (handle["job"], action)
         if time.monotonic() - self._sent.get(key, -SIGNAL_SECONDS) < SIGNAL_SECONDS:
             return
-        if action == "kill" and self._leaving.soon(handle["job"], self.logs(handle)):
+        if action == "kill" and self._leaving.soon(handle["directory"]):
             return  # it ends by itself, and then Slurm does not call it CANCELLED
         self._sent[key] = time.monotonic()
         record = _record(handle)

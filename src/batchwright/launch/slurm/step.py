@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from batchwright.core.errors import EnvironmentFault
-from batchwright.launch.engine import Action, Handle, Job, Poll, RankLog, rank_logs
+from batchwright.launch.engine import Action, Handle, Job, Poll, RankLog, all_ended, rank_logs
 from batchwright.processes.guard import die_with, send
 from batchwright.rundir import atomic
 
@@ -30,6 +30,7 @@ LEAVING_SECONDS = 30.0  # for a launcher, or a job, to end after the last of its
 _AGAIN_SECONDS = 10.0  # until a signal is repeated: a rank may not handle it yet, or the controller did not answer
 _SIGNAL_SECONDS = 0.5  # until a signal from Slurm has reached all processes of a job
 _TOGETHER_SECONDS = 15.0  # for all nodes to be ready for a stack trace
+_NAMES_PER_SECOND = 1000  # that a node reads while it waits for the others: they all read the same folder
 _FIRST_PORT = 20_000  # of the ports for the ranks' rendezvous
 
 
@@ -58,11 +59,11 @@ class Leaving:
     def __init__(self) -> None:
         self._since: dict[str, float] = {}  # when all ranks of a launch were first seen to have ended
 
-    def soon(self, launch: str, ranks: tuple[RankLog, ...]) -> bool:
-        """Whether the launch is about to end."""
-        if not ranks or any(rank.code is None for rank in ranks):
+    def soon(self, directory: str) -> bool:
+        """Whether the launch with this directory is about to end."""
+        if not all_ended(Path(directory)):
             return False
-        return time.monotonic() - self._since.setdefault(launch, time.monotonic()) < LEAVING_SECONDS
+        return time.monotonic() - self._since.setdefault(directory, time.monotonic()) < LEAVING_SECONDS
 
 
 class StepEngine:
@@ -138,7 +139,7 @@ class StepEngine:
         if time.monotonic() < self._again.get(action, 0.0):
             return
         if action == "kill":
-            if self._leaving.soon(str(job.directory), self.logs(handle)):
+            if self._leaving.soon(handle["directory"]):
                 return
             self._kill()
         elif action == "trace":
@@ -236,8 +237,8 @@ def _free_port() -> int:
 
 def signal_ranks(directory: Path, node: int, per_node: int, number: int) -> None:
     """Signal the ranks on this node (srun places them in blocks); SIGABRT makes each write its stack to its log."""
-    for rank in rank_logs(directory):
-        if rank.rank // per_node == node and rank.pid and rank.state not in (None, "Z"):
+    for rank in rank_logs(directory, range(node * per_node, (node + 1) * per_node)):
+        if rank.pid and rank.state not in (None, "Z"):
             send(rank.pid, number)
             if number == signal.SIGABRT:
                 send(rank.pid, signal.SIGCONT)  # a stopped process writes its stack when it continues
@@ -250,7 +251,7 @@ def _wait_for_nodes(directory: Path, node: int, nodes: int) -> None:
     (folder / str(node)).touch()
     deadline = time.monotonic() + _TOGETHER_SECONDS
     while len(os.listdir(folder)) < nodes and time.monotonic() < deadline:
-        time.sleep(0.01)
+        time.sleep(max(0.01, nodes / _NAMES_PER_SECOND))
 
 
 def main(arguments: list[str]) -> int:
