@@ -374,9 +374,9 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
     if rows := shown.boundary_rows(now.boundaries):
         lines += ["", "time lost at boundaries:", *text.table(rows, head=shown.BOUNDARY_HEAD, right=range(6))]
     if ledger.get("ok") is not None:
-        verdict = f"ledger: {'ok' if ledger['ok'] else 'NOT ok'} by spans and counts (ids were not checked)"
-        verdict += f", {ledger['gaps']} gaps, {ledger['repeats']} repeats"
-        lines += ["", f"{verdict}, {ledger['discarded_samples']} samples discarded and trained again"]
+        verdict = f"{'ok' if ledger['ok'] else 'NOT ok'} (spans and counts, not ids), {ledger['gaps']} gaps"
+        verdict += f", {ledger['repeats']} repeats, {ledger['discarded_samples']} samples discarded and trained again"
+        lines += ["", f"ledger: {verdict}"]
         lines += text.bullets([f"{f['cause']}: {f['message']}" for f in ledger["findings"][:3]])
     if plot and now.starts:
         from batchwright.report.plots import staircase
