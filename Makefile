@@ -6,7 +6,10 @@ STAMP := $(VENV)/.ready
 # Three workers for two cores: many tests wait for a process.
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all check bench docs venv clean
+ROUNDS ?= 100
+SEED ?= $(shell date +%s)
+
+.PHONY: demo test test-all torture check bench docs venv clean
 
 demo: $(STAMP)  ## the main job, on this machine
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
@@ -17,6 +20,9 @@ test: $(STAMP)  ## all tests, one real case of each kind: under ten minutes on t
 test-all: $(STAMP)  ## every round of every test, then every version of Python and packages that is supported
 	BATCHWRIGHT_EXAMPLES=all $(PYTEST) -m 'rounds or not rounds'
 	PYTHON=$(PYTHON) bash tests/versions.sh
+
+torture: $(STAMP)  ## random kills, damaged files, flipped bits and broken disks: ROUNDS=100 takes about two hours
+	$(BIN)/python -m tests.torture --rounds $(ROUNDS) --seed $(SEED)
 
 check: $(STAMP)  ## lint, types, and the tests that need no torch: under a minute
 	$(BIN)/ruff check .

@@ -21,6 +21,8 @@ settings.load_profile("patient")
 LONGEST = (
     "launch/slurm/test_slurm_loop.py",
     "launch/test_torture.py",
+    "torture/test_torture.py",
+    "torture/test_chaos.py",
     "launch/slurm/test_slurm_chain.py",
     "launch/slurm/test_slurm_engine.py",
     "probe/test_real.py",

@@ -135,6 +135,15 @@ def test_a_guard_that_is_killed_leaves_nothing_running(run):
     assert code == 0, err
 
 
+def test_a_guard_that_is_stopped_does_not_stop_the_run(run):
+    with run.held() as hold:
+        run.start(*run.scripted(hold))
+        guard = run.until(lambda: json.loads((run.newest() / "manifest.json").read_text())["handle"])["pid"]
+        os.kill(guard, signal.SIGSTOP)
+    code, _, err = run.finish()
+    assert code == 0, err
+
+
 def test_grandchildren_are_ended_with_their_launch(run):
     code, _, err = run(*run.scripted("child"))
     assert code == 0, err

@@ -42,6 +42,7 @@ class Strike:
     role: str
     signal: str
     stopped: float | None = None  # seconds until SIGCONT; None: it stays stopped
+    which: int = 0  # of several processes of this role
 
     def __str__(self) -> str:
         rest = "" if self.signal != "SIGSTOP" else f" for {self.stopped:.1f} s" if self.stopped else " for good"
@@ -52,11 +53,11 @@ def strikes(draw: random.Random) -> list[Strike]:
     """One to four of them. A stopped supervisor is always continued: nobody else could do it."""
     made: list[Strike] = []
     for _ in range(draw.randint(1, 4)):
-        moment, role = draw.choice(MOMENTS), draw.choice(ROLES)
-        name = draw.choice(SIGNALS)
+        moment, role, name = draw.choice(MOMENTS), draw.choice(ROLES), draw.choice(SIGNALS)
+        role = "supervisor" if moment == "birth" else role  # there is no other yet
         longest = {"birth": 1.0, "startup": 5.0}.get(moment, 0.3)
         stopped = draw.uniform(0.2, 3.0) if role == "supervisor" or draw.random() < 0.5 else None
-        made.append(Strike(moment, draw.uniform(0, longest), role, name, stopped))
+        made.append(Strike(moment, draw.uniform(0, longest), role, name, stopped, draw.randrange(8)))
     return made
 
 
@@ -162,7 +163,7 @@ class Round:
         if not found:
             self.missed += 1
             return None
-        pid = found[len(strike.signal) % len(found)]
+        pid = found[strike.which % len(found)]
         _send(pid, signal.Signals[strike.signal])
         if strike.signal == "SIGSTOP" and strike.stopped is None:
             self._left.add(pid)

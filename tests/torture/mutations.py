@@ -15,19 +15,21 @@ from .mutate import Mutation
 from .record import Case
 
 # --resume: no waiting, whatever the plan says now.
-IMPATIENT = "--max-retries 0 --retry-seconds 0 --stall-seconds 5 --start-seconds 5 --grace-seconds 1".split()
+IMPATIENT = "--max-retries 0 --retry-seconds 0 --stall-seconds 30 --start-seconds 60 --grace-seconds 1".split()
 FOREIGN = "this file is not batchwright's"
 
 
-def mutations(material: Material, place: Path, call: Caller, seed: str, numbers: range) -> Iterator[Case]:
-    """One damage per case, in a copy."""
+def mutations(
+    material: Material, place: Path, call: Caller, seed: str, numbers: range, resumes: float = 0.04
+) -> Iterator[Case]:
+    """One damage per case, in a copy. `resumes` is the share of tasks that are resumed: each takes ten seconds and more."""
     for number in numbers:
         draw = random.Random(f"{seed} mutations {number}")
         sources = (material.done, material.half, material.command_done, material.command_half, material.probe)
         source = draw.choices(sources, (30, 30, 5, 25, 10))[0]
         folder = place / str(number)
         folder.mkdir(parents=True)
-        yield _case(source, material, folder, draw, call, number)
+        yield _case(source, material, folder, draw, call, number, resumes)
         for parent, names, _ in os.walk(folder):
             for name in names:
                 if not os.path.islink(os.path.join(parent, name)):
@@ -35,18 +37,19 @@ def mutations(material: Material, place: Path, call: Caller, seed: str, numbers:
         shutil.rmtree(folder)
 
 
-def _case(source: Path, material: Material, folder: Path, draw: random.Random, call: Caller, number: int) -> Case:
+def _case(
+    source: Path, material: Material, folder: Path, draw: random.Random, call: Caller, number: int, resumes: float
+) -> Case:
     root, outside = folder / "it", folder / "outside"
     shutil.copytree(source, root)
-    foreign = [outside, root / "notes.txt"]
-    for path in foreign:
-        path.write_text(FOREIGN)
     user = NOBODY if os.geteuid() == 0 and draw.random() < 0.2 else None
     if user is not None:  # only another user than root is refused anything
         for path in (folder, *folder.rglob("*")):
             os.chown(path, user, user)
     mutation = Mutation(root, outside, draw, user)
-    foreign += [other for other in (root / "notes.txt",) if mutation.path != other]
+    foreign = [outside, root / "notes.txt"]  # after the draw: these are not damaged
+    for path in foreign:
+        path.write_text(FOREIGN)
     what = f"{source.name}: {mutation.apply()}{' (as another user)' if user is not None else ''}"
     calls: list[Call] = []
     wrong: list[str] = []
@@ -62,18 +65,25 @@ def _case(source: Path, material: Material, folder: Path, draw: random.Random, c
             wrong += _named(mutation, calls[-1])
         wrong += [f"reading changed {name}" for name in _differences(before, _listing(root))]
         calls.append(call("run", "--stop", root, cwd=folder, user=user))
-        # Another user may not be able to read this Python.
-        if source in (material.command_done, material.command_half) and user is None:
-            calls.append(call("run", "--resume", root, *IMPATIENT, cwd=folder, user=user, seconds=60))
+        # Another user may not be able to read this Python. A damaged plan of a task may ask for a million ranks.
+        slow = draw.random() < resumes and mutation.path.name != "plan.json"
+        if user is None and (source in (material.command_done, material.command_half) or slow):
+            calls.append(call("run", "--resume", root, *IMPATIENT, cwd=folder, seconds=180))
+            wrong += _tracebacks(root)
     for made in calls:
         wrong += made.wrong()
-    wrong += [
-        f"{path} was changed"
-        for path in foreign
-        if path != mutation.path and path.name not in mutation.what and path.read_text() != FOREIGN
-    ]
+    wrong += [f"{path} was changed" for path in foreign if path.read_text() != FOREIGN]
     codes = tuple(made.code for made in calls if made.code is not None)
     return Case("mutations", number, what, codes, tuple(wrong))
+
+
+def _tracebacks(root: Path) -> list[str]:
+    """What a rank logged: an error of batchwright is a sentence there, too."""
+    found: list[str] = []
+    for path in root.glob("launches/*/logs/rank-*.log"):
+        text = path.read_text(errors="replace") if path.is_file() and not path.is_symlink() else ""
+        found += [f"{path.name}: {text[-2500:]}"] if "Traceback (most" in text else []
+    return found
 
 
 def _probe_calls(root: Path, call: Caller, user: int | None) -> Iterator[Call]:

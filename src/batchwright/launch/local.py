@@ -93,6 +93,9 @@ class LocalEngine:
         started, writing = known
         code = started.poll()
         if code is None:
+            if guard.process_state(started.pid, None) == "T":
+                # Someone has stopped the guard. The ranks would train on, and nothing would end them or notice their end.
+                guard.send(started.pid, signal.SIGCONT)
             return Poll("running")
         if writing >= 0:
             os.close(writing)
