@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -58,10 +57,9 @@ def test_enough_lines_end_the_command():
 
 
 def test_leaving_the_block_ends_the_command():
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), GuardedProcess(["sleep", "600"], environment()) as child:
+    with pytest.raises(KeyboardInterrupt), GuardedProcess(["sleep", "1000000"], environment()) as child:
         raise KeyboardInterrupt
-    assert not child.alive and time.monotonic() - started < 60
+    assert not child.alive
 
 
 def test_echo_copies_the_output_to_standard_error():

@@ -9,7 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-import time
+import threading
 import zipfile
 from enum import Enum
 from pathlib import Path
@@ -379,15 +379,18 @@ def test_checkpoints_reshard_over_ranks_and_strategies(tmp_path):
 
 def test_an_asynchronous_save_keeps_its_values_and_the_next_one_waits(tmp_path):
     model, optimizer = made(size=256)
-    checkpoints = Checkpoints(tmp_path, asynchronous=True, may_save=lambda: not time.sleep(0.2))
+    go_on = threading.Semaphore(0)
+    checkpoints = Checkpoints(tmp_path, asynchronous=True, may_save=lambda: go_on.acquire(timeout=600))
     kept = made(size=256)[0]
     kept.load_state_dict(model.state_dict())
     assert checkpoints.save(model, optimizer, step=1, position=8) is None
     assert checkpoints.busy
     with torch.no_grad():
         model[0].weight.zero_()
+    threading.Timer(0.2, go_on.release, (2,)).start()  # twice for the first save, and not for the second
     checkpoints.save(model, optimizer, step=2, position=16)  # waits for the first
     assert [p.name for p in tmp_path.iterdir() if "partial" not in p.name] == ["step-000000000001-launch-00000"]
+    go_on.release(2)
     assert checkpoints.wait().step == 2 and not checkpoints.busy
     fresh, other = made(seed=1, size=256)
     shutil.rmtree(tmp_path / "step-000000000002-launch-00000")
