@@ -303,3 +303,13 @@ def test_a_damaged_plan_is_an_error_that_names_it():
     assert "another version" in str(refused("--status", "r"))
     Path("r/plan.json").write_text('{"schema": 1, "stages": 3}')
     assert "is damaged" in str(refused("--status", "r"))
+
+
+@pytest.mark.parametrize("engine", ["local", "slurm"])
+def test_a_run_that_this_machine_cannot_start_leaves_no_directory(monkeypatch, engine):
+    Path("train.py").write_text("def task(): ...\n")
+    monkeypatch.setattr("batchwright.launch.engine.find_spec", lambda name: None)  # as without torch
+    monkeypatch.setenv("PATH", "")  # without sbatch
+    error = refused("train.py:task", *RAMP, *WORLD, "--engine", engine, "--dir", "runs/x")
+    assert error.exit_code == 4 and {"local": "batchwright[torch]", "slurm": "sbatch"}[engine] in str(error)
+    assert sorted(os.listdir()) == ["train.py"]
