@@ -6,7 +6,7 @@ import math
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import BatchwrightError
@@ -89,5 +89,12 @@ def last_seen(root: Path, launch: int) -> dict[str, Any]:
     latest = max((number for number, _ in found if number < launch), default=None)
     if latest is None:
         return {}
-    seen = max((folder / name).stat().st_mtime for number, name in found if number == latest)
-    return {"time": seen, "times": (find_object(root / names.status(latest)) or {}).get("times", {})}
+    # Of a link, which nobody of us made, its own time: it may lead nowhere.
+    seen = max((folder / name).lstat().st_mtime for number, name in found if number == latest)
+    times = (find_object(root / names.status(latest)) or {}).get("times")
+    known = cast("dict[str, Any]", times).items() if isinstance(times, dict) else ()
+    return {"time": seen, "times": {name: value for name, value in known if _is_time(value)}}
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
