@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from batchwright.cli import main
-from batchwright.probe.journal import path_for
 
 PROGRAM = "import sys; sys.exit('MemoryError' if int(sys.argv[1]) > {} else 0)"
 
@@ -56,10 +55,12 @@ def test_nothing_fits_exits_3_with_one_document(capsys, tmp_path):
     assert json.loads(out)["error"]["type"] == "NothingFitsError"
 
 
-def test_a_full_disk_prints_the_results_and_exits_4(capsys, tmp_path):
-    arguments = command(5)
-    path_for(Path(tmp_path), " ".join(arguments[1:])).symlink_to("/dev/full")
-    code, out, err = run(capsys, "--limit-only", "--json", "--dir", str(tmp_path), *arguments)
+def test_a_full_disk_prints_the_results_and_exits_4(capsys, tmp_path, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("batchwright.probe.journal.os.fsync", full)
+    code, out, err = run(capsys, "--limit-only", "--json", "--dir", str(tmp_path), *command(5))
     assert code == 4
     assert json.loads(out)["max_micro_batch_size"] == 5
     assert "No space left on device" in err

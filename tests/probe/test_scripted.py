@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -288,14 +289,25 @@ def test_a_damaged_line_is_skipped(scripted, tmp_path, line):
     assert all(t.resumed for t in probe.trials) and probe.max_micro_batch_size == 40
 
 
-def test_a_full_disk_keeps_the_results(scripted, tmp_path):
-    run_probe(scripted(LIMIT_40))
-    (journal,) = (tmp_path / "journal").glob("*.jsonl")
-    journal.unlink()
-    journal.symlink_to("/dev/full")
+def test_a_full_disk_keeps_the_results(scripted, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("batchwright.probe.journal.os.fsync", full)
     probe = run_probe(scripted(LIMIT_40))
     assert probe.max_micro_batch_size == 40
     assert "No space left on device" in probe.journal_error
+
+
+def test_a_journal_is_not_written_through_a_link(scripted, tmp_path):
+    run_probe(scripted(LIMIT_40))
+    (journal,) = (tmp_path / "journal").glob("*.jsonl")
+    journal.unlink()
+    (tmp_path / "victim").write_text("precious")
+    journal.symlink_to(tmp_path / "victim")
+    probe = run_probe(scripted(LIMIT_40))
+    assert probe.max_micro_batch_size == 40 and "symbolic link" in probe.journal_error
+    assert (tmp_path / "victim").read_text() == "precious"
 
 
 def test_an_interrupted_probe_says_what_is_kept(scripted):

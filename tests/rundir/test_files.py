@@ -12,6 +12,7 @@ from batchwright.core.errors import EnvironmentFault, RunError
 from batchwright.rundir import atomic
 from batchwright.rundir.fence import Fence
 from batchwright.rundir.files import JsonLines, create_once, digest_of, find_object, read_json, write_fault, write_json
+from batchwright.rundir.status import last_seen
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -162,3 +163,13 @@ def test_a_damaged_fence_is_an_error_that_names_the_file(tmp_path, text):
     (tmp_path / "launch.json").write_text(text)
     with pytest.raises(RunError, match=r"launch\.json"):
         Fence.current(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "times", ["text", [1], {"save_seconds": "1", "load_seconds": 1e999, "setup_seconds": 2.5}, None]
+)
+def test_damaged_times_of_the_launch_before_are_left_out(tmp_path, times):
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger" / "launch-00001-rank-00000.jsonl").symlink_to("nowhere")
+    write_json(tmp_path / "status" / "launch-00001.json", {"times": times}, allow_nan=True)
+    assert last_seen(tmp_path, 2)["times"] == ({"setup_seconds": 2.5} if isinstance(times, dict) else {})

@@ -20,7 +20,7 @@ FOREIGN = "this file is not batchwright's"
 
 
 def mutations(
-    material: Material, place: Path, call: Caller, seed: str, numbers: range, resumes: float = 0.04
+    material: Material, place: Path, call: Caller, seed: str, numbers: range, resumes: float = 0.06
 ) -> Iterator[Case]:
     """One damage per case, in a copy. `resumes` is the share of tasks that are resumed: each takes ten seconds and more."""
     for number in numbers:
@@ -66,7 +66,9 @@ def _case(
         wrong += [f"reading changed {name}" for name in _differences(before, _listing(root))]
         calls.append(call("run", "--stop", root, cwd=folder, user=user))
         # Another user may not be able to read this Python. A damaged plan of a task may ask for a million ranks.
-        slow = draw.random() < resumes and mutation.path.name != "plan.json"
+        slow = (
+            draw.random() < (2 * resumes if source == material.done else resumes) and mutation.path.name != "plan.json"
+        )
         if user is None and (source in (material.command_done, material.command_half) or slow):
             calls.append(call("run", "--resume", root, *IMPATIENT, cwd=folder, seconds=180))
             wrong += _tracebacks(root)

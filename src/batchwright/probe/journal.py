@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
+from batchwright.rundir import atomic
 from batchwright.rundir.files import parse_object, read_bytes
 
 from .records import Trial
@@ -127,7 +128,7 @@ class Journal:
             return False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a+b", buffering=0) as file:
+            with open(self.path, "a+b", buffering=0, opener=atomic.no_follow) as file:
                 torn = b""
                 if file.seekable() and file.tell() > 0:
                     file.seek(-1, os.SEEK_END)

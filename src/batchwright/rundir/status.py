@@ -6,7 +6,7 @@ import math
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import BatchwrightError, RunError
@@ -118,7 +118,16 @@ def last_seen(root: Path, launch: int) -> dict[str, Any]:
     """
     earlier = (names.read_events(name) for name in names.listed(root / names.EVENTS))
     latest = max((number for number in earlier if number is not None and number < launch), default=None)
-    if latest is None or not (ledger := root / names.LEDGER / names.ledger(latest, 0)).exists():
+    if latest is None:
         return {}
-    times = (find_object(root / names.status(latest)) or {}).get("times", {})
-    return {"time": ledger.stat().st_mtime, "times": times}
+    try:
+        seen = (root / names.LEDGER / names.ledger(latest, 0)).lstat()
+    except OSError:
+        return {}
+    times = (find_object(root / names.status(latest)) or {}).get("times")
+    known = cast("dict[str, Any]", times).items() if isinstance(times, dict) else ()
+    return {"time": seen.st_mtime, "times": {name: value for name, value in known if _is_time(value)}}
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15

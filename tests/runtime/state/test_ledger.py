@@ -267,6 +267,12 @@ def test_a_full_disk_is_an_environment_fault(tmp_path, monkeypatch, call):
             Ledger(tmp_path, ORDER, launch=1)
 
 
+def test_a_file_in_the_place_of_the_ledger_is_named(tmp_path):
+    (tmp_path / "ledger").touch()
+    with pytest.raises(EnvironmentFault, match=r"the ledger .* could not be written to .*File exists"):
+        Ledger(tmp_path / "ledger", ORDER, launch=1)
+
+
 def one_run(root: Path) -> list[Path]:
     """Two ranks, saved every few steps, so that each file has a header and several lines."""
     ends = [SCHEDULE.at_step(step).end_sample for step in range(SCHEDULE.at_sample(249).step + 1)]

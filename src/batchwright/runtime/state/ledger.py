@@ -74,6 +74,9 @@ class Ledger:
         self.path = folder / names.ledger(launch, rank)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # such as a file in its place
+            raise self._fault(error) from error
+        try:
             self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             raise RunError(
