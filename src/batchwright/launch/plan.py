@@ -20,6 +20,9 @@ from .records import COMMAND, TASK, Options, RunPlan
 from .settings import read_options
 from .work import BATCH_PLACEHOLDERS, check_placeholders, placeholders
 
+# With the assumed restart of five minutes, more of them take longer than three days.
+MOST_LAUNCHES = 1000
+
 
 def build(
     request: BatchRequest,
@@ -40,6 +43,8 @@ def build(
             field="task",
             given=target,
         )
+    if command and not command[0].strip():
+        raise ConfigError("the command has no program: its first argument is empty.", field="command", given=command[0])
     check_placeholders(command)
     check_placeholders(position_command, "position_command")
     beyond = placeholders(position_command) - {"run_dir"}
@@ -72,6 +77,16 @@ def build(
             "a run needs an end, and the last stage is open. Give a budget: --samples N or --tokens N.", field="samples"
         )
     assert made.placement is not None  # `_placed` gives the request a world
+    launches = len(made.placement.launches)
+    if launches > MOST_LAUNCHES:
+        raise ScheduleError(
+            f"the run has {launches:,} launches, and at most {MOST_LAUNCHES:,} are allowed: every launch restarts all "
+            "processes. Give a ramp with fewer stages"
+            + (", or leave out stop_every_stage." if len(made.placement.stages) == launches else "."),
+            field="stop_every_stage",
+            given=launches,
+            nearest=(MOST_LAUNCHES,),
+        )
     sizes = {stage.global_batch_size for stage in made.placement.stages}
     if command and len(sizes) > 1 and not placeholders(command) & set(BATCH_PLACEHOLDERS):
         notes.append(
@@ -134,7 +149,7 @@ def refit(plan: RunPlan, limit: int) -> RunPlan:
 def default_directory(plan: RunPlan) -> RunDirectory:
     """`runs/NAME`, where NAME is that of the task's file or of the command."""
     name = os.path.splitext(os.path.basename(plan.target.rpartition(":")[0] or plan.target))[0]
-    return RunDirectory(os.path.join("runs", name))
+    return RunDirectory(os.path.join("runs", name if name.strip(". ") else "command"))  # `runs/..` is not below runs
 
 
 def begin(directory: RunDirectory, plan: RunPlan) -> None:
@@ -154,7 +169,11 @@ def begin(directory: RunDirectory, plan: RunPlan) -> None:
             raise taken
         write_json(directory.path / names.PLAN, plan)
     except OSError as error:
-        raise EnvironmentFault(f"{directory.path} cannot be written: {error}.", field="dir") from None
+        raise _not_written(directory, error) from None
+
+
+def _not_written(directory: RunDirectory, error: OSError) -> EnvironmentFault:
+    return EnvironmentFault(f"{directory.path} cannot be written: {error.strerror or error}.", field="dir")
 
 
 def resume(directory: RunDirectory, changes: Mapping[str, Any], limit: int | None = None) -> RunPlan:
@@ -174,5 +193,5 @@ def resume(directory: RunDirectory, changes: Mapping[str, Any], limit: int | Non
         if changed != plan and free:
             write_json(directory.path / names.PLAN, changed)
     except OSError as error:
-        raise EnvironmentFault(f"{directory.path} cannot be written: {error}.", field="dir") from None
+        raise _not_written(directory, error) from None
     return changed
