@@ -153,7 +153,7 @@ def test_one_process_is_the_world_where_none_is_given():
         (("train.py:task", *RAMP, "--env", "A B=3"), ConfigError, "environment", "not the name of a variable"),
         (("train.py:task", *RAMP, "task.settings.max_nrom=2"), ConfigError, "max_nrom", "Nearest: max_norm"),
         (("train.py:task", *RAMP, "task.settings.checkpoint_every=1k"), ConfigError, "checkpoint_every", "a whole number"),
-        (("train.py:task", *RAMP, "task.settings.learning_rate={peak: 1}"), ConfigError, "settings", "cannot be read"),
+        (("train.py:task", *RAMP, "task.settings.learning_rate={peak: 1}"), ConfigError, "peak", "Nearest: peak_lr"),
         (("train.py:task", *RAMP, "task.settings.strategy=dpp"), ConfigError, "strategy", "not known"),
     ],
 )  # fmt: skip

@@ -13,6 +13,7 @@ from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import ConfigError, MissingExtraError, PlanError, RunError, raise_violations
 from batchwright.core.numbers import count
 from batchwright.core.ramp.rules import parse_thresholds
+from batchwright.runtime.check.names import unknown_causes
 
 from . import text
 from .naming import Verb, notes
@@ -98,15 +99,14 @@ def _check(target: str, args: tuple[str, ...], allow: tuple[str, ...], flags: di
         raise ConfigError(
             f"accumulate_dtype={kind!r} is not one of {', '.join(_DTYPES)}.", field="accumulate_dtype", given=kind
         )
+    # Checked before torch is imported, which takes seconds.
+    raise_violations(PlanError, unknown_causes(allow))
     with _torch_needed():
         import torch
 
         from batchwright.runtime.check import check
-        from batchwright.runtime.check.causes import unknown_causes
         from batchwright.runtime.state.generators import set_seeds
         from batchwright.runtime.task import load_task
-    # Checked before the user's function runs.
-    raise_violations(PlanError, unknown_causes(allow))
     try:
         # The function may draw random numbers (a model, a synthetic dataset): the same ones in every process.
         set_seeds(seed)

@@ -31,6 +31,18 @@ class Verb(click.Command):
     A RunError is not changed: it contains text of the user's program.
     """
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
+        flags = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
+        for option in options:
+            value = ctx.params.get(option.name or "")
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, str) and one in flags:
+                    # `--dir --dry-run` would start a run in a directory of that name.
+                    raise click.UsageError(f"{option.opts[0]} needs a value, and {one} is another flag.", ctx=ctx)
+        return rest
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)

@@ -80,7 +80,8 @@ def mapping(value: Any, field: str) -> dict[str, Any]:
     """A section of a project file: its keys, none where it is empty."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{field} must be KEY: VALUE, not {str(value)[:60]!r}.", field=field, given=str(value)[:60])
-    return dict(value or {})
+    # YAML reads the key 1 as a number; a keyword and a key of JSON are text.
+    return {str(key): item for key, item in (value or {}).items()}
 
 
 def read_task(target: str, args: tuple[str, ...]) -> tuple[str, dict[str, Any]]:

@@ -145,7 +145,8 @@ def command(
     from batchwright.launch.directory import RunDirectory
     from batchwright.launch.plan import begin
 
-    chosen = [name for name, value in {"--resume": resume, "--status": status_of, "--stop": stop_of}.items() if value]
+    existing = {"--resume": resume, "--status": status_of, "--stop": stop_of}
+    chosen = [name for name, value in existing.items() if value is not None]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} are mutually exclusive.", field=chosen[1][2:])
     if dry_run and chosen:
@@ -200,6 +201,8 @@ def _new(
     probe = {"probe": read_file(flags["from_probe"])} if flags["from_probe"] else {}
     wanted = read_ramp({k: v for k, v in gathered.values.items() if k in RAMP_READERS} | probe)
     unknown = [unknown_key(f"task.{k}", "", [f"task.{n}" for n in TASK_KEYS]) for k in task if k not in TASK_KEYS]
+    if "settings" in launch:
+        unknown.append(Violation("launch.settings is not a known key. Did you mean task.settings?", "launch.settings"))
     if len(targets) > 1:
         unknown.append(Violation(f"{' and '.join(targets)} are two tasks: a run takes one.", "task", targets[1]))
     raise_violations(ConfigError, unknown)
@@ -225,8 +228,8 @@ def _new(
         from batchwright.runtime.loop.settings import read_settings
 
         read_settings({"directory": "", "micro_batch_size": 1, **plan.options.settings}, "task.settings")
-    place = flags["dir"] or _text(there["dir"], "launch.dir")
-    return RunDirectory(place, "--dir") if place else default_directory(plan), plan, made
+    place = flags["dir"] if flags["dir"] is not None else _text(there["dir"], "launch.dir")
+    return default_directory(plan) if place is None else RunDirectory(place, "--dir"), plan, made
 
 
 def _text(value: Any, name: str) -> str | None:

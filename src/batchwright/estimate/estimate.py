@@ -29,6 +29,7 @@ from .records import (
 
 PRECISIONS = ("fp32", "bf16")
 TIMEOUT = 1800.0
+MOST_RANKS = 2**14  # torch's fake group takes time for each rank: 16 s in all for this many (measured)
 # A calibration should need this much memory at most: activations are larger than the constant, and it takes seconds.
 COMFORTABLE = 2**30
 
@@ -153,6 +154,9 @@ def _check(r: EstimateRequest, device: Device | None, memory: int | None, margin
     }
     for name, values in counts.items():
         wrong += [Violation(f"{name}={v}: must be at least 1.", name, v, (1,)) for v in values if v < 1]
+    if r.ranks > MOST_RANKS:
+        message = f"ranks={r.ranks}: must be at most {MOST_RANKS:,}."
+        wrong.append(Violation(message, "ranks", r.ranks, (MOST_RANKS,)))
     if calibrate and r.ranks > 1:
         message = (
             f"calibrate runs one real process, which cannot measure the shards of ranks={r.ranks}. Calibrate with "

@@ -18,7 +18,7 @@ from batchwright.core.errors import BatchwrightError, MissingExtraError, PlanErr
 from batchwright.core.numbers import format_bytes
 from batchwright.processes.endings import error_from_record, error_record, from_exit, sentence
 from batchwright.processes.start import FIXED_ALLOCATOR, GuardedProcess, environment
-from batchwright.processes.target import split_target
+from batchwright.processes.target import expanded, split_target
 from batchwright.rundir import atomic
 
 from .fit import SAME_SLOPE, largest, settle
@@ -175,7 +175,7 @@ def _refuse_torch_options(request: EstimateRequest) -> None:
 
 def _source(task: str) -> str:
     try:
-        return Path(split_target(task)[0]).expanduser().read_text(encoding="utf-8")
+        return expanded(split_target(task)[0]).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""  # load_task reports what is wrong
 

@@ -50,6 +50,8 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str], name: str = "dir") -> None:
         self._lock: int | None = None
         try:
+            if not os.fspath(path):
+                raise ValueError("it is empty")  # an unset variable of a shell, and not the current directory
             self.path = Path(path).expanduser().absolute()
             if max(len(os.fsencode(part)) for part in self.path.parts) > 255:
                 # Below a directory that does not exist, lstat does not notice it.
@@ -60,7 +62,7 @@ class RunDirectory:
         except (OSError, RuntimeError, ValueError) as error:
             # A user without a home, a name of more than 255 bytes, a loop of links, text that is no file name.
             reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
-            shown = str(path) if len(str(path)) <= 120 else f"{str(path)[:120]}..."
+            shown = (str(path) if len(str(path)) <= 120 else f"{str(path)[:120]}...") or "''"
             raise ConfigError(
                 f"{name} {shown}: not a usable path: {reason}.", field=name.removeprefix("--"), given=shown
             ) from None

@@ -21,6 +21,9 @@ from .engine import check_machine
 from .records import COMMAND, TASK, Options, RunPlan
 from .work import BATCH_PLACEHOLDERS, check_placeholders, placeholders
 
+# With the assumed restart of five minutes, more of them take longer than three days.
+MOST_LAUNCHES = 1000
+
 
 def build(
     request: BatchRequest,
@@ -45,6 +48,8 @@ def build(
             field="task",
             given=target,
         )
+    if command and not command[0].strip():
+        raise ConfigError("the command has no program: its first argument is empty.", field="command", given=command[0])
     check_placeholders(command)
     check_placeholders(position_command, "position_command")
     beyond = placeholders(position_command) - {"run_dir"}
@@ -78,6 +83,16 @@ def build(
             "a run needs an end, and the last stage is open. Give a budget: --samples N or --tokens N.", field="samples"
         )
     assert made.placement is not None  # `_placed` gives the request a world
+    launches = len(made.placement.launches)
+    if launches > MOST_LAUNCHES:
+        raise ScheduleError(
+            f"the run has {launches:,} launches, and at most {MOST_LAUNCHES:,} are allowed: every launch restarts all "
+            "processes. Give a ramp with fewer stages"
+            + (", or leave out stop_every_stage." if len(made.placement.stages) == launches else "."),
+            field="stop_every_stage",
+            given=launches,
+            nearest=(MOST_LAUNCHES,),
+        )
     sizes = {stage.global_batch_size for stage in made.placement.stages}
     if command and len(sizes) > 1 and not placeholders(command) & set(BATCH_PLACEHOLDERS):
         notes.append(
@@ -141,7 +156,7 @@ def _placed(request: BatchRequest, notes: list[str]) -> BatchRequest:
 def default_directory(plan: RunPlan) -> RunDirectory:
     """`runs/NAME`, where NAME is that of the task's file or of the command."""
     name = os.path.splitext(os.path.basename(plan.target.rpartition(":")[0] or plan.target))[0]
-    return RunDirectory(os.path.join("runs", name))
+    return RunDirectory(os.path.join("runs", name if name.strip(". ") else "command"))  # `runs/..` is not below runs
 
 
 def begin(directory: RunDirectory, plan: RunPlan) -> None:
@@ -162,4 +177,9 @@ def begin(directory: RunDirectory, plan: RunPlan) -> None:
             raise taken
         write_json(directory.path / names.PLAN, plan)
     except OSError as error:
-        raise EnvironmentFault(f"{directory.path} cannot be written: {error}.", field="dir") from None
+        raise not_written(directory, error) from None
+
+
+def not_written(directory: RunDirectory, error: OSError) -> EnvironmentFault:
+    """The error for a run directory that cannot be written."""
+    return EnvironmentFault(f"{directory.path} cannot be written: {error.strerror or error}.", field="dir")

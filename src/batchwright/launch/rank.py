@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> None:
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=prepare)
     except OSError as error:
-        log.write(f"{command[0]}: {error.strerror}\n".encode())
+        log.write(os.fsencode(f"{command[0]}: {error.strerror}\n"))
         code = 127 if isinstance(error, FileNotFoundError) else 126
         _write(f"{record}.json", {"pid": None})
         _write(f"{record}.exit.json", {"code": code, "time": time.time()})

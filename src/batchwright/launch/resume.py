@@ -7,13 +7,13 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from batchwright.core.batch.request import BatchRequest
-from batchwright.core.errors import ConfigError, EnvironmentFault, PlanError
+from batchwright.core.errors import ConfigError, PlanError
 from batchwright.core.fields import read_fields
 from batchwright.core.ramp.request import RAMP_READERS, RULE_FLAGS, RampRequest
 from batchwright.rundir import names
 
 from .directory import RunDirectory, write_json
-from .plan import build
+from .plan import build, not_written
 from .records import TASK, RunPlan
 from .settings import read_options
 from .work import work
@@ -47,7 +47,7 @@ def resume(
         if changed != plan and free:
             write_json(directory.path / names.PLAN, changed)
     except OSError as error:
-        raise EnvironmentFault(f"{directory.path} cannot be written: {error}.", field="dir") from None
+        raise not_written(directory, error) from None
     return changed
 
 

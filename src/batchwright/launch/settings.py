@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-from batchwright.core.errors import ConfigError
+from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.fields import Readers, choice, read_fields, seconds
 from batchwright.core.numbers import count, positive
 
 from .engine import ENGINES
 from .records import COMMAND, TASK, Options, RunPlan
-from .slurm.site import read_site
+from .slurm.site import can_be_passed, read_site
 
 
 def _stall(value: Any, name: str) -> float | None:
@@ -50,7 +49,7 @@ def _environment(value: Any, name: str) -> dict[str, str]:
                 )
             pairs.append((key, text))
     for key, text in pairs:
-        if not key.strip() or {"=", "\0", " ", "\n"} & set(key) or not _can_be_passed(key + text):
+        if not key.strip() or {"=", "\0", " ", "\n"} & set(key) or not can_be_passed(key + text):
             raise ConfigError(f"{name}: {key[:60]!r} is not the name of a variable. Write KEY=VALUE.", field=name)
     return dict(pairs)
 
@@ -58,7 +57,33 @@ def _environment(value: Any, name: str) -> dict[str, str]:
 def _mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"launch.{name} must be a mapping.", field=name, given=str(value)[:40])
-    return dict(cast("Mapping[str, Any]", value))
+    return {str(key): item for key, item in cast("Mapping[Any, Any]", value).items()}
+
+
+# The settings of the loop that a run sets itself, and the flag for the same thing.
+_OWN = {
+    "directory": "--dir",
+    "micro_batch_size": "--micro-batch-size",
+    "allow_ragged": "--allow-ragged",
+    "launch": "",
+    "end_sample": "--samples",
+}
+
+
+def _settings(value: Any, name: str) -> dict[str, Any]:
+    """The settings of the loop, without those that a run would replace."""
+    read = _mapping(value, name)
+    wrong = [
+        Violation(
+            f"task.settings.{key} is set by the run itself: leave it out{f', or give {_OWN[key]}' * bool(_OWN[key])}.",
+            f"task.settings.{key}",
+            str(read[key])[:40],
+        )
+        for key in read
+        if key in _OWN
+    ]
+    raise_violations(ConfigError, wrong)
+    return read
 
 
 def _slurm(value: Any, name: str) -> dict[str, Any]:
@@ -86,7 +111,7 @@ READERS: Readers = {
     "seed": partial(count, least=0),
     "stop_after_nonfinite": partial(count, least=0),
     "environment": _environment,
-    "settings": _mapping,
+    "settings": _settings,
     "slurm": _slurm,
 }
 
@@ -138,14 +163,6 @@ def checked(plan: RunPlan) -> RunPlan:
     return plan
 
 
-def _can_be_passed(text: str) -> bool:
-    """Whether a process can get this text: no NUL, and no half of a surrogate pair, which YAML can describe."""
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-
-
 def split_command(given: Any, name: str = "command") -> tuple[str, ...]:
     """A command from a list of arguments, or from one line, split as a shell does; no shell runs it.
 
@@ -160,7 +177,7 @@ def split_command(given: Any, name: str = "command") -> tuple[str, ...]:
     except ValueError as error:
         raise ConfigError(f"{given[:80]!r} is not a command: {error}.", field=name, given=given[:80]) from None
     read = tuple(str(argument) for argument in arguments)
-    if wrong := [argument[:60] for argument in read if not _can_be_passed(argument)]:
+    if wrong := [argument[:60] for argument in read if not can_be_passed(argument)]:
         message = f"{name}: {wrong[0]!r} contains a character that no process can get."
         raise ConfigError(message, field=name, given=wrong[0])
     return read

@@ -9,6 +9,7 @@ needed: it is timed at two numbers of steps, and the difference does not contain
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shutil
@@ -55,12 +56,13 @@ class CommandRunner:
 
     def __post_init__(self) -> None:
         command = self.request.command
-        files = {argument: Path(argument) for argument in command if Path(argument).is_file()}
+        # An argument may be longer than a name of a file can be: Path.is_file would raise an error.
+        files = {argument: Path(argument) for argument in command if os.path.isfile(argument)}
         folders = {p.resolve().parent for p in files.values() if p.suffix == ".py"}
         # A module in this folder, as Python finds it.
         for module in (after for flag, after in pairwise(command) if flag == "-m"):
             top = Path(module.partition(".")[0])
-            folders |= {top.resolve()} if top.is_dir() else {Path.cwd()} if top.with_suffix(".py").is_file() else set()
+            folders |= {top.resolve()} if os.path.isdir(top) else {Path.cwd()} if os.path.isfile(f"{top}.py") else set()
         program = shutil.which(command[0]) if command else None
         self.identity = {
             "command": " ".join(command),

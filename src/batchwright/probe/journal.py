@@ -10,7 +10,6 @@ A line that was cut off by a crash, or is damaged, is skipped.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from batchwright.core import codec
 from batchwright.rundir import atomic
 from batchwright.rundir.files import parse_object, read_bytes
 
+from .machine import digest
 from .records import Trial
 
 _NAMES = {"args": "arguments", "command": "command"}
@@ -31,7 +31,7 @@ _NAMES = {"args": "arguments", "command": "command"}
 def path_for(directory: Path, target: str) -> Path:
     """The journal's path: a readable name, made unique by a hash."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", target).strip("-")[-40:].strip("-")
-    return directory / f"probe-{name}-{hashlib.sha256(target.encode()).hexdigest()[:8]}.jsonl"
+    return directory / f"probe-{name}-{digest(target)}.jsonl"
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import sys
 import time
 from pathlib import Path
@@ -41,13 +42,17 @@ def digest(data: str | bytes) -> str:
     >>> digest("a")
     'ca978112'
     """
-    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()[:8]
+    if isinstance(data, str):
+        data = data.encode("utf-8", "surrogatepass")  # an argument may contain bytes that are not text
+    return hashlib.sha256(data).hexdigest()[:8]
 
 
 def file_digest(path: Path) -> str:
     """A fingerprint of a file: of its content, or of its size and time if it is too large to be code."""
     try:
         status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return "not a regular file"  # reading a FIFO would never end
         small = status.st_size <= _LARGEST_FILE
         return digest(path.read_bytes() if small else f"{status.st_size} {status.st_mtime_ns}")
     except OSError as error:

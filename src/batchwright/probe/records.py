@@ -11,7 +11,7 @@ from typing import Any
 from batchwright.core import codec
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.numbers import count, parse_bytes, positive
-from batchwright.processes.target import split_target, task_file
+from batchwright.processes.target import expanded, split_target, task_file
 
 from .speed import Curve, StepDiagnosis, Timing
 
@@ -52,7 +52,7 @@ class ProbeRequest:
         if self.command:
             return " ".join(self.command)
         file, colon, name = self.target.rpartition(":")
-        path = Path(file if colon else self.target).expanduser().resolve()
+        path = expanded(file if colon else self.target).resolve()
         return f"{path}:{name}" if colon else str(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import re
 import sys
 import tokenize
@@ -32,6 +33,11 @@ def split_target(target: str) -> tuple[str, str]:
     return (file, name) if file.endswith(".py") else (target, "task")
 
 
+def expanded(file: str) -> Path:
+    """The absolute path of a file; `~` is the user's home, and stays as it is if that user has none."""
+    return Path(os.path.expanduser(file)).absolute()
+
+
 def task_file(target: str) -> tuple[Path, str]:
     """The file and the function; the file must exist, and its text must contain the name.
 
@@ -42,9 +48,10 @@ def task_file(target: str) -> tuple[Path, str]:
     batchwright.core.errors.ConfigError: task file missing.py does not exist (looked for it at ...).
     """
     file, name = split_target(target)
-    path = Path(file).expanduser().absolute()
-    if not path.is_file():
-        raise ConfigError(f"task file {file} does not exist (looked for it at {path}).", field="task", given=target)
+    path = expanded(file)
+    if not os.path.isfile(path):
+        what = "is not a regular file" if os.path.exists(path) else "does not exist"
+        raise ConfigError(f"task file {file} {what} (looked for it at {path}).", field="task", given=target)
     try:
         with tokenize.open(path) as source:
             text = source.read()
@@ -114,7 +121,7 @@ def call_target(target: str, arguments: dict[str, Any], kind: type[T], name_of_k
 
 def _import(path: Path) -> ModuleType:
     """Import a file under a unique module name, so that a user's `random.py` replaces no other module."""
-    name = f"batchwright_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"batchwright_task_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file.", field="task", given=str(path))

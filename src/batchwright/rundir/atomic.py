@@ -20,7 +20,8 @@ def write(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -> Non
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
+        # A path in the text may contain bytes that are not UTF-8: they stay as they are.
+        with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
             file.flush()
             if sync:

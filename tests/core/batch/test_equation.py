@@ -104,10 +104,10 @@ def test_an_error_names_a_number_that_fits():
 
 def test_without_numbers_the_error_says_what_to_give():
     with pytest.raises(
-        PlanError, match=r"Not enough is known to plan a batch: nothing is given\. Give global_batch_size"
+        PlanError, match=r"Not enough is known to plan a batch: nothing is known\. Give global_batch_size"
     ):
         solve(Unknowns(None, None, None, None))
-    with pytest.raises(PlanError, match="only data_parallel_size=8 is given"):
+    with pytest.raises(PlanError, match="only data_parallel_size=8 is known"):
         solve(Unknowns(None, None, None, 8))
 
 

@@ -11,8 +11,8 @@ import torch
 from batchwright.core.errors import PlanError, RunError
 from batchwright.core.ramp.rules import Thresholds
 from batchwright.runtime.check import CheckReport, check, default_sizes
-from batchwright.runtime.check.causes import CAUSES
 from batchwright.runtime.check.gradients import Rig, Variant, relative_error
+from batchwright.runtime.check.names import CAUSES
 from batchwright.runtime.task import load_task
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file, under any import mode

@@ -107,7 +107,7 @@ def _smallest(given: Unknowns) -> Split:
         known = " and ".join(f"{name}={value}" for name, value in given.known.items())
         raise PlanError(
             f"Not enough is known to plan a batch: {f'only {known}' if known else 'nothing'} "
-            f"{'are' if len(given.known) > 1 else 'is'} given. Give global_batch_size (or global_batch_size_tokens), "
+            f"{'are' if len(given.known) > 1 else 'is'} known. Give global_batch_size (or global_batch_size_tokens), "
             "micro_batch_size or max_micro_batch_size.",
             field="global_batch_size",
         )

@@ -37,6 +37,8 @@ POLICIES = ("launcher", "constant-work", "min-node-hours", "min-time", "constant
 
 # From stopping to training again: save, queue, start, load. An assumption; restart_seconds replaces it.
 ASSUMED_RESTART_SECONDS = 300.0
+# An error lists this many stages: a ramp may have 100,000.
+_LISTED = 50
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,10 @@ def launcher_nodes(batches: Sequence[int], world: World, *, nodes: int, micro_ba
             found.append(Violation(message, "global_batch_size", batch, nearest))
         else:
             chosen[batch] = cap = best
-    raise_violations(ScheduleError, found)
+    if len(found) > _LISTED:
+        more = f"{len(found) - _LISTED:,} more batches have none."
+        found[_LISTED - 1] = replace(found[_LISTED - 1], message=f"{found[_LISTED - 1].message} {more}")
+    raise_violations(ScheduleError, found[:_LISTED])
     return tuple(chosen[batch] for batch in batches)
 
 
@@ -378,11 +383,13 @@ def _stage_violations(
     rules: StageRules, segments: Sequence[Segment], counts: Sequence[int], bad: Sequence[int]
 ) -> list[Violation]:
     found: list[Violation] = []
-    for i in bad:
+    for i in bad[:_LISTED]:
         where = f"ramp stage {i + 1} of {len(segments)} (from sample {human(segments[i].start_sample)})"
         found.append(rules.violation(segments[i].global_batch_size, counts[i], where))
     if found and len(segments) > 1:
         rest = "Other stages are valid." if len(bad) < len(segments) else "No stage is valid."
+        if len(bad) > _LISTED:
+            rest = f"{len(bad) - _LISTED:,} more stages are not valid."
         found[-1] = replace(found[-1], message=f"{found[-1].message} {rest}")
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import cos, pi, sqrt
+from numbers import Real
 
 from batchwright.core.errors import ScheduleError, Violation, raise_violations
 from batchwright.core.numbers import human
@@ -122,7 +123,13 @@ class SampleSchedule:
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        found: list[Violation] = []
+        values: dict[str, object] = {n: getattr(self, n) for n in ("peak_lr", "end_sample", "warmup_samples", "min_lr")}
+        found = [
+            Violation(f"{name}={str(value)[:40]!r}: must be a number.", name, str(value)[:40])
+            for name, value in values.items()
+            if isinstance(value, bool) or not isinstance(value, Real)
+        ]
+        raise_violations(ScheduleError, found)
         if self.decay not in DECAYS:
             message = f"decay={self.decay!r} is not one of {', '.join(DECAYS)}."
             found.append(Violation(message, "decay", self.decay, DECAYS))

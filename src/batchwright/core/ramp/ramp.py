@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, cast
 
 from batchwright.core import codec
+from batchwright.core.batch.pipeline import PipelineRule
 from batchwright.core.batch.plan import pipeline_rule
 from batchwright.core.batch.request import BatchRequest, resolve_ranks, unused_pipeline, within_probe, world_of
 from batchwright.core.errors import ConfigError, ScheduleError, raise_violations
 from batchwright.core.nodes.policies import NodePlan, place
 from batchwright.core.nodes.throughput import StageSeconds, Throughput
-from batchwright.core.numbers import fraction
+from batchwright.core.numbers import divisors, fraction
 
 from .learning_rate import HorizonCheck, StageRate, Suggestion, check_horizon, stage_rates, suggested_rule
 from .recipes import Recipe, recipe
@@ -205,6 +207,17 @@ def _horizon(wanted: RampRequest, schedule: Schedule) -> HorizonCheck | None:
     )
 
 
+def _inner_microbatches(
+    request: BatchRequest, rule: PipelineRule | None, segments: Sequence[Segment], ranks: int
+) -> int | None:
+    """The microbatches inside each accumulation step of the whole run: as given, else the fewest that divide every stage."""
+    if rule is None or request.pipeline_style != "inner":
+        return None
+    whole = gcd((request.micro_batch_size or 0) * ranks, *(s.global_batch_size for s in segments))
+    valid = (m for m in divisors(whole) if m >= rule.fewest and rule.refusal(m) is None)
+    return request.pipeline_microbatches or next(valid, rule.fewest)
+
+
 def _placement(
     request: BatchRequest, wanted: RampRequest, segments: Sequence[Segment], published: Recipe | None, growth: Rule
 ) -> NodePlan | None:
@@ -235,7 +248,6 @@ def _placement(
             "constant" if isinstance(growth, PerDevice) else "launcher" if request.micro_batch_size else "constant-work"
         )
     rule = pipeline_rule(request)
-    inner = rule.fewest if rule is not None and request.pipeline_style == "inner" else None
     options: dict[str, Any] = {
         "nodes": nodes,
         "micro_batch_size": request.micro_batch_size,
@@ -247,7 +259,7 @@ def _placement(
         "node_hours_budget": wanted.node_hours_budget,
         "allow_ragged": request.allow_ragged,
         "pipeline": rule,
-        "inner_microbatches": inner and (request.pipeline_microbatches or inner),
+        "inner_microbatches": _inner_microbatches(request, rule, segments, ranks),
         "sequence_length": request.sequence_length,
         "stop_every_stage": wanted.stop_every_stage,
         "ramp_sizes": [switch.global_batch_size for switch in growth.switches()],

@@ -92,6 +92,15 @@ def _text(value: Any, name: str) -> str:
     return str(value)
 
 
+def _record(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        shown = str(value)[:60]
+        raise ConfigError(
+            f"{name}={shown!r} is not the record that a probe prints with --json.", field=name, given=shown
+        )
+    return cast("Mapping[str, Any]", value)
+
+
 RAMP_READERS: Readers = {
     "linear": _parts(3, 3, "START,INCREMENT,SAMPLES"),
     "per_device": _parts(4, 4, "START,INCREMENT,END,SAMPLES"),
@@ -109,7 +118,7 @@ RAMP_READERS: Readers = {
     "micro_step_seconds": _seconds(2, "FIXED,PER_SAMPLE"),
     "sync_seconds": _seconds(2, "LATENCY,ALL"),
     "stage_seconds": _seconds(100_000, "SECONDS,SECONDS,..."),
-    "probe": lambda value, name: value,
+    "probe": _record,
     "restart_seconds": _not_negative,
     "deadline_hours": positive,
     "node_hours_budget": positive,

@@ -5,6 +5,7 @@ A run keeps its own copy in RUN/slurm.json (owner only), with a random token tha
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import time
@@ -81,8 +82,17 @@ def quote(value: str) -> str:
     return f'"{escaped}"'
 
 
+def can_be_passed(text: str) -> bool:
+    """Whether a process can get this text: no NUL, and no half of a surrogate pair, which YAML can describe."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def _text(value: Any, name: str) -> str:
-    if not isinstance(value, (str, int, float)) or isinstance(value, bool) or _CONTROL.search(str(value)):
+    plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    if not plain or _CONTROL.search(str(value)) or not can_be_passed(str(value)):
         shown = repr(value)[:60]
         raise ConfigError(f"slurm.{name}={shown} must be one line of text.", field=name, given=shown)
     return str(value)
@@ -138,9 +148,10 @@ def _commands(value: Any, name: str) -> tuple[str, ...]:
     """Shell commands: a command may have several lines, but no NUL."""
     found = _items(value, name)
     for command in found:
-        if not isinstance(command, str) or "\0" in command:
+        if not isinstance(command, str) or not can_be_passed(command):
             shown = repr(command)[:60]
-            raise ConfigError(f"slurm.{name}: {shown} must be text without NUL.", field=name, given=shown)
+            message = f"slurm.{name}: {shown} must be text without NUL and without half a surrogate pair."
+            raise ConfigError(message, field=name, given=shown)
     return tuple(found)
 
 
@@ -174,8 +185,13 @@ def _container(value: Any, name: str) -> str | tuple[str, ...]:
     return _text(value, name) if isinstance(value, str) else _texts(value, name)
 
 
+def _name(value: Any, name: str) -> str:
+    """Any text: `job_name` replaces control characters."""
+    return _text(_CONTROL.sub(" ", str(value)), name)
+
+
 _READERS: Readers = {
-    "name": lambda value, name: str(value),  # any text: see job_name
+    "name": _name,
     **dict.fromkeys((*_OPTIONS, "python"), _text),
     "time": _time,
     "container": _container,

@@ -10,38 +10,17 @@ The second half of the file has the message of each cause: what is wrong, the nu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-from batchwright.core.errors import RunError, Violation
+from batchwright.core.errors import RunError
 
 from .gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm, relative_error
+from .names import Cause
 from .structure import Structure, structure
-
-Cause = Literal[
-    "scaled-by-accumulation",
-    "mean-of-means",
-    "ragged-tail",
-    "padding",
-    "in-batch-negatives",
-    "auxiliary-scaled",
-    "auxiliary-per-micro-batch",
-    "batch-norm",
-    "keeps-state",
-    "dropout",
-    "random-draws",
-    "precision",
-    "bf16-accumulator",
-    "fp16-accumulator",
-    "step-counted-schedule",
-    "rank-dependent",
-    "unexplained",
-]
-CAUSES: tuple[str, ...] = get_args(Cause)
 
 # Errors that rounding alone can cause. fp64: any fault of logic is far larger. fp32, if the task does not run in fp64:
 # measured up to 1e-5 on deep networks. Half precision: one rounding is 0.4% (bf16), and a gradient has many.
@@ -50,22 +29,6 @@ ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-3, tor
 SINGLE, HALF = 1e-4, 5e-2
 # A larger rounding error is an error, not a note: an assumption.
 COARSE = 5e-2
-
-
-def unknown_causes(names: Collection[str]) -> list[Violation]:
-    """A violation for every name to allow that is not a cause.
-
-    >>> unknown_causes(["batchnorm"])[0].message
-    "allow='batchnorm' is not a cause that check can name. Nearest: batch-norm."
-    """
-    found: list[Violation] = []
-    for name in names:
-        if name not in CAUSES:
-            near = tuple(get_close_matches(name, CAUSES, n=2))
-            hint = f"Nearest: {', '.join(near)}." if near else f"The causes are: {', '.join(CAUSES)}."
-            text = f"allow={name[:40]!r} is not a cause that check can name. {hint}"
-            found.append(Violation(text, "allow", name[:40], near or CAUSES))
-    return found
 
 
 @dataclass(frozen=True)

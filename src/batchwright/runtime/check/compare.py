@@ -21,11 +21,13 @@ from batchwright.core.errors import PlanError, RunError, Violation, raise_violat
 from batchwright.core.ramp.schedule import Schedule
 from batchwright.runtime.task import Task
 
-from .causes import CauseSearch, Finding, SplitResult, number, scale_of, unknown_causes
+from .causes import CauseSearch, Finding, SplitResult, number, scale_of
 from .gradients import Gradient, Rig, Variant, group_errors, norm, relative_error
+from .names import unknown_causes
 from .optimizer import accumulator, step_counted
 
 DEFAULT_BATCH = 16
+MOST_RANKS = 1024
 _SHOWN = 5  # modules listed per split
 
 
@@ -168,6 +170,9 @@ def _check_request(size: int, sizes: Sequence[int], ranks: int, source: object, 
     for name, value in (("global_batch_size", size), ("ranks", ranks)):
         if value < 1:
             found.append(Violation(f"{name}={value}: must be at least 1.", name, value, (1,)))
+    if ranks > MOST_RANKS:
+        text = f"ranks={ranks}: must be at most {MOST_RANKS}, since each is a process on this machine."
+        found.append(Violation(text, "ranks", ranks, (MOST_RANKS,)))
     for micro in sizes:
         if not 1 <= micro <= size:
             near = min(max(micro, 1), size)

@@ -6,11 +6,12 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from batchwright.core.codec import decode
-from batchwright.core.errors import ConfigError, Violation, raise_violations
+from batchwright.core.errors import BatchwrightError, ConfigError, Violation, raise_violations
 from batchwright.core.ramp.learning_rate import RULES, SampleSchedule
 from batchwright.core.ramp.schedule import Schedule
 from batchwright.rundir import names
@@ -48,6 +49,8 @@ _OPTIONAL = (
     "launch",
     "end_sample",
 )
+_NUMBERS = ("max_tokens", "max_norm", "grad_scaler", "peak_flops")
+_SWITCHES = ("allow_ragged", "shuffle", "resume", "accept_changes", "asynchronous", "tensorboard", "progress")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +121,8 @@ class Settings:
     def __post_init__(self) -> None:
         if isinstance(self.micro_batch_size, list):
             object.__setattr__(self, "micro_batch_size", tuple(self.micro_batch_size))
-        found: list[Violation] = []
+        found = self._wrong_kinds()
+        raise_violations(ConfigError, found)
         if self.strategy not in STRATEGIES:
             message = f"strategy={self.strategy!r} is not known. One of: {', '.join(STRATEGIES)}."
             found.append(Violation(message, "strategy", self.strategy, STRATEGIES))
@@ -143,10 +147,23 @@ class Settings:
         if self.max_tokens is not None and not self.max_tokens > 0:
             message = f"max_tokens={self.max_tokens}: must be above 0; None sets no limit."
             found.append(Violation(message, "max_tokens", self.max_tokens))
-        if self.learning_rate is not None and not math.isfinite(self.learning_rate.peak_lr):
+        if self.learning_rate is not None and not self.learning_rate.peak_lr < math.inf:
             message = f"learning_rate.peak_lr={self.learning_rate.peak_lr}: must be finite."
             found.append(Violation(message, "learning_rate", self.learning_rate.peak_lr))
         raise_violations(ConfigError, found)
+
+    def _wrong_kinds(self) -> list[Violation]:
+        """Values that are of another kind than their field: a file may hold anything."""
+        found: list[Violation] = []
+        kinds = dict.fromkeys(_NUMBERS, (Real, "a number")) | dict.fromkeys(_SWITCHES, (bool, "true or false"))
+        shape = ", ".join(field.name for field in fields(SampleSchedule))
+        kinds |= {"device": (str, "text"), "learning_rate": (SampleSchedule, f"a mapping with {shape}")}
+        for name, (kind, what) in kinds.items():
+            value = getattr(self, name)
+            unset = value is None and name not in (*_SWITCHES, "device")
+            if not unset and (not isinstance(value, kind) or (kind is Real and isinstance(value, bool))):
+                found.append(Violation(f"{name}={_shown(value)}: must be {what}.", name, _shown(value)))
+        return found
 
     @property
     def root(self) -> Path:
@@ -175,6 +192,10 @@ def _whole(name: str, value: object, least: int, most: int | None = None) -> lis
     if most is not None and value > most:
         return [Violation(f"{name}={_brief(value)}: must be at most {most}.", name, _brief(value), (most,))]
     return []
+
+
+def _shown(value: object) -> str:
+    return _brief(value) if isinstance(value, int) else repr(value)[:60]
 
 
 def _brief(value: int) -> str:
@@ -211,19 +232,27 @@ def read_spec(path: Path | str) -> Spec:
     return Spec(document["task"], document.get("args") or {}, decode(Schedule, document["schedule"]), settings)
 
 
-def read_settings(given: Mapping[str, Any], where: str) -> Settings:
-    """`Settings` from raw values; an unknown name is an error that names the nearest fields."""
-    known = [field.name for field in fields(Settings)]
+def _unknown(given: Mapping[str, Any], record: type, where: str) -> list[Violation]:
+    known = [field.name for field in fields(record)]
     found: list[Violation] = []
-    for name in given:
+    for name in map(str, given):
         if name not in known:
             near = tuple(difflib.get_close_matches(name, known))
             hint = f" Nearest: {', '.join(near)}." if near else ""
             found.append(Violation(f"{where} has no field {name!r}.{hint}", name, name, near))
+    return found
+
+
+def read_settings(given: Mapping[str, Any], where: str) -> Settings:
+    """`Settings` from raw values; an unknown name is an error that names the nearest fields."""
+    shape = given.get("learning_rate")
+    found = _unknown(given, Settings, where)
+    if isinstance(shape, Mapping):
+        found += _unknown(cast("Mapping[str, Any]", shape), SampleSchedule, f"{where}.learning_rate")
     raise_violations(ConfigError, found)
     try:
         return decode(Settings, given)
     except (TypeError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, BatchwrightError):
             raise
         raise ConfigError(f"{where} cannot be read: {error}.", field="settings") from None
