@@ -135,7 +135,7 @@ def no_processes() -> Iterator[None]:
         return {"framework": "torch", "points": points, "limits": limits, "notes": []}
 
     with (
-        patch.object(supervisor, "supervise", lambda directory, plan, shown: "complete"),
+        patch.object(supervisor, "supervise", lambda directory, plan, shown, **_: "complete"),
         patch.object(runner.TaskRunner, "_run", trial),
         patch.object(command.CommandRunner, "_run", command_run),
         patch.object(worker, "run", estimated),

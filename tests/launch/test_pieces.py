@@ -163,7 +163,8 @@ def test_plans_and_records_are_read_as_they_were_written(plan, tmp_path):
     directory = RunDirectory(tmp_path / "r")
     write_json(directory.path / "plan.json", plan)
     assert directory.plan() == plan
-    manifest = replace(manifest_of(plan), handle={"pid": 3})
+    handle = {"engine": "local", "pid": 3, "boot": "b", "directory": "d", "stop_signal": "SIGTERM"}
+    manifest = replace(manifest_of(plan), handle=handle)
     write_json(directory.launch(1) / "manifest.json", manifest)
     ending = Ending(1, "failed", 8, 2.0, 1, Failure("why", 0, 1, ("last",), "oom", "less"))
     write_json(directory.launch(1) / "ending.json", ending)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import batchwright
 from batchwright.core.batch.request import BatchRequest, read_request
-from batchwright.core.errors import BatchwrightError, ConfigError, ScheduleError
+from batchwright.core.errors import BatchwrightError, ConfigError, MissingExtraError, ScheduleError
 from batchwright.core.ramp.request import read_ramp
-from batchwright.launch.plan import build
+from batchwright.launch.directory import RunDirectory
+from batchwright.launch.plan import begin, build
 from batchwright.launch.records import Options, RunPlan
-from batchwright.launch.resume import replan
+from batchwright.launch.resume import refit, replan, resume
+from batchwright.processes.guard import start_time
+
+from .conftest import TASK
 
 COMMAND = ["train", "{global_batch_size}"]
 WORLD = {"nodes": 4, "devices_per_node": 2}
@@ -83,7 +89,7 @@ def test_another_world_places_only_what_is_left():
 
 def test_a_budget_that_is_already_trained_and_a_position_inside_a_step_are_refused():
     plan = planned({}, thresholds="0:8 64:16 192:32", samples=512)
-    with pytest.raises(ScheduleError, match="position=128 is not before the end of the new schedule"):
+    with pytest.raises(ConfigError, match="samples=128 is not after the position of the run: 128 samples"):
         replan(plan, BatchRequest(), {"samples": 128}, 128)
     with pytest.raises(ScheduleError, match="position=100 is inside a step"):
         replan(plan, BatchRequest(), {"samples": 1024}, 100)
@@ -91,25 +97,91 @@ def test_a_budget_that_is_already_trained_and_a_position_inside_a_step_are_refus
         replan(replace(plan, ramp=None), BatchRequest(), {"samples": 1024}, 128)
 
 
+def test_a_smaller_micro_batch_stays_after_a_replan_and_trained_stages_are_not_split():
+    plan = planned({}, thresholds="0:16 64:32", samples=512, node_policy="constant")
+    assert [s.micro_batch_size for s in plan.stages] == [2, 4]
+    smaller = refit(plan, 1, 64)
+    assert [s.micro_batch_size for s in smaller.stages] == [2, 1]
+    assert [s.micro_batch_size for s in replan(smaller, BatchRequest(), {"samples": 1024}, 96).stages] == [2, 1]
+    fewer = replan(plan, read_request({"nodes": 1, "devices_per_node": 4}), {}, 64)
+    assert [s.micro_batch_size for s in refit(fewer, 2, 64).stages] == [2, 2]
+
+
+def test_an_earlier_launch_keeps_its_ranks():
+    """A damaged checkpoint leads back to it."""
+    plan = planned({}, thresholds="0:16 64:32", samples=512, node_policy="constant")
+    other = replan(plan, read_request({"nodes": 2, "devices_per_node": 8}), {}, 64)
+    assert [other.ranks(launch) for launch in other.launches] == [8, 16]
+
+
+def test_a_plan_is_not_changed_while_a_launch_runs_by_it(run):
+    assert run(*run.scripted("crash@96!", flags=("--max-retries", "0")))[0] == 5
+    launch = run.newest()
+    (launch / "ending.json").unlink()
+    sleeper = subprocess.Popen(["sleep", "1000"])
+    manifest = json.loads((launch / "manifest.json").read_text())
+    manifest["handle"] |= {"pid": sleeper.pid, "start_time": start_time(sleeper.pid)}
+    (launch / "manifest.json").write_text(json.dumps(manifest))
+    before = (run.directory / "plan.json").read_text()
+    try:
+        code, _, err = run.resume("--samples", "1024")
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert code == 4 and "still runs, by the plan as it is" in " ".join(err.split()), err
+    assert (run.directory / "plan.json").read_text() == before
+
+
+def test_a_damaged_handle_or_exit_record_is_as_if_it_was_not_there(run):
+    assert run(*run.scripted("crash@96!", flags=("--max-retries", "0")))[0] == 5
+    launch = run.newest()
+    (launch / "ending.json").unlink()
+    manifest = json.loads((launch / "manifest.json").read_text())
+    del manifest["handle"]["pid"]
+    (launch / "manifest.json").write_text(json.dumps(manifest))
+    (launch / "ranks" / "0.exit.json").write_text('{"code": "x", "time": []}')
+    (launch / "ranks" / "\u00b2.json").write_text("{}")
+    code, _, err = run.resume("--max-retries", "0")
+    assert code == 5 and "bug" not in err and "exited with 1: ValueError: the shelf is empty" in err, err
+
+
+def test_a_refused_resume_in_python_leaves_the_lock_free(run):
+    assert run(*run.scripted())[0] == 0
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="is not after the position"):
+            batchwright.run(resume=str(run.directory), samples=8, progress=False)
+
+
+def test_a_resume_without_torch_names_the_extra(run, monkeypatch, tmp_path):
+    plan, _ = build(read_request(WORLD), read_ramp({"samples": 64, "thresholds": "0:8"}), Options(), target=TASK)
+    directory = RunDirectory(tmp_path / "run")
+    begin(directory, plan)
+    directory.unlock()
+    monkeypatch.setattr("batchwright.launch.engine.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="batchwright\\[torch\\]"):
+        resume(directory, {})
+    assert directory.supervisor() is None
+
+
 batches = st.lists(st.sampled_from([8, 16, 24, 32, 48, 64]), min_size=1, max_size=4).map(sorted)
 
 
 @st.composite
-def ramps(draw: st.DrawFn) -> tuple[dict[str, object], int]:
+def ramps(draw: st.DrawFn) -> dict[str, object]:
     sizes = draw(batches)
     edges = sorted(draw(st.lists(st.integers(1, 60), min_size=len(sizes) - 1, max_size=len(sizes) - 1, unique=True)))
     text = " ".join(f"{64 * edge}:{size}" for edge, size in zip([0, *edges], sizes, strict=True))
-    return {"thresholds": text, "samples": draw(st.integers(1, 5000)), "allow_falling": True}, 0
+    return {"thresholds": text, "samples": draw(st.integers(1, 5000)), "allow_falling": True}
 
 
 @given(ramps(), ramps(), st.integers(0, 200), st.sampled_from([1, 2, 4]))
 def test_steps_that_were_trained_never_change(first, second, step, nodes):
     ragged = {"allow_ragged": True}
-    plan = planned(ragged, **first[0], node_policy="constant")
+    plan = planned(ragged, **first, node_policy="constant")
     position = plan.schedule.at_step(min(step, (plan.schedule.total_steps or 1) - 1)).start_sample
-    assume(position < second[0]["samples"])
+    assume(position < second["samples"])
     try:
-        other = replan(plan, read_request({"nodes": nodes}), second[0], position)
+        other = replan(plan, read_request({"nodes": nodes}), second, position)
     except BatchwrightError as error:
         assert "Nearest" in str(error), error
         return
@@ -119,7 +191,7 @@ def test_steps_that_were_trained_never_change(first, second, step, nodes):
         before, after = plan.schedule.at_step(index), other.schedule.at_step(index)
         assert (before.start_sample, before.end_sample) == (after.start_sample, after.end_sample)
     assert other.schedule.at_sample(position).start_sample == position
-    assert other.total_samples == second[0]["samples"]
+    assert other.total_samples == second["samples"]
     assert other.stage_at(position).nodes == nodes
 
 
@@ -147,7 +219,7 @@ def test_a_stopped_run_continues_with_more_samples_on_more_nodes(run):
         (("--seed", "3"), "--seed cannot be changed with --resume"),
         (("x.yaml",), "x.yaml cannot be changed with --resume"),
         (("launch.keep=3",), "launch.keep=3 cannot be changed"),
-        (("--samples", "16"), "is not before the end of the new schedule"),
+        (("--samples", "16"), "--samples=16 is not after the position of the run"),
         (("--thresholds", "0:7", "--linear", "1,1,1"), "mutually exclusive"),
     ],
 )

@@ -30,7 +30,9 @@ CIRCULAR = BatchRequest(
 
 def run_plan(request: BatchRequest, *batches: int, policy: str = "constant") -> RunPlan:
     thresholds = " ".join(f"{100 * batches[0] * i}:{batch}" for i, batch in enumerate(batches))
-    wanted = read_ramp({"thresholds": thresholds, "samples": str(100 * sum(batches)), "node_policy": policy})
+    wanted = read_ramp(
+        {"thresholds": thresholds, "samples": str(100 * sum(batches)), "node_policy": policy, "allow_falling": True}
+    )
     return build(request, wanted, Options(), command=["train", "{global_batch_size}"])[0]
 
 
@@ -166,12 +168,14 @@ def test_where_no_split_is_valid_the_nearest_limit_is_named():
     assert "the smallest valid micro batch" in memory_advice(plan, plan.stages[0], "DIR")
 
 
-def test_the_advice_is_one_that_every_stage_allows():
+def test_the_advice_is_one_that_every_stage_ahead_allows():
     request = replace(CIRCULAR, pipeline_schedule="zero-bubble", micro_batch_size=None, max_micro_batch_size=2)
-    plan = run_plan(request, 28, 32)
-    assert [numbers(stage)[0] for stage in plan.stages] == [2, 2]
-    assert plan.smaller(plan.stages[1])[1:] != []
-    assert "the smallest valid micro batch" in memory_advice(plan, plan.stages[1], "DIR")
+    plan = run_plan(request, 32, 28, 32)
+    assert [numbers(stage)[0] for stage in plan.stages] == [2, 2, 2]
+    assert plan.smaller(plan.stages[0])[1:] != []
+    assert "the smallest valid micro batch" in memory_advice(plan, plan.stages[0], "DIR")
+    assert "--max-micro-batch-size 1" in memory_advice(plan, plan.stages[2], "DIR")
+    assert numbers(refit(plan, 1, plan.stages[2].start_sample).stages[2])[0] == 1
 
 
 def test_a_plan_of_an_older_version_is_read_without_its_rules(tmp_path):

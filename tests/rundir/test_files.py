@@ -169,7 +169,9 @@ def test_a_damaged_fence_is_an_error_that_names_the_file(tmp_path, text):
     "times", ["text", [1], {"save_seconds": "1", "load_seconds": 1e999, "setup_seconds": 2.5}, None]
 )
 def test_damaged_times_of_the_launch_before_are_left_out(tmp_path, times):
-    (tmp_path / "ledger").mkdir()
+    for folder in ("ledger", "events"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "events" / "launch-00001.jsonl").touch()
     (tmp_path / "ledger" / "launch-00001-rank-00000.jsonl").symlink_to("nowhere")
     write_json(tmp_path / "status" / "launch-00001.json", {"times": times}, allow_nan=True)
     assert last_seen(tmp_path, 2)["times"] == ({"setup_seconds": 2.5} if isinstance(times, dict) else {})

@@ -318,6 +318,8 @@ def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
     """Submit the first job of a chain, or all jobs, and return."""
     from batchwright.launch.slurm.control import detach
 
+    for note in plan.notes:
+        click.echo(f"note: {spell(note)}", err=True)
     # The jobs take the lock.
     directory.unlock()
     jobs = detach(directory, plan)

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from batchwright.rundir import atomic, files, names
 from batchwright.rundir.fence import Fence
 from batchwright.rundir.files import JsonLines, find_object
 
-from .records import Ending, Manifest, RunPlan
+from .records import Ending, Manifest, RunPlan, is_handle
 
 T = TypeVar("T")
 
@@ -141,8 +142,9 @@ class RunDirectory:
             raise ConfigError(f"{path} is damaged: {error}.", field="dir", given=str(self.path)) from None
 
     def manifest(self, number: int) -> Manifest | None:
-        """What was started with this number."""
-        return self._record(Manifest, number, "manifest.json")
+        """What was started with this number; without its handle if that is damaged."""
+        found = self._record(Manifest, number, "manifest.json")
+        return found and (found if is_handle(found.handle or {}) else replace(found, handle=None))
 
     def ending(self, number: int) -> Ending | None:
         """How it ended; None while it runs, or if no supervisor recorded it."""

@@ -130,11 +130,16 @@ def rank_logs(directory: Path, ranks: Iterable[int] | None = None, *, alive: boo
     for rank in sorted(_started(listed(folder))) if ranks is None else ranks:
         begun = find_object(folder / f"{rank}.json") or {}
         ended = find_object(folder / f"{rank}.exit.json") or {}
-        pid = begun.get("pid")
-        state = process_state(pid, begun.get("start_time")) if alive and pid and "code" not in ended else None
+        pid, code, when = _whole(begun.get("pid")), _whole(ended.get("code")), ended.get("time")
+        state = process_state(pid, _whole(begun.get("start_time"))) if alive and pid and code is None else None
         path = directory / "logs" / f"rank-{rank}.log"
-        found.append(RankLog(rank, pid, state, ended.get("code"), ended.get("time"), path))
+        found.append(RankLog(rank, pid, state, code, when if isinstance(when, float) else None, path))
     return tuple(found)
+
+
+def _whole(value: object) -> int | None:
+    """A whole number; None for everything else, as the file may be damaged."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def all_ended(directory: Path) -> bool:
@@ -145,7 +150,7 @@ def all_ended(directory: Path) -> bool:
 
 
 def _started(names: Iterable[str]) -> list[int]:
-    return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
+    return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal()]
 
 
 def tail(path: Path, size: int = TAIL_BYTES) -> str:

@@ -121,7 +121,7 @@ def _place(text: str) -> str | None:
 def memory_advice(plan: RunPlan, stage: Stage, directory: str) -> str:
     """Splits of the same global batch that need less memory per rank, as `--max-micro-batch-size` would make them."""
     # The flag applies to every stage, so a limit that another stage does not allow is left out.
-    least = max(plan.smaller(other)[-1].micro_batch_size for other in plan.stages)
+    least = max(plan.smaller(other)[-1].micro_batch_size for other in plan.stages[stage.index :])
     smaller = [made for made in plan.smaller(stage)[1:] if made.micro_batch_size >= least][:2]
     batch = (
         f"micro_batch_size {stage.micro_batch_size} × accumulation_steps {stage.accumulation_steps} × "

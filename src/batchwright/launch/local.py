@@ -35,6 +35,8 @@ class LocalEngine:
 
     def __init__(self, owns_process: bool = False) -> None:
         self._owns_process = owns_process
+        # Children from before, such as those of a shell that became this process by exec.
+        self._others = guard.foreign_children() if owns_process else set[int]()
         self._running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
         self._asked: set[tuple[str, int]] = set()  # commands that got their stop signal
 
@@ -101,7 +103,7 @@ class LocalEngine:
             os.close(writing)
             self._running[handle["pid"]] = (started, -1)
             if self._owns_process:
-                guard.kill_orphans([pid for pid, (_, pipe) in self._running.items() if pipe >= 0])
+                guard.kill_orphans({*self._others, *(pid for pid, (_, pipe) in self._running.items() if pipe >= 0)})
         return Poll("ended", code)
 
     def signal(self, handle: Handle, action: Action) -> None:

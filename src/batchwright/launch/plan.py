@@ -120,15 +120,17 @@ def build(
         options=options,
         notes=tuple(notes),
     )
-    return _after(before[0], plan) if before else plan, replace(made, notes=(*notes, *made.notes))
+    return _with_past(before[0], plan) if before else plan, replace(made, notes=(*notes, *made.notes))
 
 
-def _after(past: RunPlan, plan: RunPlan) -> RunPlan:
+def _with_past(past: RunPlan, plan: RunPlan) -> RunPlan:
     """The plan with the stages and launches of `past` before it. Its schedule has them already."""
     first = plan.stages[0].index
     begin = plan.stages[0].start_sample
     trained = [
-        replace(stage, steps=segment.steps, end_sample=segment.end_sample)
+        stage
+        if stage.end_sample == segment.end_sample
+        else replace(stage, steps=segment.steps, end_sample=segment.end_sample, hours=None, node_hours=None)
         for stage, segment in zip(past.stages, plan.schedule.segments[:first], strict=False)
     ]
     launched = [

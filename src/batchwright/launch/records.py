@@ -115,8 +115,10 @@ class RunPlan:
         return found
 
     def ranks(self, launch: Launch) -> int:
-        """The number of processes of a launch."""
-        return launch.nodes * self.devices_per_node
+        """The number of processes of a launch: earlier launches may have had other devices per node."""
+        world = self.rules.world
+        replica = world.tensor_parallel * world.pipeline_parallel * world.context_parallel
+        return self.stages[launch.stages[0]].data_parallel_size * replica
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,18 @@ class Manifest:
     working_directory: str
     started: float
     handle: Mapping[str, Any] | None = None
+
+
+_HANDLES: Mapping[str, Mapping[str, type]] = {
+    "local": {"pid": int, "boot": str, "directory": str, "stop_signal": str},
+    "slurm": {"job": str, "directory": str},
+}
+
+
+def is_handle(handle: Mapping[str, Any]) -> bool:
+    """Whether a handle that was read from a file has what its engine needs."""
+    needed = _HANDLES.get(str(handle.get("engine")))
+    return needed is not None and all(isinstance(handle.get(name), kind) for name, kind in needed.items())
 
 
 @dataclass(frozen=True)

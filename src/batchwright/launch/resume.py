@@ -7,14 +7,15 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from batchwright.core.batch.request import BatchRequest
-from batchwright.core.errors import ConfigError, PlanError
+from batchwright.core.errors import ConfigError, EnvironmentFault, PlanError
 from batchwright.core.fields import read_fields
 from batchwright.core.ramp.request import RAMP_READERS, RULE_FLAGS, RampRequest
 from batchwright.rundir import names
 
 from .directory import RunDirectory, write_json
+from .engine import check_machine, engine
 from .plan import build, not_written
-from .records import TASK, RunPlan
+from .records import COMMAND, TASK, RunPlan
 from .settings import read_options
 from .work import work
 
@@ -27,36 +28,68 @@ def resume(
 ) -> RunPlan:
     """The plan of an existing run with changed launch settings and, from its position on, another batch, world or ramp.
 
-    max_micro_batch_size alone only splits the stages anew. The lock is held from here on. If another supervisor holds it,
-    nothing is written: the attempt to supervise says who.
+    max_micro_batch_size alone only splits the stages again. The lock is held from here on, unless this raises.
     """
-    plan = directory.plan()
-    free = directory.supervisor() is None
     batch = batch or BatchRequest()
     try:
-        if free:
-            directory.lock(fresh=True)
-            plan = directory.plan()
+        directory.plan()  # before the lock, which creates a directory
+        directory.lock(fresh=True)
+        plan = directory.plan()
+        check_machine(plan.options.engine, direct=plan.kind == COMMAND)
         changed = replace(plan, options=read_options(changes, plan.options))
-        if set(batch.given) == {"max_micro_batch_size"} and not ramp:
-            changed = refit(changed, batch.max_micro_batch_size or 1)
-        elif (batch.given or ramp) and free:
+        position = None
+        if batch.given or ramp:
+            _refuse_running(directory, plan)
             position = work(directory, plan).position(verify=True)
-            changed = replan(changed, batch, ramp or {}, position)
-            directory.event("replanned", position=position, before=plan.schedule, after=changed.schedule)
-        if changed != plan and free:
+            if set(batch.given) == {"max_micro_batch_size"} and not ramp:
+                changed = refit(changed, batch.max_micro_batch_size or 1, position)
+            else:
+                changed = replan(changed, batch, ramp or {}, position)
+        if changed != plan:
             write_json(directory.path / names.PLAN, changed)
+        if changed.schedule != plan.schedule:
+            directory.event("replanned", position=position, before=plan.schedule, after=changed.schedule)
+        return changed
     except OSError as error:
+        directory.unlock()
         raise not_written(directory, error) from None
-    return changed
+    except BaseException:
+        directory.unlock()
+        raise
 
 
-def refit(plan: RunPlan, limit: int) -> RunPlan:
-    """The same samples in micro batches of at most `limit`: the global batch, and so the gradient, does not change."""
-    made = [s if s.micro_batch_size <= limit else plan.resplit(s, s.nodes, limit) for s in plan.stages]
-    refused = [before for before, after in zip(plan.stages, made, strict=True) if after is None]
+def _refuse_running(directory: RunDirectory, plan: RunPlan) -> None:
+    """An error if a launch still runs: it would train on by the old plan."""
+    if plan.options.engine == "slurm":
+        from .slurm.control import refuse_running
+
+        refuse_running(directory)
+    number = max(directory.numbers(), default=0)
+    manifest = directory.manifest(number)
+    if manifest is None or manifest.handle is None or directory.ending(number) is not None:
+        return
+    if engine(plan.options.engine).poll(manifest.handle).state != "ended":
+        raise EnvironmentFault(
+            f"launch {number} of {directory.path} still runs, by the plan as it is. Stop it first (batchwright run --stop "
+            "DIR), or resume without changes.",
+            field="resume",
+            given=str(directory.path),
+        )
+
+
+def refit(plan: RunPlan, limit: int, position: int = 0) -> RunPlan:
+    """The same samples in micro batches of at most `limit`: the global batch, and so the gradient, does not change.
+
+    Stages that end at or before sample `position` were trained, and stay.
+    """
+    ahead = [s for s in plan.stages if s.end_sample is None or s.end_sample > position]
+    made = [s if s.micro_batch_size <= limit else plan.resplit(s, s.nodes, limit) for s in ahead]
+    refused = [before for before, after in zip(ahead, made, strict=True) if after is None]
     if not refused:
-        return replace(plan, stages=tuple(stage for stage in made if stage is not None))
+        trained = plan.stages[: len(plan.stages) - len(ahead)]
+        batch = plan.batch and _merged(plan.batch, BatchRequest(max_micro_batch_size=limit), {}, _SPLIT)
+        batch = batch and replace(batch, given=(batch.given - set(_SPLIT)) | {"max_micro_batch_size"})
+        return replace(plan, stages=(*trained, *(stage for stage in made if stage is not None)), batch=batch)
     nearest = max(plan.smaller(stage)[-1].micro_batch_size for stage in refused)
     stage, rule = refused[0], plan.rules.pipeline
     pieces = plan.rules.inner_microbatches
@@ -73,9 +106,10 @@ def refit(plan: RunPlan, limit: int) -> RunPlan:
     )
 
 
+_SPLIT = ("micro_batch_size", "max_micro_batch_size", "accumulation_steps")
 # A new value replaces the old values of these fields: both would describe the same thing.
 _REPLACED: Mapping[str, tuple[str, ...]] = {
-    **{rule: RULE_FLAGS for rule in RULE_FLAGS},
+    **dict.fromkeys(RULE_FLAGS, RULE_FLAGS),
     "samples": ("tokens",),
     "tokens": ("samples",),
     "global_batch_size": ("global_batch_size_tokens",),
@@ -86,13 +120,13 @@ _REPLACED: Mapping[str, tuple[str, ...]] = {
     "micro_batch_size": ("max_micro_batch_size", "accumulation_steps"),
     "max_micro_batch_size": ("micro_batch_size", "accumulation_steps"),
 }
-_ENDS_ITSELF = (
+_HAS_LAST_BATCH = (
     "per_device",
     "thresholds",
     "thresholds_tokens",
     "thresholds_steps",
     "recipe",
-)  # rules with a last batch
+)
 
 
 def replan(plan: RunPlan, batch: BatchRequest, values: Mapping[str, Any], position: int) -> RunPlan:
@@ -109,9 +143,16 @@ def replan(plan: RunPlan, batch: BatchRequest, values: Mapping[str, Any], positi
     read = read_fields(values, RAMP_READERS)
     new = {name: getattr(batch, name) for name in batch.given} | read
     gone = {name for given in new for name in _REPLACED.get(given, ())}
-    if any(rule in read for rule in _ENDS_ITSELF):
+    if any(rule in read for rule in _HAS_LAST_BATCH):
         gone |= {"global_batch_size", "global_batch_size_tokens", "sequence_lengths"}
-    gone -= set(new)
+    gone = (gone | {"stage_seconds"}) - set(new)  # seconds of the old stages
+    if (budget := read.get("samples")) is not None and budget <= position:
+        raise ConfigError(
+            f"samples={budget:,} is not after the position of the run: {position:,} samples are trained.",
+            field="samples",
+            given=budget,
+            nearest=(position + plan.stages[-1].global_batch_size,),
+        )
     request = _merged(plan.batch, BatchRequest(), new, gone)
     request = replace(
         request,

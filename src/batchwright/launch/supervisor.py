@@ -128,7 +128,8 @@ class Supervisor:
                 failures, furthest, doubt = 0, ending.position, True
                 continue
             failures = 0 if ending.position > furthest else failures
-            final = hopeless(failure, before if failures else None)
+            # After a loss that was not finite, a new position is no progress: its loss was not finite either.
+            final = hopeless(failure, before if failures or failure.kind == "nonfinite" else None)
             furthest, doubt, before = max(furthest, ending.position), True, failure
             failures += 1
             if final or failures > self._plan.options.max_retries:

@@ -101,7 +101,7 @@ class TaskWork:
             name=f"launch {number}",
             directory=folder,
             nodes=launch.nodes,
-            ranks_per_node=self._plan.devices_per_node,
+            ranks_per_node=self._plan.ranks(launch) // launch.nodes,
             argv=(sys.executable, "-m", LOOP, str(folder / "spec.json")),
             direct=False,
             environment={**LOOP_ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads), **options.environment},
@@ -151,7 +151,7 @@ class TaskWork:
         for line in reversed(tail(path).splitlines()):
             try:
                 event = parse_object(line.encode())
-                if event["kind"] in ("launch", "step"):
+                if event["kind"] in ("launch", "step", "evaluating", "evaluation", "saving"):
                     return int(event["samples"])
             except (ValueError, KeyError, TypeError, OverflowError):  # cut off, or not a line of the loop
                 continue
@@ -184,7 +184,9 @@ class LoopFollower:
 
 
 def _after(known: LaunchProgress, event: Mapping[str, Any], when: float) -> LaunchProgress:
-    kind, known = event["kind"], replace(known, saving=event["kind"] == "saving")
+    kind = event["kind"]
+    if kind in ("step", "saving", "save", "stop"):
+        known = replace(known, saving=kind == "saving")
     if kind == "launch":
         return replace(
             known, position=int(event["samples"]), changed=when, loaded=when, load_seconds=event["load_seconds"]
@@ -202,7 +204,7 @@ def _after(known: LaunchProgress, event: Mapping[str, Any], when: float) -> Laun
         )
     if kind == "save":
         return replace(known, changed=when, saved=when, saved_position=int(event["samples"]))
-    return replace(known, changed=when, nonfinite=kind == "nonfinite")
+    return replace(known, changed=when, nonfinite=known.nonfinite or kind == "nonfinite")
 
 
 class CommandWork:
@@ -222,7 +224,7 @@ class CommandWork:
             "accumulation_steps": stage.accumulation_steps,
             "data_parallel_size": stage.data_parallel_size,
             "nodes": launch.nodes,
-            "devices_per_node": plan.devices_per_node,
+            "devices_per_node": plan.ranks(launch) // launch.nodes,
             "devices": plan.ranks(launch),
             "start_sample": position,
             "end_sample": end,
@@ -244,7 +246,7 @@ class CommandWork:
             name=f"launch {number}",
             directory=self._directory.launch(number),
             nodes=launch.nodes,
-            ranks_per_node=self._plan.devices_per_node,
+            ranks_per_node=self._plan.ranks(launch) // launch.nodes,
             argv=fill(self._plan.command, values),
             direct=True,
             environment={

@@ -39,6 +39,8 @@ from batchwright.rundir.files import create_once, find_object
 
 from .conftest import wait_for
 
+SEVEN = {"engine": "slurm", "job": "7", "directory": "d"}  # the handle of a job
+
 
 def no_answer(*given: object) -> None:
     raise slurm.Unreachable("Unable to contact slurm controller")
@@ -109,7 +111,10 @@ def test_a_job_waits_until_the_job_before_releases_the_lock(make, monkeypatch, q
         return queue(token)
 
     monkeypatch.setattr(slurm, "jobs", jobs)
-    write_json(directory.launch(1) / "manifest.json", Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, {"job": "7"}))
+    write_json(
+        directory.launch(1) / "manifest.json",
+        Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, SEVEN),
+    )
     write_json(directory.launch(1) / "job.json", {"job": "7", "state": "ended"})
     before = RunDirectory(directory.path)
     before.lock()
@@ -167,7 +172,7 @@ def test_of_two_jobs_that_look_at_the_same_time_one_runs(make, monkeypatch):
     monkeypatch.setattr(slurm, "job", lambda job, prefix: slurm.Queued(job, "RUNNING", 1, "", ""))
     monkeypatch.setattr(chain, "submit", lambda *given, **more: pytest.fail("it has nothing to submit"))
     job = chain.ChainJob(directory)
-    other = Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, {"job": "7"})
+    other = Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, SEVEN)
     position = job._work.position
 
     def meanwhile(**given):
@@ -201,7 +206,7 @@ def test_a_launch_that_is_claimed_while_a_job_looks_gets_no_ending(make, monkeyp
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setattr(slurm, "jobs", lambda token: [])
     job = chain.ChainJob(directory)
-    other = Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, {"job": "7"})
+    other = Manifest(1, 0, 1, 1, 0, 64, ("x",), {}, "/", 0.0, SEVEN)
     looked = job._not_ours
 
     def meanwhile():
@@ -469,7 +474,8 @@ def test_a_successor_waits_from_the_end_of_its_job_and_a_silent_job_lived_until_
     monkeypatch.setattr(slurm, "jobs", lambda token: [])
     start = time.time() - 10_000
     for number, job, started, ended, found in ((1, "1", 0, None, 5000), (2, "2", 4000, 4600, 4600)):
-        manifest = Manifest(number, 0, 2, 2, 0, 64, ("x",), {}, "/", start + started, {"job": job})
+        handle = {"engine": "slurm", "job": job, "directory": "d"}
+        manifest = Manifest(number, 0, 2, 2, 0, 64, ("x",), {}, "/", start + started, handle)
         write_json(directory.launch(number) / "manifest.json", manifest)
         write_json(directory.launch(number) / "ending.json", Ending(number, "failed", 0, start + found))
         record = {"job": job, "state": "ended" if ended else "running", "nodes": 2, "started": start + started}

@@ -699,7 +699,7 @@ def test_nonfinite_losses_stop_a_run_and_are_not_saved(tmp_path):
     assert (ended.state, ended.nonfinite_steps) == ("complete", len(wrong))
 
 
-def test_one_nonfinite_loss_only_delays_the_next_save(tmp_path):
+def test_a_nonfinite_loss_with_finite_weights_is_saved(tmp_path):
     plain, calls = task(), iter(range(1000))
 
     def loss(model, batch):
@@ -709,7 +709,25 @@ def test_one_nonfinite_loss_only_delays_the_next_save(tmp_path):
     ended = train(replace(plain, loss=loss), ramp(), settings(tmp_path, checkpoint_every=48, keep=9))
     assert (ended.state, ended.nonfinite_steps) == ("complete", 1)
     states = [json.loads(path.read_text()) for path in (tmp_path / "checkpoints").glob("*/state.json")]
-    assert sorted(state["position"] for state in states) == [64, 96, 160, 192]  # not 48
+    assert sorted(state["position"] for state in states) == [48, 96, 160, 192]
+
+
+@pytest.mark.parametrize("stop", ["signal", "boundary", "end"])
+def test_weights_that_are_not_finite_are_not_saved_when_a_launch_stops(tmp_path, stop):
+    spiked = task(spike=int(GlobalOrder(256, 0).ids(range(70, 71))[0]))
+    options = settings(tmp_path, checkpoint_every=16, end_sample=96 if stop == "boundary" else None)
+
+    def on_step(result, model, optimizer):
+        if stop == "signal" and result.end_sample == 96:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    if stop == "signal":
+        assert train(spiked, ramp(), options, on_step=on_step).reason == "signal"
+    else:
+        with pytest.raises(RunError, match="the loss was not finite in"):
+            train(spiked, ramp(), options)
+    saved = Checkpoints(tmp_path / "checkpoints").newest()
+    assert saved is not None and saved.position == 64 and status(tmp_path)["nonfinite_steps"] > 0
 
 
 def test_a_long_evaluation_and_a_save_say_that_they_began(tmp_path, monkeypatch):

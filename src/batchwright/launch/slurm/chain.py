@@ -222,7 +222,9 @@ class ChainJob(Supervisor):
 
     def _run_next(self) -> int:
         """Find the next launch by the checkpoints, claim it and run it."""
-        plan = self._plan
+        plan = self._directory.plan()
+        if plan != self._plan:  # a resume has changed it before this job had the lock
+            self._plan, self._work = plan, work(self._directory, plan)
         # Read once, before the checks: of two jobs that look at the same time, only one can claim the next number.
         number, numbers = self._directory.next_number(), self._directory.numbers()
         if (reason := self._not_ours()) is not None:

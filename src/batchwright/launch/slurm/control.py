@@ -33,14 +33,14 @@ HEAD = ("launch", "job", "state", "nodes", "from sample", "to sample", "waited",
 
 def detach(directory: RunDirectory, plan: RunPlan) -> list[str]:
     """Start or continue a chain: the jobs that are in the queue now. Refused while a job of it runs."""
-    _refuse_running(directory)
+    refuse_running(directory)
     run = remember(directory, read_site(plan.options.slurm), detached=True)
     return chain.begin(directory, plan, run)
 
 
 def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener) -> str:
     """Run to the end from here. The waiting jobs of a chain are cancelled; refused while a job of it runs."""
-    _refuse_running(directory)
+    refuse_running(directory)
     chained = is_chain(directory)
     # Before the cancelling: a job that starts meanwhile sees it.
     run = remember(directory, read_site(plan.options.slurm), detached=False)
@@ -49,7 +49,8 @@ def supervise(directory: RunDirectory, plan: RunPlan, listener: Listener) -> str
     return SlurmSupervisor(directory, plan, listener).run()
 
 
-def _refuse_running(directory: RunDirectory) -> None:
+def refuse_running(directory: RunDirectory) -> None:
+    """An error if a job of a chain runs."""
     known = SlurmRun.load(directory)
     running = [one.job for one in _living(known.token) or () if one.state != "PENDING"] if known.detached else []
     if running:

@@ -49,7 +49,7 @@ def chain_script(directory: RunDirectory, plan: RunPlan, run: SlurmRun, launch: 
     """The script of a chain's job; a job that runs it takes the launch that is next then."""
     number, end = launch.index + 1, launch_end(plan, launch)
     job = work(directory, plan).job(launch, number, launch.start_sample)
-    nodes = f"{launch.nodes} nodes × {plan.devices_per_node} ranks"
+    nodes = f"{launch.nodes} nodes × {plan.ranks(launch) // launch.nodes} ranks"
     title = f"launch {number} of {len(plan.launches)}, {nodes}, samples {launch.start_sample:,} to {end:,}"
     log = directory.path / "logs" / f"launch-{number}.log"
     return render(directory, run, job, "chain", launch.index, title=title, log=log)

@@ -12,6 +12,7 @@ kind, beside those:
     evaluation  step, samples, loss, weight, seconds
     saving      step, samples: when a save begins
     save        step, samples, checkpoint, seconds
+    nonfinite   step, samples, steps: the loss was not finite in so many steps in a row, and the launch fails
     stop        reason, step, samples, next_stage
 
 `samples` is the position after the event. `tokens` is the sum of the loss's weights so far, which counts tokens if a weight

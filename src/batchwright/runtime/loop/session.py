@@ -73,6 +73,7 @@ class Session:
         self.step = self.position = 0
         self.skipped_steps: int = 0
         self.nonfinite_steps: int = 0
+        self.nonfinite_in_a_row: int = 0
         self.tokens = 0.0
         self.loss: float | None = None
         self.evaluation_loss: float | None = None

@@ -106,8 +106,8 @@ class Settings:
     """For fp16 autocast in the loss: the initial scale of a GradScaler. A usual one is 65536 / N for a loss that is a sum
     over N tokens: scalers expect a mean. A step that overflows is skipped, and its samples are counted as skipped."""
     stop_after_nonfinite: int = 10
-    """Fail after this many steps in a row with a loss that is NaN or infinite; 0: never. Until then no checkpoint is saved
-    after such a step, so that the newest one is from before."""
+    """Fail after this many steps in a row with a loss that is NaN or infinite; 0: never. With a limit, weights that are not
+    finite are not saved after such a step: the newest checkpoint is from before."""
     noise_every: int | None = None
     """Measure the gradient noise scale every N steps."""
     num_workers: int = 0

@@ -27,10 +27,11 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from batchwright.core.errors import BatchwrightError, PlanError, RunError
 from batchwright.core.ramp.learning_rate import scale
@@ -122,7 +123,6 @@ class _Loop(Session):
         stage: int | None = None
         steps = cast(Generator[GradientStep], accumulator.steps(loader))
         reason, begun, before = None, self.position, time.perf_counter()
-        nonfinite, unsaved = 0, False  # steps in a row; whether a save is due
         for step in steps:
             plan = step.plan
             if plan.segment != stage:
@@ -138,14 +138,16 @@ class _Loop(Session):
             last, self.position, self.step = self.position, result.end_sample, plan.step + 1
             self.tokens, self.loss = self.tokens + result.weight, result.loss
             self.skipped_steps += result.skipped
-            nonfinite = 0 if math.isfinite(result.loss) else nonfinite + 1
-            self.nonfinite_steps += bool(nonfinite)
+            self.nonfinite_in_a_row = 0 if math.isfinite(result.loss) else self.nonfinite_in_a_row + 1
+            self.nonfinite_steps += bool(self.nonfinite_in_a_row)
             now = time.perf_counter()
             # The first step of a launch is always shown, at once: from then on the supervisor's limit for a step applies.
             if plan.step % settings.log_every == 0 or last == begun:
                 self._step_event(plan, result, now - before, micro_of(plan), first=last == begun)
             if self.on_step is not None:
                 self.on_step(result, self.model, self.optimizer)
+            if self.nonfinite_in_a_row and self.nonfinite_in_a_row == settings.stop_after_nonfinite:
+                self._fail_nonfinite()
             number = process.maximum(self.signals.received)
             # At the end of the schedule the run is complete, not stopped.
             if number and self.position != self.schedule.total_samples:
@@ -156,12 +158,8 @@ class _Loop(Session):
                 break
             if _crossed(settings.evaluate_every, last, self.position):
                 self._evaluate()
-            if nonfinite and nonfinite == settings.stop_after_nonfinite:
-                self._stop_nonfinite(nonfinite)
-            unsaved = unsaved or _crossed(settings.checkpoint_every, last, self.position)
-            if unsaved and not self._at_end() and not (nonfinite and settings.stop_after_nonfinite):
+            if _crossed(settings.checkpoint_every, last, self.position) and not self._at_end() and not self._broken():
                 self._save()
-                unsaved = False
             before = time.perf_counter()
         steps.close()
         return reason or ("end" if self.position == self.schedule.total_samples else "boundary")
@@ -211,13 +209,21 @@ class _Loop(Session):
 
         return factor
 
-    def _stop_nonfinite(self, steps: int) -> None:
+    def _broken(self) -> bool:
+        """Whether the last loss and the weights are not finite: that is not saved, unless the user has set no limit."""
+        if not self.nonfinite_in_a_row or not self.settings.stop_after_nonfinite:
+            return False
+        local = (cast(Any, p).to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
+        return bool(self.process.maximum(int(any(not bool(torch.isfinite(p).all()) for p in local))))
+
+    def _fail_nonfinite(self) -> NoReturn:
+        steps = self.nonfinite_in_a_row
         saved = f"from checkpoint {self.saved.name} on" if self.saved else "from the start on"
         self.emit("nonfinite", now=True, step=self.step, samples=self.position, steps=steps)
         raise RunError(
-            f"the loss was not finite in {steps} steps in a row: {self.loss} in step {self.step - 1:,}, at sample "
-            f"{self.position:,}. The samples {saved} are not in a checkpoint. Look at the learning rate, the precision and "
-            "the samples of these steps; stop_after_nonfinite sets the limit, and 0 removes it.",
+            f"the loss was not finite in {steps} step{'s in a row' * (steps > 1)}: {self.loss} in step {self.step - 1:,}, at "
+            f"sample {self.position:,}. The samples {saved} are not in a checkpoint. Look at the learning rate, the precision "
+            "and the samples of these steps; stop_after_nonfinite sets the limit, and 0 removes it.",
             field="loss",
             given=str(self.loss),
         )
@@ -281,12 +287,13 @@ class _Loop(Session):
 
     def _save_all(self, *, wait: bool) -> None:
         self.emit("saving", now=True, step=self.step, samples=self.position)
+        if earlier := self.checkpoints.wait():  # in the background
+            self._saved(earlier, 0.0)
+            self.emit("saving", now=True, step=self.step, samples=self.position)
         if self.saved_position == self.position:
-            self._saved(self.checkpoints.wait(), 0.0)
             return
         assert self.ledger is not None
         before = time.time()
-        self._saved(self.checkpoints.wait(), 0.0)
         self.ledger.close()
         state = {
             "tokens": self.tokens,
@@ -316,10 +323,14 @@ class _Loop(Session):
 
     def _stop(self, reason: str) -> Status:
         ended = time.time()
+        broken = self._broken()
+        if broken and reason != "signal":
+            self._fail_nonfinite()
         # After a signal there may be time for the save only: a time limit, or a preemption.
         if reason != "signal" and self.evaluation is not None and self.saved_position != self.position:
             self._evaluate()
-        self._save(wait=True)
+        if not broken:
+            self._save(wait=True)
         self.times["stop_seconds"] = time.time() - ended
         status = self.status("complete" if reason in ("end", "tokens") else "stopped", reason)
         self.emit("stop", reason=reason, step=self.step, samples=self.position, next_stage=status.next_stage)
