@@ -21,7 +21,8 @@ test-all: $(STAMP)  ## every round of every test, then every version of Python a
 	BATCHWRIGHT_EXAMPLES=all $(PYTEST) -m 'rounds or not rounds'
 	PYTHON=$(PYTHON) bash tests/versions.sh
 
-torture: $(STAMP)  ## random kills, damaged files, flipped bits and broken disks: ROUNDS=100 takes about two hours
+torture: $(STAMP)  ## random kills, damaged files, flipped bits, broken disks and command lines: ROUNDS=100 takes two hours
+	$(BIN)/python -m tests.cli.fuzz --lines $$(($(ROUNDS) * 100)) --seed $(SEED)
 	$(BIN)/python -m tests.torture --rounds $(ROUNDS) --seed $(SEED)
 
 check: $(STAMP)  ## lint, types, and the tests that need no torch: under a minute
