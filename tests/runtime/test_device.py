@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict
+from collections import UserDict, UserList, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("torch")
 
+import numpy
 import torch
 
-from batchwright.core.errors import PlanError
+from batchwright.core.errors import PlanError, RunError
 from batchwright.probe.worker import Worker
 from batchwright.runtime.device import choose, to_device
 from batchwright.runtime.loop.process import joined
-from batchwright.runtime.ranks import Ranks
+from batchwright.runtime.ranks import Ranks, discover
 
 pytestmark = pytest.mark.torch
 
@@ -40,13 +43,56 @@ def cuda(monkeypatch):
         ("cuda", 0, 1, "cuda:0"),
         ("cuda", 3, 4, "cuda:3"),
         ("auto", 3, 1, "cuda:0"),  # srun --gpus-per-task=1: each process sees only its own device
-        ("cuda:2", 0, 4, "cuda:2"),
         ("cpu", 3, 4, "cpu"),
     ],
 )
 def test_an_accelerator_has_an_index(cuda, name, local_rank, count, chosen):
     cuda(count)
     assert choose(name, Ranks(local_rank, 8, local_rank, 8)) == torch.device(chosen)
+
+
+def test_a_device_that_is_named_is_taken_by_the_only_rank_of_a_node(cuda):
+    cuda(4)
+    assert choose("cuda:2", Ranks()) == choose("cuda:2", Ranks(3, 8, 0, 1)) == torch.device("cuda:2")
+    cuda(1)  # srun --gpus-per-task=1
+    assert choose("cuda:0", Ranks(1, 2, 1, 2)) == torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks"),
+    [
+        (4, Ranks(0, 2, 0, 2)),
+        (4, Ranks(1, 2, 1, None)),  # srun without --ntasks-per-node
+        (1, Ranks(0, 2, 0, 2, same_devices=True)),
+    ],
+)
+def test_one_device_for_several_ranks_is_refused(cuda, count, ranks):
+    cuda(count)
+    with pytest.raises(PlanError, match="device='cuda:0' is one device for 2 ranks of this node") as caught:
+        choose("cuda:0", ranks)
+    assert caught.value.nearest == ("cuda",)
+
+
+def test_two_ranks_of_torchrun_on_one_visible_gpu_are_refused(cuda):
+    cuda(1)
+    environment = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "x",
+    }
+    with pytest.raises(
+        PlanError, match="local rank 1 needs cuda:1, which does not exist: this process sees 1 cuda device,"
+    ):
+        choose("auto", discover(environment))
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_auto_takes_whatever_accelerator_torch_finds(cuda, monkeypatch, kind):
+    cuda(1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    assert choose("auto", Ranks()) == torch.device(kind, 0)
 
 
 @pytest.mark.parametrize(
@@ -124,3 +170,69 @@ def test_a_batch_is_moved_whatever_contains_its_tensors():
     assert moved["own"]["moved"] is True and moved["grouped"]["new"] == [] and moved["rest"] == batch["rest"]
     assert batch["pair"].first is x and batch["grouped"]["a"][0] is x
     assert to_device(batch, torch.device("cpu")) is batch
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    name: str
+    inner: Any = None
+    checked: int = field(init=False, default=0)
+
+
+class Rows(UserList):
+    pass
+
+
+class Opaque:
+    def __init__(self, **parts):
+        self.__dict__.update(parts)
+
+
+class OnlyOneArgument(Sequence):
+    def __init__(self, values, extra):
+        self.values = values
+
+    def __getitem__(self, index):
+        return self.values[index]
+
+    def __len__(self):
+        return len(self.values)
+
+
+def test_dataclasses_and_own_sequences_are_moved():
+    x, meta = torch.ones(2), torch.device("meta")
+    batch = Sample(x, "a", Rows([Sample(x, "b"), {x}]))
+    moved = to_device(batch, meta)
+    assert (moved.x.device, moved.name, type(moved.inner)) == (meta, "a", Rows)
+    assert moved.inner[0].x.device == next(iter(moved.inner[1])).device == meta
+    assert batch.x is x and batch.inner[0].x is x
+
+
+def test_what_holds_no_tensor_stays_the_same_object():
+    values = [
+        range(3),
+        Opaque(a=1),
+        OnlyOneArgument(["a"], 0),
+        numpy.ones(2),
+        {1, 2}.__iter__(),
+        {"a": 1}.keys(),
+        Sample,
+    ]
+    assert all(new is old for new, old in zip(to_device(values, torch.device("meta")), values, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (
+            Opaque(x=torch.ones(1)),
+            r"batch\['a'\]\[1\] of type Opaque cannot be moved to meta: it holds tensors, and has no",
+        ),
+        (Opaque(to=lambda device: None), "of type Opaque cannot be moved to meta: its `to` returned None"),
+        (OnlyOneArgument([torch.ones(1)], 0), r"of type OnlyOneArgument cannot be moved to meta: TypeError: .*'extra'"),
+    ],
+)
+def test_what_cannot_be_moved_is_named(value, why):
+    with pytest.raises(RunError, match=why):
+        to_device({"a": [0, value]}, torch.device("meta"))
