@@ -70,8 +70,7 @@ def steps(variant: str, device: str | None) -> tuple[list[Any], dict[str, torch.
         settings = {k: v for k, v in settings.items() if k != "capturable"}
     rate: Any = 0.01
     if options.pop("rate", None):
-        rate = torch.tensor(rate, device=where)
-        settings = {"foreach": True, "capturable": True} if where.type != "cpu" else {"foreach": True}
+        rate, settings = torch.tensor(rate, device=where), {"fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, **settings)
     if scale := options.pop("scaler", None):
         options["scaler"] = torch.amp.GradScaler(where.type, init_scale=scale)
@@ -109,17 +108,21 @@ def steps(variant: str, device: str | None) -> tuple[list[Any], dict[str, torch.
 
 def compared(variant: str) -> tuple[bool, list[dict[str, int]], list[Any]]:
     expected, found = steps(variant, "cpu"), steps(variant, None)
-    equal = same(found[0], expected[0]) and same(found[1], expected[1])
+    exact = "capturable" not in variant  # which is another formula, and does not exist on the CPU
+    equal = same(found[0], expected[0], exact) and same(found[1], expected[1], exact)
     return equal, found[2], [found[0], expected[0]]
 
 
 # Waits of the host in one step, at most. A GradScaler asks torch whether a gradient overflowed, and batchwright then reads
 # the new scale.
 ALLOWED = {"scaler": 3, "scaler, clip and noise": 3, "a scale that overflows": 3}
+# A rate on the device is read once, before the first step.
+AT_FIRST = {"a learning rate on the device": 1}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_on_a_device_is_that_of_the_cpu_and_waits_once(on_device, variant):
     equal, counts, shown = on_device(compared, variant)
     assert equal, shown
-    assert all(sum(count.values()) <= ALLOWED.get(variant, 1) for count in counts), counts
+    waited, allowed = [sum(count.values()) for count in counts], ALLOWED.get(variant, 1)
+    assert all(n <= allowed for n in waited[1:]) and waited[0] <= allowed + AT_FIRST.get(variant, 0), counts

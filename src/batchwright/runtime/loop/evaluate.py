@@ -12,9 +12,8 @@ from batchwright.core.ramp.schedule import Schedule, Segment
 from batchwright.runtime.data.loader import Loader
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
-from batchwright.runtime.device import to_device
+from batchwright.runtime.device import to_device, widest_float
 from batchwright.runtime.state import generators
-from batchwright.runtime.step.sums import widest_float
 from batchwright.runtime.task import Task
 
 from .process import ThisProcess, collectives
