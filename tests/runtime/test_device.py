@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import UserDict, UserList, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,13 +17,15 @@ pytest.importorskip("torch")
 import numpy
 import torch
 
+import batchwright
 from batchwright.core.errors import PlanError, RunError
 from batchwright.probe.worker import Worker
-from batchwright.runtime.device import choose, to_device
+from batchwright.runtime.device import choose, collectives_for, outside_allocator, to_device, widest_float
 from batchwright.runtime.loop.process import joined
 from batchwright.runtime.ranks import Ranks, discover
 
 pytestmark = pytest.mark.torch
+GIB = 2**30
 
 
 @pytest.fixture
@@ -126,13 +130,55 @@ def test_a_probe_limits_the_memory_of_the_only_gpu(cuda, monkeypatch):
     limits = []
     monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *arguments: limits.append(arguments), raising=False)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6000, 8000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * GIB, 8 * GIB))
     worker = object.__new__(Worker)
-    worker.spec = {"device": None, "limited": True, "memory": None, "margin": 2000}
+    worker.spec = {"device": None, "limited": True, "memory": None, "margin": 2 * GIB - outside_allocator(1)}
     worker.ranks, worker.result = Ranks(), {}
     worker.device = choose("auto", worker.ranks)
     worker._set_limit()
-    assert limits == [(0.5, 0)] and worker.result["limit_bytes"] == 4000
+    assert limits == [(0.5, 0)] and worker.result["limit_bytes"] == 4 * GIB
+
+
+def test_a_device_whose_memory_torch_cannot_limit_takes_no_budget(monkeypatch):
+    """Of MPS torch has no `mem_get_info`. Peaks are unknown there, not those of the host."""
+    worker = object.__new__(Worker)
+    worker.spec = {"device": None, "limited": True, "memory": None, "margin": 0}
+    worker.ranks, worker.result, worker.device = Ranks(), {}, torch.device("mps", 0)
+    worker._set_limit()
+    assert worker.result == {} and worker._peaks() == {"peak_memory_bytes": None}
+    worker.spec["memory"] = GIB
+    with pytest.raises(PlanError, match="torch cannot limit the memory of mps"):
+        worker._set_limit()
+
+
+def test_fp64_is_used_where_a_device_has_it(monkeypatch):
+    properties = SimpleNamespace(has_fp64=False)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
+    widest_float.cache_clear()
+    assert widest_float(torch.device("xpu", 0)) is widest_float(torch.device("mps", 0)) is torch.float32
+    widest_float.cache_clear()
+    properties.has_fp64 = True
+    assert widest_float(torch.device("xpu", 0)) is widest_float(torch.device("cpu")) is torch.float64
+    widest_float.cache_clear()
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl")])
+def test_the_collectives_are_those_of_the_device(kind, backend):
+    device = torch.device(kind, 1)
+    assert collectives_for(device, 2) == {"backend": backend, "device_id": device}
+    assert collectives_for(torch.device("cpu"), 2) == {"backend": "gloo"}
+
+
+def test_several_ranks_on_a_device_without_collectives_are_refused():
+    with pytest.raises(PlanError, match="device='mps' has no collectives in torch, and there are 2 ranks"):
+        collectives_for(torch.device("mps", 0), 2)
+
+
+def test_only_one_file_names_kinds_of_devices():
+    """Files that ask for a kind of device by name do not run on the others."""
+    root = Path(batchwright.__file__).parent
+    named = [p for p in root.rglob("*.py") if re.search(r"\b(cuda|xpu|mps)\b", p.read_text(encoding="utf-8"))]
+    assert [p.relative_to(root).as_posix() for p in named] == ["runtime/device.py"]
 
 
 class Pair(NamedTuple):

@@ -42,7 +42,9 @@ _limit_options = stack(
     ),
     number("--ranks", "Processes to start with torchrun; the smallest result counts.  [default: 1]"),
     number("--timeout", "Seconds after which a trial counts as hanging.  [default: 600]", "X"),
-    number("--device", "cpu | cuda.  [default: cuda if available]", "NAME"),
+    number(
+        "--device", "cpu, or what torch calls the accelerator.  [default: the accelerator, if there is one]", "NAME"
+    ),
 )
 
 _speed_options = stack(
