@@ -106,7 +106,11 @@ def collectives_for(device: torch.device, ranks: int = 1) -> dict[str, Any]:
             given=device.type,
             nearest=("cpu",),
         )
-    return {"backend": f"cpu:gloo,{device.type}:{backend}", "device_id": device}
+    made: dict[str, Any] = {"backend": f"cpu:gloo,{device.type}:{backend}"}
+    # torch asks every later group for a backend of this device, also a gloo group for the CPU; gloo has none for XPU.
+    if device.type in dist.Backend.backend_capability["gloo"]:
+        made["device_id"] = device
+    return made
 
 
 def synchronise(device: torch.device) -> None:

@@ -10,7 +10,6 @@ from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from . import NAME
-from .memory import device
 from .tensor import is_sim, raw
 
 BACKEND = "simccl"
@@ -22,6 +21,8 @@ _kept: list[Any] = []
 def register() -> None:
     """Make `simccl` the backend of the device."""
     dist.Backend.register_backend(BACKEND, _create, devices=[NAME])
+    # As for CUDA, torch must find a gloo backend where it asks a group for one; `collective` refuses to use it.
+    dist.Backend.backend_capability["gloo"].append(NAME)
 
 
 def _create(store: Any, rank: int, size: int, timeout: Any) -> Any:
@@ -55,6 +56,3 @@ def collective(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*raw_args, **raw_kwargs)
     known = {id(t.raw): t for t in tensors}
     return tree_map(lambda t: known.get(id(t), t) if isinstance(t, torch.Tensor) else t, out)
-
-
-__all__ = ["BACKEND", "collective", "device", "register"]

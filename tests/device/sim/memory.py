@@ -62,6 +62,10 @@ class Device:
                     self.used -= entry[1]
                     del self._live[key or 0]
 
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is memory of the device."""
+        return storage.data_ptr() in self._live
+
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         """FSDP2 frees and allocates the storage of a tensor that lives on."""
         with self.lock:

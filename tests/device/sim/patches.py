@@ -147,7 +147,11 @@ def _sharding() -> None:
             if tensor.device.type == "cpu":
                 with torch.no_grad():
                     moved = tensor.detach().to(where).requires_grad_(tensor.requires_grad)
-                    made = torch.nn.Parameter(moved, tensor.requires_grad) if tensor in params else moved
+                    made = (
+                        torch.nn.Parameter(moved, tensor.requires_grad)
+                        if isinstance(tensor, torch.nn.Parameter)
+                        else moved
+                    )
                 torch.utils.swap_tensors(tensor, made)
         return None
 

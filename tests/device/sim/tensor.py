@@ -180,7 +180,9 @@ def copy(into: Any, source: Any, non_blocking: bool) -> None:
     if is_sim(into) == is_sim(source) or (is_sim(into) and non_blocking):
         raw(into).copy_(raw(source))
     elif is_sim(into):
-        device.wait("copy to the device")
+        # A collective's result reaches DDP as the data itself, which is on the device.
+        if not device.owns(source.untyped_storage()):
+            device.wait("copy to the device")
         into.raw.copy_(source)
     elif non_blocking and into.is_pinned():
         device.deliver_later(into, raw(source).to(into.dtype).expand_as(into))
