@@ -108,6 +108,41 @@ def test_a_copy_that_does_not_wait_has_not_arrived(on_device):
     assert math.isnan(before[0]) and after == [1.0]
 
 
+class Mixed(torch.autograd.Function):
+    """Adds a tensor of the CPU to the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + torch.ones(2)
+
+
+def errors_in_backward() -> list[str]:
+    module, said = torch.get_device_module(place()), []
+    x = torch.ones(MIB, device=place(), requires_grad=True)
+    limit = module.memory_allocated() + 12 * MIB  # two results of the forward pass, and then no more
+    for limited in (True, False):
+        module.set_per_process_memory_fraction(limit / module.mem_get_info()[1] if limited else 1.0, place())
+        try:
+            loss = (
+                torch.sin(x * 2).sum()
+                if limited
+                else Mixed.apply(torch.ones(2, device=place(), requires_grad=True)).sum()
+            )
+            loss.backward()
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_errors_of_the_backward_pass_are_raised(on_device):
+    memory, mixed = on_device(errors_in_backward)
+    assert memory.startswith("OutOfMemoryError") and mixed.startswith("RuntimeError: Expected all tensors")
+
+
 def generator() -> bool:
     torch.manual_seed(3)
     torch.rand(100)  # the CPU's own

@@ -124,6 +124,38 @@ def test_training_on_a_device_that_is_not_available_is_refused(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("by", ["the loop", "the probe"])
+def test_the_device_is_set_before_the_process_group(cuda, monkeypatch, by):
+    """Else a bare "cuda" in the user's code is device 0 on all ranks, and NCCL has to guess."""
+    cuda(2)
+    done: list[Any] = []
+
+    def init_process_group(**options):
+        done.append(options)
+        raise KeyboardInterrupt  # no further
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+    for name, value in {
+        "RANK": 1,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(KeyboardInterrupt):
+        if by == "the loop":
+            joined("auto", "ddp").__enter__()
+        else:
+            spec = {"micro_batch_size": 1, "result": "nothing", "device": None, "limited": False}
+            worker = Worker(spec)
+            monkeypatch.setattr(worker, "write", lambda **_: None)
+            worker.run()
+    device = torch.device("cuda", 1)
+    assert done[0] == device and done[1]["backend"] == "cpu:gloo,cuda:nccl" and done[1]["device_id"] == device
+
+
 def test_a_probe_limits_the_memory_of_the_only_gpu(cuda, monkeypatch):
     """torch's own `set_per_process_memory_fraction` runs, which refuses a device without an index; its C call is replaced."""
     cuda(1)

@@ -24,6 +24,7 @@ class Device:
         self.generator = torch.Generator().manual_seed(67280421310721).get_state()
         self.waits: Counter[str] = Counter()
         self.lock = threading.RLock()
+        self.failed: Exception | None = None
         self._live: dict[int, list[int]] = {}
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -45,13 +46,20 @@ class Device:
         """Use `size` bytes, or raise what torch raises."""
         if self.used + size > self.limit:
             mib = 2**20
-            raise torch.OutOfMemoryError(
+            message = (
                 f"CUDA out of memory. Tried to allocate {size / mib:.2f} MiB. GPU 0 has a total capacity of "
                 f"{self.total / mib:.2f} MiB of which {(self.total - self.used) / mib:.2f} MiB is free. This process may use "
                 f"{self.limit / mib:.2f} MiB, and uses {self.used / mib:.2f} MiB (simulated)."
             )
+            self.fail(torch.OutOfMemoryError(message))
         self.used += size
         self.peak = max(self.peak, self.used)
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error. In autograd's thread, C++ could not pass it on: it is kept, and raised when backward returns."""
+        if not isinstance(threading.current_thread(), threading._DummyThread):
+            raise error
+        self.failed = self.failed or error
 
     def drop(self, key: int | None) -> None:
         """One tensor of a storage is gone."""
@@ -101,7 +109,7 @@ def _place(frame: FrameType | None) -> str:
     other = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if _OURS in name:
+        if _OURS in name and not name.endswith("device.py"):  # which waits for others
             return f"{name.rpartition(_OURS)[2]}:{frame.f_lineno}"
         if not other and f"{os.sep}torch{os.sep}" not in name and not name.startswith(_SIM):
             other = f"{os.path.basename(name)}:{frame.f_lineno}"

@@ -48,6 +48,7 @@ def install() -> None:
     _operations()
     _autocast()
     _modules()
+    _errors_in_backward()
     _pinned_memory()
     _sharding()
     register()
@@ -101,6 +102,20 @@ def _autocast() -> None:
     _libraries.extend((rest, library))
 
 
+def _errors_in_backward() -> None:
+    run = torch.autograd._engine_run_backward
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        finally:
+            error, device.failed = device.failed, None
+            if error is not None:
+                raise error
+
+    torch.autograd._engine_run_backward = checked
+
+
 def _modules() -> None:
     """`Module.to` keeps the identity of parameters, as on CUDA; `load_state_dict` must not exchange them."""
     apply = torch.nn.Module._apply
@@ -117,7 +132,8 @@ def _modules() -> None:
 
 
 def _pinned_memory() -> None:
-    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    def pin_memory(self: torch.Tensor, to: Any = None) -> torch.Tensor:
+        device.used_once = True  # the driver pins it, so there is a context on the device
         made = self.clone()
         made.sim_pinned = True
         return made

@@ -202,13 +202,14 @@ def _refuse_mixed(func: Any, flat: list[Any]) -> None:
     others = [t for t in flat if isinstance(t, torch.Tensor) and not is_sim(t) and t.device.type == "cpu"]
     strict = name.startswith(_STRICT)
     if any(t.dim() or strict for t in others):
-        raise RuntimeError(
+        message = (
             f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({name})"
         )
+        device.fail(RuntimeError(message))
     first = flat[0] if flat else None
     in_place = func._schema.is_mutable and name.endswith("_") and not name.startswith(("aten::_foreach_", "aten::_amp"))
     if in_place and isinstance(first, torch.Tensor) and not is_sim(first):
-        raise RuntimeError(f"{name} of a CPU tensor with a tensor of the device: result type and device do not match")
+        device.fail(RuntimeError(f"{name} of a CPU tensor with a tensor of the device: the devices do not match"))
 
 
 @contextlib.contextmanager
