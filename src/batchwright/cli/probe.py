@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _limit_options = stack(
     number(
         "--memory",
-        "Memory limit in bytes, such as 2GiB. CPU: above the size after importing torch. CUDA: of the device.  "
-        "[default: half of the host's memory; on CUDA what is free]",
+        "Memory limit in bytes, such as 2GiB. CPU: above the size after importing torch. Else: of the "
+        "device.  [default: half of the host's memory; what is free on the device]",
         "BYTES",
     ),
     number("--margin", "Memory to keep free, in bytes.  [default: 0]", "BYTES"),
