@@ -9,8 +9,6 @@ import pytest
 
 from tests.device.host import SIMULATED, Hosts
 
-pytest.importorskip("torch")
-
 
 def _hosts(ranks: int) -> Iterator[Callable[..., list[Any]]]:
     if SIMULATED:
@@ -56,6 +54,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/tests/device/" in item.path.as_posix():
             item.add_marker(pytest.mark.torch)
-
-
-simulated_only = pytest.mark.skipif(not SIMULATED, reason="of the simulated device only")
