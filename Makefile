@@ -9,7 +9,7 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 ROUNDS ?= 100
 SEED ?= $(shell date +%s)
 
-.PHONY: demo test test-all torture check bench docs venv clean
+.PHONY: demo test test-all torture check bench gpu docs venv clean
 
 demo: $(STAMP)  ## the main job, on this machine
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
@@ -33,6 +33,9 @@ check: $(STAMP)  ## lint, types, and the tests that need no torch: under a minut
 
 bench: $(STAMP)  ## benchmarks, as ratios against peers
 	$(BIN)/python benchmarks/run.py
+
+gpu: $(STAMP)  ## device tests, demo and benchmark on this machine's accelerator, or on a simulated one: gpu-report.md
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/gpu.py gpu-report.md
 
 docs: $(STAMP)  ## write the real output into the README's and docs' code blocks
 	$(BIN)/python docs/render.py

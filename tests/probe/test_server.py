@@ -171,7 +171,11 @@ def test_imports_that_fail_show_their_error(runner, tmp_path, monkeypatch):
 def test_where_an_import_has_used_the_device_a_trial_is_a_new_interpreter(runner, tmp_path, monkeypatch):
     """There is no device here, so torch's answer after a fork is replaced."""
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import torch\n"
+        "torch.accelerator.current_accelerator = lambda check_available=False: torch.device('cuda')\n"
+        "torch.cuda._is_in_bad_fork = lambda: True\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
     seen: list[bytes] = []
 

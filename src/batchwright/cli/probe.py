@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _limit_options = stack(
     number(
         "--memory",
-        "Memory limit in bytes, such as 2GiB. CPU: above the size after importing torch. CUDA: of the device.  "
-        "[default: half of the host's memory; on CUDA what is free]",
+        "Memory limit in bytes, such as 2GiB. CPU: above the size after importing torch. Else: of the "
+        "device.  [default: half of the host's memory; what is free on the device]",
         "BYTES",
     ),
     number("--margin", "Memory to keep free, in bytes.  [default: 0]", "BYTES"),
@@ -42,7 +42,9 @@ _limit_options = stack(
     ),
     number("--ranks", "Processes to start with torchrun; the smallest result counts.  [default: 1]"),
     number("--timeout", "Seconds after which a trial counts as hanging.  [default: 600]", "X"),
-    number("--device", "cpu | cuda.  [default: cuda if available]", "NAME"),
+    number(
+        "--device", "cpu, or what torch calls the accelerator.  [default: the accelerator, if there is one]", "NAME"
+    ),
 )
 
 _speed_options = stack(

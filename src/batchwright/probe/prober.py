@@ -299,6 +299,11 @@ class _Session:
             half = physical_memory() // 2 // r.ranks - r.margin
             what = "what ulimit -v leaves" if limit_bytes and limit_bytes < half else "half of this host's"
             self.notes.append(f"memory {format_bytes(limit_bytes)} is {what}; --memory sets another budget.")
+        if outside := next((t.outside_bytes for t in self.trials if t.outside_bytes), None):
+            self.notes.append(
+                f"{format_bytes(outside)} of the device's memory were kept for what lies outside torch's allocator (libraries, "
+                "collectives): an assumption that grows with the ranks. --margin keeps more."
+            )
         if curve is not None and curve.noisy:
             self.notes.append("the times are too noisy to compare speeds: the largest measured size is recommended.")
         slow = [t for t in self.trials if t.purpose == "throughput" and not t.fits]

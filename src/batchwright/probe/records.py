@@ -71,6 +71,8 @@ class Trial:
     """limit | throughput | evaluation"""
     peak_memory_bytes: int | None = None
     limit_bytes: int | None = None
+    outside_bytes: int | None = None
+    """Memory of the device that was kept free for what lies outside torch's allocator."""
     predicted_peak_memory_bytes: int | None = None
     samples_per_second: float | None = None
     step_seconds: float | None = None

@@ -139,6 +139,9 @@ class TaskRunner:
             "purpose": purpose,
             "seconds": done.seconds,
             "limit_bytes": min((r["limit_bytes"] for r in results.values() if r.get("limit_bytes")), default=None),
+            "outside_bytes": max(
+                (r["outside_bytes"] for r in results.values() if r.get("outside_bytes")), default=None
+            ),
             "tokens_per_sample": next(
                 (r["tokens_per_sample"] for r in results.values() if r.get("tokens_per_sample")), None
             ),

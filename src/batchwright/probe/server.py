@@ -65,7 +65,7 @@ def serve(channel: socket.socket) -> None:
                 os.setsid()
                 die_with(server)
                 # A fork has no threads, but keeps the memory of their stacks: the trial would have it for free.
-                if threads > 1 or not worker.forkable():
+                if threads > 1 or not worker.may_fork():
                     os.execv(sys.executable, [sys.executable, "-P", "-m", worker.__name__, spec])
                 sys.argv = [str(worker.__file__), spec]
                 worker.main(spec)

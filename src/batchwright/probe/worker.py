@@ -32,7 +32,20 @@ from batchwright.processes.guard import die_with
 from batchwright.processes.memory import status_bytes
 from batchwright.processes.target import split_target
 from batchwright.rundir import atomic
-from batchwright.runtime.device import choose, to_device
+from batchwright.runtime.device import (
+    choose,
+    collectives_for,
+    device_name,
+    free_and_total,
+    limit_memory,
+    may_fork,  # noqa: F401  # for the server, which imports nothing else of `runtime`
+    outside_allocator,
+    peaks,
+    pins,
+    synchronise,
+    to_device,
+    use,
+)
 from batchwright.runtime.ranks import discover
 from batchwright.runtime.task import Task, load_task
 
@@ -59,18 +72,11 @@ class Worker:
         """Set the memory limit; returns a function that removes it, so that a failure can still be written."""
         if not self.spec["limited"]:
             return lambda: None
-        memory: int | None = self.spec["memory"]
-        if self.device.type == "cuda":  # not tested: there was no GPU
-            free, total = torch.cuda.mem_get_info(self.device)
-            memory = min(memory or total, free)
-            share = max(0, memory - self.spec["margin"]) / total
-            torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
-        elif self.device.type == "cpu" and memory is None:
-            memory = self.spec["host_memory"]
-        budget = None if memory is None else max(1, memory - self.spec["margin"])
-        self.result["limit_bytes"] = budget
-        if self.device.type != "cpu" or budget is None:
+        if self.device.type != "cpu":
+            self._limit_device()
             return lambda: None
+        memory: int = self.spec["memory"] or self.spec["host_memory"]
+        self.result["limit_bytes"] = budget = max(1, memory - self.spec["margin"])
         # With RLIMIT_AS allocations fail as on a device; Linux ignores RLIMIT_RSS. Only the soft limit is set.
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         room = None if soft == resource.RLIM_INFINITY else soft - self.base  # `ulimit -v` may have set one
@@ -87,6 +93,34 @@ class Worker:
         resource.setrlimit(resource.RLIMIT_AS, (self.base + budget, hard))
         return lambda: resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
+    def _limit_device(self) -> None:
+        """Limit torch's allocator on an accelerator. What lies outside of it needs memory, too, and cannot be limited."""
+        memory, outside = self.spec["memory"], outside_allocator(self.ranks.size)
+        found = free_and_total(self.device)
+        if found is None:
+            if memory is not None:
+                raise PlanError(
+                    f"memory={memory:,} cannot be set: torch cannot limit the memory of {self.device.type}. Leave it out.",
+                    field="memory",
+                    given=memory,
+                )
+            return
+        free, total = found
+        usable = min(memory or total, free)
+        budget = usable - self.spec["margin"] - outside
+        if budget < 1:
+            least = outside + self.spec["margin"] + 1
+            raise PlanError(
+                f"memory={usable:,} bytes leave nothing for the job: a margin of {self.spec['margin']:,}, and {outside:,} for "
+                f"what lies outside torch's allocator ({self.ranks.size} ranks), are kept free. {free:,} of {total:,} bytes of "
+                f"{self.device} are free. Nearest: more than {least:,}.",
+                field="memory",
+                given=memory,
+                nearest=(least,),
+            )
+        limit_memory(self.device, budget, total)
+        self.result.update(limit_bytes=budget, outside_bytes=outside)
+
     def stage(self, doing: str) -> None:
         """Write what this rank does now."""
         self.write(stage=self.result["stage"] + 1, doing=doing)
@@ -99,6 +133,7 @@ class Worker:
         """The whole trial; torchrun ends the other ranks if the exit status is not 0."""
         try:
             self.device = choose(self.spec["device"] or "auto", self.ranks)
+            use(self.device)
             self._free = self._set_limit()
             self.stage("building the task")
             self._build()
@@ -118,13 +153,13 @@ class Worker:
 
     def _build(self) -> None:
         if self.ranks.size > 1:
-            torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            torch.distributed.init_process_group(**collectives_for(self.device, self.ranks.size))
         self.task: Task = load_task(self.spec["target"], self.spec["args"])
         model = self.task.build_model(_SEED).to(self.device)
         model.train()
         bare = model
         if self.ranks.size > 1:
-            ids = [self.device.index] if self.device.type == "cuda" else None
+            ids = [self.device] if self.device.type != "cpu" else None
             model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
         self.model = model
         self.optimizer = self.task.optimizer(model.parameters())
@@ -182,7 +217,7 @@ class Worker:
             self.stage(f"optimizer in step {step}")
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        self._synchronise()
+        synchronise(self.device)
 
     def _evaluation(self) -> None:
         try:  # during training the optimizer's state exists
@@ -196,7 +231,7 @@ class Worker:
                 self.stage(f"evaluation batch {step}")
                 batch = self.batch(step, self.size)
                 self.loss(batch)
-        self._synchronise()
+        synchronise(self.device)
 
     def _throughput(self) -> None:
         batch = self.batch(0, self.size)
@@ -219,12 +254,13 @@ class Worker:
     def _loader(self) -> Iterator[Any]:
         count, size = len(self.task.dataset), self.size
         order = ([(k * size + i) % count for i in range(size)] for k in range(10**9))
+        there = any(t.device.type != "cpu" for t in tensors(self.task.dataset[0]))
         loader: Any = torch.utils.data.DataLoader(
             self.task.dataset,
             batch_sampler=order,
             collate_fn=self.task.collate,
             num_workers=self.spec["workers"],
-            pin_memory=self.device.type == "cuda",
+            pin_memory=pins(self.device) and not there,
         )
         return (to_device(batch, self.device) for batch in loader)
 
@@ -232,7 +268,7 @@ class Worker:
         def once() -> tuple[float, float]:
             wall, cpu = time.perf_counter(), time.process_time()
             step()
-            self._synchronise()
+            synchronise(self.device)
             return time.perf_counter() - wall, time.process_time() - cpu
 
         first = [once() for _ in range(3 + skip)][-3:]
@@ -270,20 +306,9 @@ class Worker:
         except (NotImplementedError, AttributeError, KeyError):  # an operation that it does not know
             return None
 
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
-
     def _peaks(self) -> dict[str, Any]:
-        if self.device.type == "cuda":
-            stats = torch.cuda.memory_stats(self.device)
-            return {
-                "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device),
-                "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
-                "allocator_retries": stats.get("num_alloc_retries", 0),
-            }
+        if self.device.type != "cpu":
+            return peaks(self.device)
         return {"peak_memory_bytes": max(0, status_bytes("VmPeak") - self.base)}
 
 
@@ -327,7 +352,6 @@ def identity(
     count = sum(p.numel() for p in model.parameters())
     folder = Path(split_target(spec["target"])[0]).resolve().parent
     options = {k: v for k, v in optimizer.defaults.items() if k not in ("lr", "weight_decay")}
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
     return {
         "model": f"{type(model).__name__} with {count:,} parameters ({digest(repr(shapes))})",
         "optimizer": type(optimizer).__name__,
@@ -336,16 +360,11 @@ def identity(
         + f" ({torch.get_float32_matmul_precision()} matmul)",
         "sequence_length": tokens(example) if one_length(task) else None,
         "sample": [[list(t.shape[1:]), str(t.dtype).removeprefix("torch.")] for t in tensors(example)],
-        "device": name,
+        "device": device_name(device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__},
         "args": {k: str(v) for k, v in sorted(spec["args"].items())},
         "code": code_below(folder),
     }
-
-
-def forkable() -> bool:
-    """Whether a forked process can use a device: not if an import used it before the fork."""
-    return not torch.cuda._is_in_bad_fork()  # pyright: ignore
 
 
 def main(path: str) -> None:

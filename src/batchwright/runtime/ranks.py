@@ -26,22 +26,24 @@ class Ranks:
     """The rank of this process in the job and on its node; `local_size` is None if unknown.
 
     >>> Ranks()
-    Ranks(rank=0, size=1, local_rank=0, local_size=None)
+    Ranks(rank=0, size=1, local_rank=0, local_size=None, same_devices=False)
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int | None = None
+    same_devices: bool = False
+    """All processes of the node see the same devices: torchrun started them. srun may give each its own."""
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Ranks:
     """Read the ranks that torchrun or srun set for this process; without either it is the only process.
 
     >>> discover({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-    Ranks(rank=3, size=8, local_rank=1, local_size=2)
+    Ranks(rank=3, size=8, local_rank=1, local_size=2, same_devices=False)
     >>> discover({})
-    Ranks(rank=0, size=1, local_rank=0, local_size=None)
+    Ranks(rank=0, size=1, local_rank=0, local_size=None, same_devices=False)
     """
     env = os.environ if environment is None else environment
     for launcher, rank, size, local_rank, local_size in _LAUNCHERS:
@@ -53,6 +55,7 @@ def discover(environment: Mapping[str, str] | None = None) -> Ranks:
             size=_number(env, size, launcher),
             local_rank=_number(env, local_rank, launcher) if local_rank in env else 0,
             local_size=_number(env, local_size, launcher) if local_size in env else None,
+            same_devices="TORCHELASTIC_RUN_ID" in env,
         )
         if not 0 <= found.rank < found.size:
             raise EnvironmentFault(
@@ -86,7 +89,7 @@ def data_parallel(mesh: DeviceMesh, dims: str | Sequence[str] | None = None) -> 
     Ranks that differ only in other dimensions (tensor, pipeline, context) get equal results, so equal samples. For a mesh
     of one dimension `dims` may be omitted.
 
-        mesh = init_device_mesh("cuda", (2, 4, 8), mesh_dim_names=("replicate", "shard", "tensor"))
+        mesh = init_device_mesh(device.type, (2, 4, 8), mesh_dim_names=("replicate", "shard", "tensor"))
         rank, size = data_parallel(mesh, ("replicate", "shard"))         # size 8
     """
     names = tuple(mesh.mesh_dim_names or ())

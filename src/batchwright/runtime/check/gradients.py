@@ -71,6 +71,7 @@ class Rig:
         self.task, self.size, self.seed, self.accumulate_dtype = task, global_batch_size, seed, accumulate_dtype
         with users_code("building the model failed"):
             self.model = task.build_model(seed)
+        self.device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         self.dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad}
         self._rows: list[Any] | None = None
 
@@ -130,7 +131,7 @@ class Rig:
 
     def uses_statistics(self, variant: Variant) -> bool:
         """Whether a forward of the whole batch uses batch statistics."""
-        counter = Deterministic(random=False, statistics=False)
+        counter = Deterministic(random=False, statistics=False, device=self.device)
         (micro,) = self._micros(variant, self.size)
         with self._run(variant) as model, counter:
             self._loss(model, micro.data, variant)
@@ -187,7 +188,7 @@ class Rig:
 
     def _loss(self, model: nn.Module, batch: Any, variant: Variant) -> tuple[Tensor, Any, Tensor | None]:
         batch = batch if variant.random else self.collate(batch)
-        batch = to_device(batch, next(self.model.parameters()).device)
+        batch = to_device(batch, self.device)
         if variant.exact:
             batch = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
         loss_sum, weight, auxiliary = self.task.loss_of(model, batch)
@@ -209,7 +210,9 @@ class Rig:
                 without_dropout(model)
             if not variant.statistics:
                 freeze_statistics(model)
-            stack.enter_context(Deterministic(random=not variant.random, statistics=not variant.statistics))
+            stack.enter_context(
+                Deterministic(random=not variant.random, statistics=not variant.statistics, device=self.device)
+            )
             if variant.exact:
                 stack.enter_context(AllFp64())
             stack.enter_context(warnings.catch_warnings())

@@ -20,6 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
+from batchwright.runtime.device import generator_state, set_generator_state
+
 _LOW = {torch.float32, torch.float16, torch.bfloat16}
 _DROPOUTS: set[Any] = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 _RAW_DROPOUTS: set[Any] = {torch.dropout, torch.feature_dropout, torch.alpha_dropout}
@@ -50,9 +52,9 @@ class Deterministic(TorchFunctionMode):
     """Remove random draws, or batch statistics, from all torch calls: dropout does nothing, and every row of a batch
     draws the same numbers, for any number of rows."""
 
-    def __init__(self, *, random: bool, statistics: bool) -> None:
+    def __init__(self, *, random: bool, statistics: bool, device: torch.device) -> None:
         super().__init__()
-        self.random, self.statistics = random, statistics
+        self.random, self.statistics, self.device = random, statistics, device
         self.statistics_uses = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +73,7 @@ class Deterministic(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in kwargs.items()}
-        return _drawn(func, args, kwargs)
+        return _drawn(func, args, kwargs, self.device)
 
 
 class AllFp64(TorchFunctionMode):
@@ -98,7 +100,7 @@ def _running(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return (), given | {"training": False}
 
 
-def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _drawn(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
     """Draw one row and repeat it for all rows, so that no row depends on their number. Call any other function as is."""
     if func in _BY_SIZE:
         at = next((i for i, a in enumerate(args) if isinstance(a, (tuple, list))), None)
@@ -106,25 +108,28 @@ def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             bounds, size = args, kwargs.pop("size")
         else:
             bounds, size = (args[:at], args[at]) if at is not None else ((), args)  # (…, (2, 3)) or (2, 3)
-        return _rows(tuple(size), lambda n: func(*bounds, (n,), **kwargs))
+        return _rows(device, tuple(size), lambda n: func(*bounds, (n,), **kwargs))
     if func in _LIKE:
-        return _rows(args[0].shape, lambda n: func(args[0].new_empty(n), *args[1:], **kwargs))
+        return _rows(device, args[0].shape, lambda n: func(args[0].new_empty(n), *args[1:], **kwargs))
     if func in _IN_PLACE:
-        return args[0].copy_(_rows(args[0].shape, lambda n: func(args[0].new_empty(n), *args[1:], **kwargs)))
+        return args[0].copy_(_rows(device, args[0].shape, lambda n: func(args[0].new_empty(n), *args[1:], **kwargs)))
     if func is torch.bernoulli:
-        return (_rows(args[0].shape, lambda n: torch.rand(n)) < args[0].cpu()).to(args[0])
+        return (_rows(device, args[0].shape, lambda n: torch.rand(n)) < args[0].cpu()).to(args[0])
     return func(*args, **kwargs)
 
 
-def _rows(size: tuple[int, ...], draw: Callable[[int], Tensor]) -> Tensor:
+def _rows(device: torch.device, size: tuple[int, ...], draw: Callable[[int], Tensor]) -> Tensor:
     """Draw one row from a newly seeded generator and repeat it. The row is the beginning of a long draw, so that a
-    shorter row (less padding) begins with the same numbers."""
+    shorter row (less padding) begins with the same numbers. The draw may be on the CPU or on the model's device."""
     one = (1, *size[1:]) if size else ()
     wanted = prod(one)
     state = torch.get_rng_state()
+    there = generator_state(device) if device.type != "cpu" else None
     torch.manual_seed(0)
     try:
         drawn = draw(-(-wanted // _LEAST_DRAWN) * _LEAST_DRAWN)
     finally:
         torch.set_rng_state(state)
+        if there is not None:
+            set_generator_state(device, there)
     return drawn[:wanted].reshape(one).expand(size).clone()

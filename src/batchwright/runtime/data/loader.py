@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torch.utils.data import default_collate as _untyped_collate  # pyright: ignore[reportUnknownVariableType]
 
 from batchwright.core.errors import PlanError, RunError
+from batchwright.runtime.device import pinned
 from batchwright.runtime.state import generators
 
 from .order import LARGEST_POSITION, GlobalOrder, Ints
@@ -71,8 +72,8 @@ class Loader:
 
     The dataset is map-style, and `dataset[i]` is called for each i (a batched `__getitems__` could not be seeded per
     sample). For packed sequences, i counts packed samples: pack first, then index.
-    `collate` defaults to torch's `default_collate`, `pin_memory` to True if CUDA is available. Other options are passed
-    to torch's DataLoader.
+    `collate` defaults to torch's `default_collate`. With `pin_memory=True`, copies to a GPU need not wait; tensors that are
+    there already stay there. Other options are passed to torch's DataLoader.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Loader:
         *,
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
-        pin_memory: bool | None = None,
+        pin_memory: bool = False,
         **options: Any,
     ) -> None:
         _check(dataset, order, options)
@@ -97,9 +98,9 @@ class Loader:
             cast("Dataset[Any]", self._reader),
             batch_size=None,  # an index is a whole micro batch: the reader collates
             sampler=self._slices,
-            collate_fn=_unchanged,
+            collate_fn=cast(Any, _Pinnable) if pin_memory else _unchanged,
             num_workers=num_workers,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            pin_memory=pin_memory,
             **options,
         )
 
@@ -190,6 +191,20 @@ def _end_workers(iterator: ref[Any]) -> None:
     """End the workers of an iterator that is still referenced, for example by a traceback."""
     if (held := iterator()) is not None:
         held.__del__()  # torch ends the workers there; a second call is allowed
+
+
+@dataclass(frozen=True)
+class _Pinnable:
+    """What a worker has read. torch's DataLoader calls `pin_memory`; its own way to pin fails on tensors of a device."""
+
+    read: tuple[Slice, Ints, Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read)
+
+    def pin_memory(self) -> tuple[Slice, Ints, Any]:
+        part, ids, data = self.read
+        return part, ids, pinned(data)
 
 
 def _unchanged(data: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,9 +13,8 @@ from batchwright.core.ramp.schedule import Schedule, Segment
 from batchwright.runtime.data.loader import Loader
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
-from batchwright.runtime.device import to_device
+from batchwright.runtime.device import pins, to_device, widest_float
 from batchwright.runtime.state import generators
-from batchwright.runtime.step.sums import widest_float
 from batchwright.runtime.task import Task
 
 from .process import ThisProcess, collectives
@@ -66,23 +65,31 @@ def evaluate(
     size = len(dataset)
     whole = Schedule((Segment(0, 0, size, 1),))
     sampler = StepSampler(whole, min(batch_size, size), process.rank, process.ranks, allow_ragged=True)
-    sums = torch.zeros(2, dtype=widest_float(process.device), device=process.device)
-    training, kept, evaluated = model.training, generators.capture(), 0
+    device, order = process.device, GlobalOrder(size, seed, shuffle=False)
+    # On the device, so that the host waits for it once, at the end; weights that the host knows are added there.
+    losses, weights = torch.zeros(2, dtype=widest_float(device), device=device)
+    known = 0.0
+    training, kept, evaluated = model.training, generators.capture(device), 0
     model.eval()
     try:
         with torch.no_grad():
-            for micro in Loader(dataset, GlobalOrder(size, seed, shuffle=False), sampler, collate=task.collate):
+            for micro in Loader(dataset, order, sampler, collate=task.collate, pin_memory=pins(device)):
                 progress(evaluated)
                 evaluated += len(micro.positions)
-                loss_sum, weight, _ = task.loss_of(model, to_device(micro.data, process.device))
-                both = (loss_sum, torch.as_tensor(weight))
-                if not micro.filler:
-                    sums += torch.stack([value.detach().reshape(()).to(sums) for value in both])
+                loss_sum, weight, _ = task.loss_of(model, to_device(micro.data, device))
+                if micro.filler:
+                    continue
+                losses += loss_sum.detach().reshape(())
+                if isinstance(weight, torch.Tensor) and weight.device == device:
+                    weights += weight.detach().reshape(())
+                else:
+                    known += float(weight)
     finally:
         model.train(training)
         # How often a run is evaluated must not change what it trains.
-        generators.restore(kept)
+        generators.restore(kept, device)
+    sums = torch.stack([losses, weights + known])
     if process.ranks > 1:
         collectives.all_reduce(sums)
-    loss, weight = float(sums[0]), float(sums[1])
+    loss, weight = cast(Any, sums).tolist()
     return loss / weight if weight else float("nan"), weight

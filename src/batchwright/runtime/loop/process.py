@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.core.errors import PlanError
-from batchwright.runtime.device import choose
+from batchwright.runtime.device import choose, collectives_for, use
 from batchwright.runtime.ranks import check_rendezvous, discover
 
 from .settings import Strategy
@@ -68,9 +69,7 @@ def joined(device: str, strategy: Strategy) -> Generator[ThisProcess]:
     """
     ranks = discover()
     place = choose(device, ranks)
-    cuda = place.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(place)
+    use(place)
     ours = not dist.is_initialized()
     several = ranks.size if ours else dist.get_world_size()
     if strategy == "none" and several > 1:
@@ -83,10 +82,9 @@ def joined(device: str, strategy: Strategy) -> Generator[ThisProcess]:
         )
     if ours and ranks.size > 1:
         check_rendezvous(ranks)
-        backend, own_device = ("cpu:gloo,cuda:nccl", place) if cuda else ("gloo", None)
-        dist.init_process_group(backend, device_id=own_device, rank=ranks.rank, world_size=ranks.size)
+        dist.init_process_group(**collectives_for(place, ranks.size), rank=ranks.rank, world_size=ranks.size)
     elif ours and strategy == "fsdp2":  # FSDP2 needs a mesh, so a group, on one rank too
-        dist.init_process_group("nccl" if cuda else "gloo", store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(collectives_for(place)["backend"], store=HashStore(), rank=0, world_size=1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     groups: list[dist.ProcessGroup] = [collectives.new_group(backend="gloo") for _ in range(2 if size > 1 else 0)]
     control, saving = groups or (None, None)
@@ -106,22 +104,31 @@ def wrapped(
     model: nn.Module, strategy: Strategy, process: ThisProcess, reduce_dtype: torch.dtype | None = None
 ) -> nn.Module:
     """The model on its device with the weights of rank 0, in DDP or FSDP2; `reduce_dtype`: FSDP2 sums gradients in it."""
-    model = model.to(process.device)
-    if dist.is_initialized() and process.ranks > 1:
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                collectives.broadcast(tensor, src=0)
     if strategy == "fsdp2":
-        mesh = init_device_mesh(process.device.type, (process.ranks,))
-        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-        for part in _repeated(model):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
-        return cast(nn.Module, fully_shard(model, mesh=mesh, mp_policy=policy))
+        return _sharded(model, process, MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    model = model.to(process.device)
     if strategy == "none" or process.ranks == 1:
         return model
+    # DDP itself sends the weights of rank 0 to all ranks.
     return _with_fixed_buckets(
-        DistributedDataParallel(model, device_ids=[process.device] if process.device.type == "cuda" else None)
+        DistributedDataParallel(model, device_ids=[process.device] if process.device.type != "cpu" else None)
     )
+
+
+def _sharded(model: nn.Module, process: ThisProcess, policy: MixedPrecisionPolicy) -> nn.Module:
+    """The model in FSDP2, which moves one part after the other to the device and keeps this rank's shard of it: the whole
+    model never is on a device. Then each tensor is filled from rank 0."""
+    state = model.state_dict() if process.rank == 0 else {}
+    mesh = init_device_mesh(process.device.type, (process.ranks,))
+    for part in _repeated(model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    model = cast(nn.Module, fully_shard(model, mesh=mesh, mp_policy=policy))
+    if process.ranks > 1:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state, options=options)
+        for buffer in model.buffers():  # also those that are not part of the state
+            collectives.broadcast(buffer, src=0)
+    return model
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:

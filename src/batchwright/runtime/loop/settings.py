@@ -72,7 +72,7 @@ class Settings:
     strategy: Strategy = "auto"
     """`ddp` or `fsdp2`; `auto` is DDP on several ranks and the plain model on one."""
     device: str = "auto"
-    """`auto` is the CUDA device of this rank if there is one, else the CPU."""
+    """`auto` is the accelerator of this rank if torch finds one, else the CPU; or `cpu`, or what torch calls the accelerator."""
     threads: int | None = None
     """torch's threads in this process; None keeps torch's default, which reads the environment."""
     launch: int | None = None

@@ -39,7 +39,7 @@ from batchwright.core.ramp.schedule import Schedule, Step
 from batchwright.rundir.status import Status
 from batchwright.runtime.data.loader import Loader
 from batchwright.runtime.data.sampler import StepSampler, micro_steps
-from batchwright.runtime.device import to_device
+from batchwright.runtime.device import pins, to_device
 from batchwright.runtime.state.checkpoint import Saved
 from batchwright.runtime.step.accumulate import Accumulator, GradientStep, StepResult
 from batchwright.runtime.task import Task, load_task
@@ -110,7 +110,14 @@ class _Loop(Session):
         sampler = StepSampler(
             self._limited(), micro_of, process.rank, process.ranks, self.position, allow_ragged=settings.allow_ragged
         )
-        loader = Loader(self.dataset, self.order, sampler, collate=self.task.collate, num_workers=settings.num_workers)
+        loader = Loader(
+            self.dataset,
+            self.order,
+            sampler,
+            collate=self.task.collate,
+            num_workers=settings.num_workers,
+            pin_memory=pins(process.device),
+        )
         accumulator = Accumulator(
             self.model,
             max_norm=settings.max_norm,

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -125,7 +126,7 @@ class Checkpoints:
             "optimizer": rest,
             **dict(state or {}),
         }
-        job = _Job(name, content, generators.capture())
+        job = _Job(name, content, generators.capture(_device(model)))
         if not self.asynchronous:
             return self._write(job, parts)
         copies = tensors.snapshot(parts)
@@ -176,7 +177,8 @@ class Checkpoints:
     def load(self, saved: Saved, model: nn.Module, *optimizers: Optimizer, restore_generators: bool = True) -> bool:
         """Load a checkpoint into a model and its optimizers, sharded in any way. Returns whether generators were restored.
 
-        Generators belong to a rank, so they are restored only if the number of ranks is that of the save.
+        Generators belong to a rank and to a kind of device, so they are restored only if the number of ranks is that of the
+        save, and the model is on the same kind of device. Otherwise seed them: the ranks must draw different numbers.
         """
         self.wait()
         parts, _ = tensors.split(model, optimizers)
@@ -185,8 +187,7 @@ class Checkpoints:
         tensors.join(model, optimizers, parts, saved.state["optimizer"])
         if not restore_generators or saved.state["ranks"] != self.ranks:
             return False
-        generators.restore(read_json(saved.path / "rng" / f"rank-{self.rank:05d}.json"))
-        return True
+        return generators.restore(read_json(saved.path / "rng" / f"rank-{self.rank:05d}.json"), _device(model))
 
     def _problem(self, path: Path, verify: bool) -> str | None:
         """What is wrong with a checkpoint, or None. With `verify`, each rank reads its part of the files."""
@@ -316,6 +317,10 @@ class _Job:
     name: str
     state: dict[str, Any]
     rng: dict[str, Any]
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def refuse_newer(schema: object, path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from batchwright.core.errors import RunError
+from batchwright.runtime.device import generator_state, set_generator_state
 
 # numpy's type stubs do not know these two functions.
 _bit_generator = cast(Any, np.random).get_bit_generator
@@ -46,8 +47,8 @@ def seed_sample(seed: int, position: int) -> None:
     set_seeds(_hashed(b"batchwright sample 1: seed %d, position %d" % (seed, position)), accelerator=False)
 
 
-def capture() -> dict[str, Any]:
-    """The state of all generators, as plain JSON."""
+def capture(device: torch.device | None = None) -> dict[str, Any]:
+    """The state of all generators, as plain JSON; with the one of `device`, if it is an accelerator."""
     version, internal, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
     if numpy["bit_generator"] != "MT19937":
@@ -58,26 +59,30 @@ def capture() -> dict[str, Any]:
         "numpy": ["MT19937", key, numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]],
         "torch": _packed(torch.get_rng_state().numpy().tobytes()),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = _packed(torch.cuda.get_rng_state().numpy().tobytes())
+    if device is not None and device.type != "cpu":
+        state[device.type] = _packed(generator_state(device).numpy().tobytes())
     return state
 
 
-def restore(state: Mapping[str, Any]) -> None:
-    """Set all generators to a state that `capture` returned.
+def restore(state: Mapping[str, Any], device: torch.device | None = None) -> bool:
+    """Set all generators to a state that `capture` returned; if it lacks that of `device`, change nothing: False.
 
     >>> kept = capture(); drawn = torch.rand(3), random.random(), np.random.rand()
-    >>> restore(kept); (torch.rand(3).equal(drawn[0]), random.random(), np.random.rand()) == (True, *drawn[1:])
-    True
+    >>> restore(kept), (torch.rand(3).equal(drawn[0]), random.random(), np.random.rand()) == (True, *drawn[1:])
+    (True, True)
     """
+    accelerator = None if device is None or device.type == "cpu" else device
+    if accelerator is not None and accelerator.type not in state:
+        return False
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, packed, place, has_gauss, cached = state["numpy"]
     key = np.frombuffer(base64.b64decode(packed), "<u4").astype(np.uint32)
     np.random.set_state((name, key, place, has_gauss, cached))
     torch.set_rng_state(_tensor(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    if accelerator is not None:
+        set_generator_state(accelerator, _tensor(state[accelerator.type]))
+    return True
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from batchwright.core.errors import RunError, Violation, raise_violations
+from batchwright.runtime.device import synchronise
 
 _RECORDS = (
     "Metadata",
@@ -162,14 +163,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in the host's memory, which training does not change."""
-    from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu  # pyright: ignore[reportPrivateUsage]
+    """Copies in the host's memory, which training does not change. Those of a device are waited for once, at the end."""
+    copies = {path: _copied(tensor.detach()) for path, tensor in tensors.items()}
+    for device in {tensor.device for tensor in tensors.values()}:
+        synchronise(device)
+    return copies
 
-    moved: dict[str, Any] = {path: tensor.detach() for path, tensor in tensors.items()}
-    if any(tensor.device.type != "cpu" for tensor in moved.values()):
-        moved = _offload_state_dict_to_cpu(moved)
-    # Moving a tensor that is already on the CPU does not copy it.
-    return {p: t.clone() if tensors[p].device.type == "cpu" else t for p, t in moved.items()}
+
+def _copied(tensor: Tensor) -> Tensor:
+    # Moving a tensor that is already on the CPU would not copy it. A copy that does not block goes to pinned memory.
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu", non_blocking=True)
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> dict[str, tuple[int, str]]:

@@ -271,11 +271,16 @@ class GradientStep:
         if (foreign := sum(id(p) not in known for p in held)) or not held:
             what = f"has an optimizer with {foreign} of {len(held)} parameters that are not the model's"
             raise _misuse(self, what, "build it from the model's parameters, after wrapping the model.", "optimizer")
-        totals = sums.totals(owner.parallel, owner.device, self.plan)
+        kept = self._ended != "early" or owner.partial == "exact"
+        # The norm and the scale are read with the sums, so that the host waits once. What needs another rank comes after
+        # the sums, which show whether all ranks do the same.
+        alone = owner.parallel.size == 1 or (owner.parallel.wrapper == "ddp" and sums.flat is None)
+        ready = self._complete(optimizers) if kept and alone else None
+        totals = sums.totals(owner.parallel, owner.device, self.plan, ready.read if ready else ())
         norm = rate = None
-        if self._ended == "early" and owner.partial == "carry":
+        if not kept and owner.partial == "carry":
             outcome, owner.carried = "carried", sums
-        elif self._ended == "early" and owner.partial == "drop":
+        elif not kept:
             outcome = "dropped"
             owner.clear()
         elif totals.weight == 0:
@@ -284,8 +289,11 @@ class GradientStep:
         else:
             if learning_rate is not None:
                 rate = _set_learning_rate(optimizers, learning_rate(self.plan.start_sample))
-            norm = self._finish(totals, optimizers)
-            outcome = _advance(optimizers, owner.scaler)
+            ready = ready or self._complete(optimizers)
+            numbers = iter(totals.also or [float(number) for number in ready.read])
+            scale = next(numbers) if owner.scaler is not None else 1.0
+            norm = self._finish(totals, ready, scale, next(numbers, None))
+            outcome = _advance(optimizers, owner.scaler, scale)
         weight = totals.weight or math.nan
         self.result = StepResult(
             step=self.plan.step,
@@ -301,52 +309,70 @@ class GradientStep:
         )
         return self.result
 
-    def _finish(self, totals: Totals, optimizers: tuple[Optimizer, ...]) -> float | None:
-        """Write the final gradients to `p.grad`; return the norm before clipping, if it is needed."""
-        owner, flat, measured = self._owner, self._sums.flat, self._sums.measured
+    def _complete(self, optimizers: tuple[Optimizer, ...]) -> _Ready:
+        """Sum the gradients over ranks and unscale them, if nothing has done so; measure their norm, if it is needed."""
+        owner, flat = self._owner, self._sums.flat
         ours = flat is not None and owner.parallel.wrapper != "sharded"
         if flat is not None and ours:
             flat.reduce(owner.parallel)
         pairs = flat.gradients() if flat else [(p, p.grad) for p in owner.parameters if p.grad is not None]
-        gradients, scale = [gradient for _, gradient in pairs], owner.loss_scale
-        ranks = 1 if ours or not owner.averaged else owner.parallel.size
-        factor = ranks / (totals.weight * scale)
+        read: list[Tensor] = []
         if owner.scaler is not None:
-            scale *= owner.scaler.get_scale()
+            read.append(owner.scaler.scale(torch.ones((), device=owner.device)))
             for p, gradient in pairs:
                 p.grad = gradient
             for optimizer in optimizers:
                 owner.scaler.unscale_(optimizer)
-        norm = float(total_norm(gradients)) * factor if owner.max_norm is not None or measured else None
-        if owner.noise is not None and measured and norm is not None:
-            squares = totals.square_sum * (ranks / scale) ** 2
+        if owner.max_norm is not None or self._sums.measured:
+            read.append(total_norm([gradient for _, gradient in pairs]))
+        return _Ready(pairs, 1 if ours or not owner.averaged else owner.parallel.size, read)
+
+    def _finish(self, totals: Totals, ready: _Ready, scale: float, norm: float | None) -> float | None:
+        """Write the final gradients to `p.grad`; return the norm before clipping, if it is needed."""
+        owner, flat, ranks = self._owner, self._sums.flat, ready.ranks
+        factor = ranks / (totals.weight * owner.loss_scale)
+        norm = None if norm is None else norm * factor
+        if owner.noise is not None and self._sums.measured and norm is not None:
+            squares = totals.square_sum * (ranks / (owner.loss_scale * scale)) ** 2
             owner.noise.observe(totals.weight, (norm * totals.weight) ** 2, squares, totals.weight_square_sum)
         if owner.max_norm is not None and norm is not None:
             factor *= min(1.0, owner.max_norm / (norm + 1e-6))  # torch's own rule and constant
-        scale_(gradients, factor)  # the one division, by the step's weight, and the clipping
+        # The one division, by the step's weight, and the clipping.
+        scale_([gradient for _, gradient in ready.gradients], factor)
         if flat is not None:
-            for p, gradient in pairs:
+            for p, gradient in ready.gradients:
                 p.grad = flat.restored(p, gradient)
         return norm
 
 
-def _advance(optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler | None) -> Outcome:
+@dataclass(frozen=True)
+class _Ready:
+    """The gradients of a step, complete but not yet divided; `ranks`: the number that they were divided by."""
+
+    gradients: list[tuple[nn.Parameter, Tensor]]
+    ranks: int
+    read: list[Tensor]
+    """Numbers that the host needs: the scale if there is a scaler, the norm if it is needed."""
+
+
+def _advance(optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler | None, scale: float) -> Outcome:
     if scaler is None:
         for optimizer in optimizers:
             optimizer.step()
         return "applied"
-    before = scaler.get_scale()
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    return "skipped" if scaler.get_scale() < before else "applied"  # the scale falls exactly after an overflow
+    return "skipped" if scaler.get_scale() < scale else "applied"  # the scale falls exactly after an overflow
 
 
 def _set_learning_rate(optimizers: Iterable[Optimizer], factor: float) -> float:
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         held = group["lr"]
-        # torch's schedulers keep the base rate under the same key.
-        rate = float(group.setdefault("initial_lr", float(held))) * factor
+        # torch's schedulers keep the base rate under the same key. Reading a rate that is on a device waits for it.
+        if "initial_lr" not in group:
+            group["initial_lr"] = float(held)
+        rate = float(group["initial_lr"]) * factor
         group["lr"] = held.fill_(rate) if isinstance(held, Tensor) else rate  # a compiled optimizer holds that tensor
     return factor
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from batchwright.core.errors import RunError
 from batchwright.core.ramp.schedule import Step
+from batchwright.runtime.device import sent, widest_float
 
 from .parallel import DataParallel
 
@@ -72,9 +73,9 @@ class FlatGradients:
 
     def reduce(self, over: DataParallel) -> None:
         """Sum the buffer over ranks."""
-        for buffer, members in self._buffers:
+        for buffer, members in self._buffers if over.groups else ():
             tail = buffer[-len(members) :]
-            tail.copy_(torch.tensor([float(p in self._present) for p in members]))
+            tail.copy_(sent([float(p in self._present) for p in members], buffer.dtype, buffer.device))
             over.sum(buffer)
             ranks = cast("list[float]", tail.tolist())
             self._present |= {p for p, count in zip(members, ranks, strict=True) if count}
@@ -105,6 +106,8 @@ class Totals:
     samples: int
     square_sum: float
     weight_square_sum: float
+    also: tuple[float, ...]
+    """Further numbers of this rank, which were read together with the sums."""
 
 
 @dataclass
@@ -129,20 +132,29 @@ class Sums:
             values.append(value.detach() if isinstance(value, Tensor) else float(value))
         self.samples += samples
 
-    def totals(self, parallel: DataParallel, device: torch.device, plan: Step) -> Totals:
-        """Sum over micro steps and ranks in one all-reduce. All ranks see the same faults, so all of them raise."""
+    def totals(self, parallel: DataParallel, device: torch.device, plan: Step, also: Sequence[Tensor] = ()) -> Totals:
+        """Sum over micro steps and ranks in one all-reduce. All ranks see the same faults, so all of them raise.
+
+        The host waits for the device once. `also`: numbers of this rank that are read in the same wait, and not summed.
+        """
         kind = widest_float(device)
-        losses, weights, auxiliaries = (_row(v, kind, device) for v in (self.losses, self.weights, self.auxiliaries))
-        bad = (~weights.isfinite() | (weights < 0)).sum()
         # All ranks have the same number if size × Σ x² = (Σ x)². The step is reduced mod 997 so that this is exact.
         count, residue = self.micro_steps, plan.step % 997
-        facts = torch.tensor([self.samples, count, count**2, residue, residue**2], dtype=kind, device=device)
+        numbers = [self.samples, count, count**2, residue, residue**2]
+        losses, weights, auxiliaries, facts = _rows(
+            (self.losses, self.weights, self.auxiliaries, numbers), kind, device
+        )
+        bad = (~weights.isfinite() | (weights < 0)).sum()
         squares = self.flat.squares if self.flat and self.measured else torch.zeros_like(losses[0])
         # If each micro step is reduced over ranks, it is one term, and its weight is the sum over all ranks.
         per_micro_step = self.measured and parallel.wrapper == "sharded"
         terms = weights if per_micro_step else weights.square().sum().reshape(1)
         parts = [losses.sum(), weights.sum(), auxiliaries.sum(), squares, bad.to(kind)]
-        packed = cast("list[float]", parallel.sum(torch.cat([torch.stack(parts), facts, terms])).tolist())
+        summed = parallel.sum(torch.cat([torch.stack(parts), facts, terms]))
+        if also:
+            summed = torch.cat([summed, torch.stack([number.to(summed) for number in also])])
+        packed = cast("list[float]", summed.tolist())
+        packed, own_numbers = packed[: len(packed) - len(also)], packed[len(packed) - len(also) :]
         loss, weight, auxiliary, square_sum, faults, samples, *moments = packed[:10]
         for name, own, (first, second) in (
             ("micro steps", count, moments[:2]),
@@ -159,12 +171,7 @@ class Sums:
                 given=given,
             )
         squared = sum(n * n for n in packed[10:]) if per_micro_step else packed[10]
-        return Totals(weight, loss, auxiliary, round(samples), square_sum, squared)
-
-
-def widest_float(device: torch.device) -> torch.dtype:
-    """The widest float of a device; weights and losses are summed in it."""
-    return torch.float32 if device.type == "mps" else torch.float64
+        return Totals(weight, loss, auxiliary, round(samples), square_sum, squared, tuple(own_numbers))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -207,10 +214,24 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _row(values: Sequence[Any], kind: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers and one-element tensors as one tensor, in few calls: on a small model this is the cost of the step."""
-    if not any(isinstance(v, Tensor) for v in values):
-        return torch.tensor(values, dtype=kind, device=device)
-    if len({(v.dtype, v.device) if isinstance(v, Tensor) else None for v in values}) > 1:
-        values = [torch.as_tensor(v, dtype=kind, device=device) for v in values]
-    return torch.stack([v if v.dim() == 0 else v.reshape(()) for v in values]).to(device, kind)
+def _rows(lists: Sequence[Sequence[Any]], kind: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Lists of numbers and one-element tensors as one tensor each. The numbers of all lists go to the device in one copy.
+
+    In few calls: on a small model this is the cost of the step.
+    """
+    if device.type != "cpu":  # reading a tensor in the host's memory waits for nothing
+        lists = [[float(v) if isinstance(v, Tensor) and v.device.type == "cpu" else v for v in row] for row in lists]
+    there = sent([v for row in lists for v in row if not isinstance(v, Tensor)], kind, device)
+    start, rows = 0, list[Tensor]()
+    for row in lists:
+        tensors = [v for v in row if isinstance(v, Tensor)]
+        numbers = there[start : start + len(row) - len(tensors)]
+        start += len(numbers)
+        if not tensors:
+            rows.append(numbers)
+            continue
+        if len(tensors) < len(row) or len({(t.dtype, t.device) for t in tensors}) > 1:
+            each = iter(numbers)
+            tensors = [v.to(device, kind) if isinstance(v, Tensor) else next(each) for v in row]
+        rows.append(torch.stack([t if t.dim() == 0 else t.reshape(()) for t in tensors]).to(device, kind))
+    return rows
