@@ -31,6 +31,8 @@ LONGEST = (
     "runtime/step/test_accumulate.py",
     "probe/test_server.py",
     "runtime/check/test_check.py",
+    "device/test_ranks.py",
+    "device/test_probe.py",
 )
 
 

@@ -275,7 +275,7 @@ class GradientStep:
         # The norm and the scale are read with the sums, so that the host waits once. What needs another rank comes after
         # the sums, which show whether all ranks do the same.
         alone = owner.parallel.size == 1 or (owner.parallel.wrapper == "ddp" and sums.flat is None)
-        ready = self._complete(optimizers) if kept and alone else None
+        ready = self._complete(optimizers) if kept and alone and owner.device.type != "cpu" else None
         totals = sums.totals(owner.parallel, owner.device, self.plan, ready.read if ready else ())
         norm = rate = None
         if not kept and owner.partial == "carry":

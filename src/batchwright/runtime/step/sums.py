@@ -221,17 +221,18 @@ def _rows(lists: Sequence[Sequence[Any]], kind: torch.dtype, device: torch.devic
     """
     if device.type != "cpu":  # reading a tensor in the host's memory waits for nothing
         lists = [[float(v) if isinstance(v, Tensor) and v.device.type == "cpu" else v for v in row] for row in lists]
-    there = sent([v for row in lists for v in row if not isinstance(v, Tensor)], kind, device)
-    start, rows = 0, list[Tensor]()
-    for row in lists:
-        tensors = [v for v in row if isinstance(v, Tensor)]
-        numbers = there[start : start + len(row) - len(tensors)]
-        start += len(numbers)
-        if not tensors:
-            rows.append(numbers)
-            continue
-        if len(tensors) < len(row) or len({(t.dtype, t.device) for t in tensors}) > 1:
-            each = iter(numbers)
-            tensors = [v.to(device, kind) if isinstance(v, Tensor) else next(each) for v in row]
-        rows.append(torch.stack([t if t.dim() == 0 else t.reshape(()) for t in tensors]).to(device, kind))
-    return rows
+    numbers = [[v for v in row if not isinstance(v, Tensor)] for row in lists]
+    all_there: Any = sent([v for row in numbers for v in row], kind, device)
+    there: tuple[Tensor, ...] = all_there.split([len(row) for row in numbers])
+    return [
+        mine if len(mine) == len(row) else _stacked(row, mine, kind, device)
+        for row, mine in zip(lists, there, strict=True)
+    ]
+
+
+def _stacked(row: Sequence[Any], numbers: Tensor, kind: torch.dtype, device: torch.device) -> Tensor:
+    """A list that holds tensors as one tensor; its `numbers` are on the device already."""
+    if len(numbers) or len({(v.dtype, v.device) for v in row}) > 1:
+        each = iter(numbers)
+        row = [v.to(device, kind) if isinstance(v, Tensor) else next(each) for v in row]
+    return torch.stack([v if v.dim() == 0 else v.reshape(()) for v in row]).to(device, kind)
