@@ -55,9 +55,9 @@ class RunDirectory:
                 raise ValueError("it is empty")  # an unset variable of a shell, and not the current directory
             self.path = Path(path).expanduser().absolute()
             if max(len(os.fsencode(part)) for part in self.path.parts) > 255:
-                # Below a directory that does not exist, lstat does not notice it.
+                # Below a directory that does not exist, stat does not notice it.
                 raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-            os.lstat(self.path)
+            os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             pass
         except (OSError, RuntimeError, ValueError) as error:
