@@ -23,6 +23,7 @@ LONGEST = (
     "launch/test_torture.py",
     "torture/test_torture.py",
     "torture/test_chaos.py",
+    "torture/test_disks.py",
     "launch/slurm/test_slurm_chain.py",
     "launch/slurm/test_slurm_engine.py",
     "probe/test_real.py",

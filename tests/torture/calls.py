@@ -104,9 +104,9 @@ def _serve() -> None:
 
 
 def _called(argv: list[str], cwd: str, seconds: float, user: int | None, out: Any, err: Any) -> int | None:
-    child = os.fork()
+    server, child = os.getpid(), os.fork()
     if not child:
-        _become(argv, cwd, user, out.fileno(), err.fileno())
+        _become(argv, cwd, user, server, out.fileno(), err.fileno())
     waiting = os.pidfd_open(child)
     ended = select.select([waiting], [], [], seconds)[0]
     if not ended:
@@ -118,7 +118,7 @@ def _called(argv: list[str], cwd: str, seconds: float, user: int | None, out: An
     return code if ended else None
 
 
-def _become(argv: list[str], cwd: str, user: int | None, out: int, err: int) -> NoReturn:
+def _become(argv: list[str], cwd: str, user: int | None, server: int, out: int, err: int) -> NoReturn:
     """The forked process: its own session, its own output, then the command line."""
     try:
         os.setsid()
@@ -134,7 +134,9 @@ def _become(argv: list[str], cwd: str, user: int | None, out: int, err: int) -> 
             os.setgid(user)
             os.setuid(user)
         from batchwright.cli import main
+        from batchwright.processes.guard import die_with
 
+        die_with(server)  # also if it hangs and the torture is killed
         try:
             main(argv)
         except SystemExit as done:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from tests.launch.conftest import _signals_as_at_a_terminal  # noqa: F401  (for 
 
 from . import material as makes
 from .calls import Caller
-from .disks import FAULTS, Unavailable, disk
 from .flips import flips
 from .material import Material
 from .mutations import mutations
@@ -62,19 +60,6 @@ def test_damaged_files_get_a_sentence_and_are_not_touched(material, base, call, 
 @pytest.mark.parametrize("numbers", [range(150), pytest.param(range(150, 3000), marks=more)], ids=str)
 def test_one_flipped_bit_is_found_unless_it_cannot_matter(material, base, call, numbers):
     assert_all_pass(flips(material, base / f"flips {numbers.start}", call, SEED, numbers))
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", ["command", pytest.param("task", marks=more)])
-def test_a_disk_that_fails_under_a_run(tmp_path, kind, fault):
-    try:
-        case = disk(tmp_path / "it", kind, fault)
-    except Unavailable as reason:
-        missing = (
-            pytest.fail if os.environ.get("CI") == "true" and fault == "full" and not os.geteuid() else pytest.skip
-        )
-        missing(f"{fault}: {reason}")
-    assert not case.wrong, "\n".join(case.wrong)
 
 
 def changed(ledger: Path, line: int, key: str, value: object) -> None:
