@@ -87,7 +87,8 @@ def block(code: int, output: str, seconds: float, last: int = 40) -> str:
     return f"Exit code {code} after {seconds:.0f} s.\n\n```\n{shown}\n```"
 
 
-def measured(ranks: int) -> str:
+def measured(ranks: int) -> tuple[bool, str]:
+    """Whether the memory outside the allocator and the waits are as assumed, and both as text."""
     command = [sys.executable, "-c", MEASURE]
     if ranks > 1:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -95,13 +96,14 @@ def measured(ranks: int) -> str:
     code, output, seconds = run(command)
     found = [json.loads(line.split("MEASURED ", 1)[1]) for line in output.splitlines() if "MEASURED " in line]
     if code or not found:
-        return block(code, output, seconds)
+        return False, block(code, output, seconds)
     from batchwright.runtime.device import outside_allocator
 
     sizes = [f["outside_bytes"] for f in found if f["outside_bytes"] is not None]
     memory = f"{max(sizes) / MIB:.0f} MiB" if sizes else "unknown"
     waits = found[0]["waits"]
-    return (
+    right = max(sizes, default=0) <= outside_allocator(ranks) and max(waits or [0]) <= 1
+    return right, (
         f"{ranks} ranks: {memory} of memory outside the allocator (assumed: {outside_allocator(ranks) / MIB:.0f} MiB); waits of "
         f"each step, as torch counts them: {waits if waits is not None else 'not counted on this device'}."
     )
@@ -139,7 +141,9 @@ def main(report: str) -> int:
 
     if found is not None:
         for ranks in sorted({1, count}):
-            part(f"Measured with {ranks} ranks", lines, measured(ranks))
+            right, text = measured(ranks)
+            failed += [f"measurement with {ranks} ranks"] * (not right)
+            part(f"Measured with {ranks} ranks", lines, text)
         demo = {"DEMO_DEVICE": found.type, "DEMO_NODES": str(min(2, count)), "DEMO_MEMORY": "4GiB"}
         bench = run([sys.executable, "benchmarks/bench_loop.py", "--only", "loop", "--device", "auto"])
         failed += ["benchmark"] * bool(bench[0])

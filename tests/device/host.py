@@ -129,6 +129,8 @@ def reset() -> None:
 
         device.limit, device.peak, device.used_once = device.total, device.used, False
         device.waits.clear()
+    else:
+        torch.get_device_module(place()).set_per_process_memory_fraction(1.0, place())
 
 
 def place() -> Any:
@@ -157,8 +159,9 @@ def same(found: Any, expected: Any, exact: bool = True) -> bool:
     if isinstance(expected, (list, tuple)):
         return len(found) == len(expected) and all(same(*pair, exact) for pair in zip(found, expected, strict=True))
     if isinstance(expected, torch.Tensor):
+        rtol = 1e-3 if expected.dtype not in (torch.bfloat16, torch.float16) else 2e-2
         found, expected = found.cpu().double(), expected.cpu().double()
-        return torch.equal(found, expected) if exact else torch.allclose(found, expected, rtol=1e-3, atol=1e-5)
+        return torch.equal(found, expected) if exact else torch.allclose(found, expected, rtol=rtol, atol=1e-5)
     if isinstance(expected, float) and not exact:
         return abs(found - expected) <= 1e-5 + 1e-3 * abs(expected)
     return bool(found == expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from batchwright.core.ramp.schedule import Schedule
 from batchwright.runtime.data.loader import Loader
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
+from batchwright.runtime.device import to_device
 from batchwright.runtime.loop.evaluate import evaluate
 from batchwright.runtime.loop.events import read_events
 from batchwright.runtime.loop.process import ThisProcess
@@ -65,8 +67,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def both(variant: str, folder: str) -> bool:
+    of = task(dropout=0.25 if SIMULATED else 0.0)  # a real device has another generator than the CPU
     options = VARIANTS[variant]
-    return same(run(f"{folder}/there", "auto", **options), run(f"{folder}/here", "cpu", **options))
+    return same(run(f"{folder}/there", "auto", of, **options), run(f"{folder}/here", "cpu", of, **options))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -209,3 +212,47 @@ def untouched(folder: str) -> bool:
 @simulated
 def test_a_run_on_the_cpu_does_not_touch_the_device(on_device, tmp_path):
     assert not on_device(untouched, str(tmp_path))
+
+
+class Encoding(UserDict):
+    """As a tokenizer's BatchEncoding: a mapping that moves itself."""
+
+    def to(self, device, non_blocking=False):
+        return Encoding({name: value.to(device, non_blocking=non_blocking) for name, value in self.data.items()})
+
+
+class Own:
+    """An object that pins and moves itself."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def pin_memory(self):
+        return Own(self.x.pin_memory())
+
+    def to(self, device, *, non_blocking=False):
+        return Own(self.x.to(device, non_blocking=non_blocking))
+
+
+def carried(kind: str) -> tuple[bool, dict[str, int]]:
+    """Whether a batch was pinned, and the waits of moving it."""
+    made = {
+        "encoding": lambda rows: Encoding(x=torch.stack(rows)),
+        "own": lambda rows: Own(torch.stack(rows)),
+        "packed": lambda rows: nn.utils.rnn.pack_sequence(rows),
+    }[kind]
+    rows = [torch.ones(2) for _ in range(8)]
+    sampler = StepSampler(Constant(8).compile().until(8), 8)
+    data = next(iter(Loader(rows, GlobalOrder(8), sampler, collate=made, pin_memory=True))).data
+    tensor = {"encoding": lambda d: d["x"], "own": lambda d: d.x, "packed": lambda d: d.data}[kind]
+    pinned = tensor(data).is_pinned()
+    if SIMULATED:
+        waits()
+    moved = to_device(data, place())
+    assert tensor(moved).device == place()
+    return pinned, dict(waits()) if SIMULATED else {}
+
+
+@pytest.mark.parametrize("kind", ["encoding", "own", "packed"])
+def test_objects_that_move_themselves_are_pinned_and_moved_without_a_wait(on_device, kind):
+    assert on_device(carried, kind) == (True, {})

@@ -225,3 +225,46 @@ def reshard(folder: str) -> bool:
 
 def test_a_checkpoint_on_devices_reshards(on_ranks, tmp_path):
     assert on_ranks(reshard, str(tmp_path)) == [True, True]
+
+
+class Block(nn.Module):
+    """A block with a module list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for expert in self.experts:
+            x = expert(x)
+        return x
+
+
+class Experts(nn.Module):
+    """Module lists inside of a module list, and a state dict without one of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 1)
+        self.register_state_dict_post_hook(lambda module, state, prefix, _: state.pop(f"{prefix}head.bias"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def sharded_experts() -> tuple[list[float], list[float]]:
+    with joined("auto", "fsdp2") as process:
+        torch.manual_seed(process.rank)  # rank 1's own weights must not stay
+        built = Experts()
+        own = [float(p.detach().sum()) for p in built.parameters()]
+        model = wrapped(built, "fsdp2", process)
+        model(torch.ones(2, 4, device=process.device)).sum().backward()
+        return [float(p.full_tensor().detach().sum()) for p in model.parameters()], own
+
+
+def test_fsdp2_takes_nested_module_lists_and_models_with_state_dict_hooks(on_ranks):
+    answers = on_ranks(sharded_experts)
+    assert all(same(found, answers[0][1], exact=False) for found, _ in answers)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
@@ -20,9 +20,17 @@ import torch
 import batchwright
 from batchwright.core.errors import PlanError, RunError
 from batchwright.probe.worker import Worker
-from batchwright.runtime.device import choose, collectives_for, outside_allocator, to_device, widest_float
+from batchwright.runtime.device import (
+    choose,
+    collectives_for,
+    free_and_total,
+    outside_allocator,
+    to_device,
+    widest_float,
+)
 from batchwright.runtime.loop.process import joined
 from batchwright.runtime.ranks import Ranks, discover
+from batchwright.runtime.state import generators
 
 pytestmark = pytest.mark.torch
 GIB = 2**30
@@ -179,7 +187,7 @@ def test_a_device_whose_memory_torch_cannot_limit_takes_no_budget(monkeypatch):
     worker._set_limit()
     assert worker.result == {} and worker._peaks() == {"peak_memory_bytes": None}
     worker.spec["memory"] = GIB
-    with pytest.raises(PlanError, match="torch cannot limit the memory of mps"):
+    with pytest.raises(PlanError, match="batchwright sets no limit on mps"):
         worker._set_limit()
 
 
@@ -315,3 +323,37 @@ def test_what_holds_no_tensor_stays_the_same_object():
 def test_what_cannot_be_moved_is_named(value, why):
     with pytest.raises(RunError, match=why):
         to_device({"a": [0, value]}, torch.device("meta"))
+
+
+class _Moved(torch.Tensor):
+    """Records how it was moved."""
+
+    asked: ClassVar[list[bool]] = []
+
+    def to(self, device, non_blocking=False):
+        self.asked.append(non_blocking)
+        return self
+
+
+@pytest.mark.parametrize(("kind", "waits"), [("cuda", False), ("xpu", False), ("mps", True)])
+def test_a_batch_is_moved_without_a_wait_but_for_mps_which_may_read_freed_memory(kind, waits):
+    _Moved.asked = []
+    to_device({"x": torch.ones(1).as_subclass(_Moved)}, torch.device(kind, 0))
+    assert _Moved.asked == [not waits]
+
+
+def test_a_device_that_cannot_tell_its_free_memory_has_no_limit(monkeypatch):
+    def raises(device):
+        raise RuntimeError("The device doesn't support querying the available free memory")
+
+    module = SimpleNamespace(mem_get_info=raises, set_per_process_memory_fraction=lambda *given: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert free_and_total(torch.device("xpu", 0)) is None
+
+
+def test_generators_of_another_kind_of_device_are_not_restored():
+    state = generators.capture()
+    assert generators.restore(state)
+    assert not generators.restore({**state, "cuda": state["torch"]}, torch.device("cpu"))
+    assert not generators.restore(state, torch.device("cuda", 0))
+    assert not generators.restore({**state, "xpu": state["torch"]}, torch.device("cuda", 0))

@@ -68,7 +68,9 @@ def _commands(base: Path, made: Material) -> None:
     )
     assert code == 5, err
     allowed.touch()
-    (run.newest() / "ending.json").unlink()  # as if the supervisor had been killed: the next one looks for the processes
+    (
+        run.newest() / "ending.json"
+    ).unlink()  # as if the supervisor had been killed: the next one looks for the processes
     run.close()
     shutil.copytree(made.command_half, made.command_done)
     run = Run(made.command_done)

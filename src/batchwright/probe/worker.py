@@ -33,6 +33,7 @@ from batchwright.processes.memory import status_bytes
 from batchwright.processes.target import split_target
 from batchwright.rundir import atomic
 from batchwright.runtime.device import (
+    Pinnable,
     choose,
     collectives_for,
     device_name,
@@ -100,7 +101,7 @@ class Worker:
         if found is None:
             if memory is not None:
                 raise PlanError(
-                    f"memory={memory:,} cannot be set: torch cannot limit the memory of {self.device.type}. Leave it out.",
+                    f"memory={memory:,} cannot be set: batchwright sets no limit on {self.device.type}. Leave it out.",
                     field="memory",
                     given=memory,
                 )
@@ -113,7 +114,7 @@ class Worker:
             raise PlanError(
                 f"memory={usable:,} bytes leave nothing for the job: a margin of {self.spec['margin']:,}, and {outside:,} for "
                 f"what lies outside torch's allocator ({self.ranks.size} ranks), are kept free. {free:,} of {total:,} bytes of "
-                f"{self.device} are free. Nearest: more than {least:,}.",
+                f"{self.device} are free. Nearest: at least {least:,}.",
                 field="memory",
                 given=memory,
                 nearest=(least,),
@@ -254,13 +255,13 @@ class Worker:
     def _loader(self) -> Iterator[Any]:
         count, size = len(self.task.dataset), self.size
         order = ([(k * size + i) % count for i in range(size)] for k in range(10**9))
-        there = any(t.device.type != "cpu" for t in tensors(self.task.dataset[0]))
+        collate = self.task.collate or torch.utils.data.default_collate
         loader: Any = torch.utils.data.DataLoader(
             self.task.dataset,
             batch_sampler=order,
-            collate_fn=self.task.collate,
+            collate_fn=Pinnable.after(collate) if pins(self.device) else collate,
             num_workers=self.spec["workers"],
-            pin_memory=pins(self.device) and not there,
+            pin_memory=pins(self.device),
         )
         return (to_device(batch, self.device) for batch in loader)
 

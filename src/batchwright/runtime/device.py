@@ -15,11 +15,12 @@ for nothing, limits nothing and has no peaks.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from collections.abc import Set as AnySet
 from copy import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -75,7 +76,7 @@ def choose(name: str, ranks: Ranks) -> torch.device:
             given=name[:40],
             nearest=tuple(f"{kind}:{i}" for i in range(count)),
         )
-    several = max(ranks.local_rank + 1, ranks.local_size or 1)
+    several = max(ranks.local_rank + 1, min(ranks.local_size or 1, ranks.size))
     if index and own and several > 1:
         raise PlanError(
             f"device={name!r} is one device for {several} ranks of this node, and each needs its own. Nearest: {kind}, which "
@@ -145,11 +146,6 @@ def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def _which(device: torch.device) -> tuple[torch.device, ...]:
-    """The argument that names the device to a function of its module; none where there is one, as MPS's take none."""
-    return (device,) if torch.accelerator.device_count() > 1 else ()
-
-
 # --- memory ---
 
 
@@ -167,7 +163,10 @@ def free_and_total(device: torch.device) -> tuple[int, int] | None:
     module = _module(device)
     if not (hasattr(module, "mem_get_info") and hasattr(module, "set_per_process_memory_fraction")):
         return None
-    return cast("tuple[int, int]", module.mem_get_info(device))
+    try:
+        return cast("tuple[int, int]", module.mem_get_info(device))
+    except RuntimeError:  # some of Intel's GPUs cannot tell
+        return None
 
 
 def limit_memory(device: torch.device, size: int, total: int) -> None:
@@ -192,12 +191,12 @@ def peaks(device: torch.device) -> dict[str, int | None]:
 
 def generator_state(device: torch.device) -> Tensor:
     """The state of the generator that dropout uses on an accelerator, as bytes in the host's memory."""
-    return cast(Tensor, _module(device).get_rng_state(*_which(device)))
+    return cast(Tensor, _module(device).get_rng_state(device))
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
     """Set what `generator_state` returned."""
-    _module(device).set_rng_state(state, *_which(device))
+    _module(device).set_rng_state(state, device)
 
 
 # --- data ---
@@ -229,16 +228,46 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     if device.type == "cpu":
         return batch
-    return _each(batch, lambda t: t.to(device, non_blocking=True), device, "batch")
+    return _each(batch, lambda t: t.to(device, non_blocking=pins(device)), device, "batch")
 
 
 def pinned(batch: Any) -> Any:
-    """A batch with its tensors in pinned memory; tensors that are on a device already stay there."""
+    """A batch with its tensors in pinned memory; tensors that are on a device already stay there.
+
+    An object with a method `pin_memory` pins itself, as with torch's DataLoader.
+    """
 
     def pin(tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if tensor.device.type == "cpu" and tensor.layout is torch.strided else tensor
 
     return _each(batch, pin, None, "batch")
+
+
+@dataclass(frozen=True)
+class Pinnable:
+    """What a worker of a DataLoader has read. The loader calls `pin_memory`; its own way fails on tensors of a device."""
+
+    read: Any
+
+    @staticmethod
+    def after(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """A collate function whose result can be pinned."""
+        return _PinnableAfter(collate)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read)
+
+    def pin_memory(self) -> Any:
+        """The batch, pinned."""
+        return pinned(self.read)
+
+
+@dataclass(frozen=True)
+class _PinnableAfter:
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return Pinnable(self.collate(rows))
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor], device: torch.device | None, path: str) -> Any:
@@ -247,11 +276,14 @@ def _each(value: Any, change: Callable[[Tensor], Tensor], device: torch.device |
         return change(value)
     if value is None or isinstance(value, (str, bytes, int, float, range)):
         return value
-    if isinstance(value, PackedSequence):  # a tuple, whose batch_sizes must stay on the CPU
-        return value if device is None else cast(Any, value).to(device, non_blocking=True)
-    # Before mappings and sequences: a tokenizer's BatchEncoding moves itself.
-    if hasattr(value, "to"):
-        moved = value if device is None else value.to(device)
+    # Before mappings and sequences: a tokenizer's BatchEncoding moves itself, and the batch_sizes of a PackedSequence must
+    # stay on the CPU.
+    if device is None and hasattr(value, "pin_memory"):
+        return value.pin_memory()
+    if device is not None and hasattr(value, "to"):
+        moved = value.to(
+            device, **({"non_blocking": True} if pins(device) and _takes_non_blocking(cast(Any, type(value))) else {})
+        )
         if moved is None:
             raise _unmoved(path, value, device, "its `to` returned None. Return the moved object.")
         return moved
@@ -266,6 +298,17 @@ def _each(value: Any, change: Callable[[Tensor], Tensor], device: torch.device |
         return cast("Callable[[Any, dict[Any, Any]], Any]", rebuild)(value, new)
     except Exception as error:  # of the user's class
         raise _unmoved(path, value, device, f"{type(error).__name__}: {error}.") from error
+
+
+@cache
+def _takes_non_blocking(kind: type) -> bool:
+    """Whether the method `to` of a class can be asked not to wait."""
+    if kind is PackedSequence:  # it passes its arguments on to its tensors
+        return True
+    try:
+        return "non_blocking" in signature(cast(Any, kind).to).parameters
+    except (TypeError, ValueError):  # written in C
+        return False
 
 
 def _members(value: Any) -> tuple[dict[Any, Any], Callable[[Any, dict[Any, Any]], Any] | None]:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torch.utils.data import default_collate as _untyped_collate  # pyright: ignore[reportUnknownVariableType]
 
 from batchwright.core.errors import PlanError, RunError
-from batchwright.runtime.device import pinned
+from batchwright.runtime.device import Pinnable
 from batchwright.runtime.state import generators
 
 from .order import LARGEST_POSITION, GlobalOrder, Ints
@@ -98,7 +98,7 @@ class Loader:
             cast("Dataset[Any]", self._reader),
             batch_size=None,  # an index is a whole micro batch: the reader collates
             sampler=self._slices,
-            collate_fn=cast(Any, _Pinnable) if pin_memory else _unchanged,
+            collate_fn=cast(Any, Pinnable) if pin_memory else _unchanged,
             num_workers=num_workers,
             pin_memory=pin_memory,
             **options,
@@ -191,20 +191,6 @@ def _end_workers(iterator: ref[Any]) -> None:
     """End the workers of an iterator that is still referenced, for example by a traceback."""
     if (held := iterator()) is not None:
         held.__del__()  # torch ends the workers there; a second call is allowed
-
-
-@dataclass(frozen=True)
-class _Pinnable:
-    """What a worker has read. torch's DataLoader calls `pin_memory`; its own way to pin fails on tensors of a device."""
-
-    read: tuple[Slice, Ints, Any]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.read)
-
-    def pin_memory(self) -> tuple[Slice, Ints, Any]:
-        part, ids, data = self.read
-        return part, ids, pinned(data)
 
 
 def _unchanged(data: Any) -> Any:

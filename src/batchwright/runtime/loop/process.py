@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.core.errors import PlanError
@@ -116,25 +116,29 @@ def wrapped(
 
 
 def _sharded(model: nn.Module, process: ThisProcess, policy: MixedPrecisionPolicy) -> nn.Module:
-    """The model in FSDP2, which moves one part after the other to the device and keeps this rank's shard of it: the whole
-    model never is on a device. Then each tensor is filled from rank 0."""
-    state = model.state_dict() if process.rank == 0 else {}
+    """The model in FSDP2, which moves one part after the other to the device and keeps this rank's shard of it. Then each
+    parameter is filled from rank 0, one at a time; parameters outside of module lists are whole on a device for a moment."""
+    whole = [parameter.detach() for parameter in model.parameters()]  # in the host's memory
     mesh = init_device_mesh(process.device.type, (process.ranks,))
     for part in _repeated(model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     model = cast(nn.Module, fully_shard(model, mesh=mesh, mp_policy=policy))
     if process.ranks > 1:
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, state, options=options)
-        for buffer in model.buffers():  # also those that are not part of the state
-            collectives.broadcast(buffer, src=0)
+        with torch.no_grad():
+            for parameter, values in zip(model.parameters(), whole, strict=True):
+                shard = cast(Any, parameter)
+                filled: Any = distribute_tensor(values.to(process.device), mesh, shard.placements)
+                shard.to_local().copy_(filled.to_local())
+            for buffer in model.buffers():
+                collectives.broadcast(buffer, src=0)
     return model
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """The modules to shard one by one: members of module lists, such as the blocks of a transformer."""
+    """The modules to shard one by one: members of module lists, such as the blocks of a transformer. Inner ones come first:
+    FSDP2 needs that."""
     lists = [parts for parts in model.modules() if isinstance(parts, nn.ModuleList)]
-    return [part for parts in lists for part in parts if any(p.requires_grad for p in part.parameters())]
+    return [part for parts in reversed(lists) for part in parts if any(p.requires_grad for p in part.parameters())]
 
 
 def _with_fixed_buckets(model: DistributedDataParallel) -> DistributedDataParallel:

@@ -65,14 +65,14 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], device: torch.device | None = None) -> bool:
-    """Set all generators to a state that `capture` returned; if it lacks that of `device`, change nothing: False.
+    """Set all generators to a state that `capture` returned; if it is that of another kind of device, change nothing: False.
 
     >>> kept = capture(); drawn = torch.rand(3), random.random(), np.random.rand()
     >>> restore(kept), (torch.rand(3).equal(drawn[0]), random.random(), np.random.rand()) == (True, *drawn[1:])
     (True, True)
     """
     accelerator = None if device is None or device.type == "cpu" else device
-    if accelerator is not None and accelerator.type not in state:
+    if set(state) - {"python", "numpy", "torch"} != ({accelerator.type} if accelerator else set()):
         return False
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))

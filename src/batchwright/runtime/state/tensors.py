@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from batchwright.core.errors import RunError, Violation, raise_violations
-from batchwright.runtime.device import synchronise
+from batchwright.runtime.device import pins, synchronise
 
 _RECORDS = (
     "Metadata",
@@ -171,8 +171,8 @@ def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    # Moving a tensor that is already on the CPU would not copy it. A copy that does not block goes to pinned memory.
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu", non_blocking=True)
+    # Moving a tensor that is already on the CPU would not copy it. A copy that does not wait goes to pinned memory.
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu", non_blocking=pins(tensor.device))
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> dict[str, tuple[int, str]]:

@@ -272,10 +272,11 @@ class GradientStep:
             what = f"has an optimizer with {foreign} of {len(held)} parameters that are not the model's"
             raise _misuse(self, what, "build it from the model's parameters, after wrapping the model.", "optimizer")
         kept = self._ended != "early" or owner.partial == "exact"
-        # The norm and the scale are read with the sums, so that the host waits once. What needs another rank comes after
-        # the sums, which show whether all ranks do the same.
+        # The norm is read with the sums, so that the host waits once. What needs another rank comes after the sums, which show
+        # whether all ranks do the same; so does a scaler, which takes a step only once.
         alone = owner.parallel.size == 1 or (owner.parallel.wrapper == "ddp" and sums.flat is None)
-        ready = self._complete(optimizers) if kept and alone and owner.device.type != "cpu" else None
+        early = kept and alone and owner.scaler is None and owner.device.type != "cpu"
+        ready = self._complete(optimizers) if early else None
         totals = sums.totals(owner.parallel, owner.device, self.plan, ready.read if ready else ())
         norm = rate = None
         if not kept and owner.partial == "carry":
