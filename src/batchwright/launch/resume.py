@@ -32,7 +32,11 @@ def resume(
     """
     batch = batch or BatchRequest()
     try:
-        directory.plan()  # before the lock, which creates a directory
+        plan = directory.plan()  # before the lock, which creates a directory
+        if plan.options.engine == "slurm":
+            from .slurm.control import refuse_running
+
+            refuse_running(directory)  # a job of a chain, which holds the lock
         directory.lock(fresh=True)
         plan = directory.plan()
         check_machine(plan.options.engine, direct=plan.kind == COMMAND)
@@ -60,10 +64,6 @@ def resume(
 
 def _refuse_running(directory: RunDirectory, plan: RunPlan) -> None:
     """An error if a launch still runs: it would train on by the old plan."""
-    if plan.options.engine == "slurm":
-        from .slurm.control import refuse_running
-
-        refuse_running(directory)
     number = max(directory.numbers(), default=0)
     manifest = directory.manifest(number)
     if manifest is None or manifest.handle is None or directory.ending(number) is not None:
