@@ -39,8 +39,8 @@ def resume(
             refuse_running(directory)  # a job of a chain, which holds the lock
         directory.lock(fresh=True)
         plan = directory.plan()
-        check_machine(plan.options.engine, direct=plan.kind == COMMAND)
         changed = replace(plan, options=read_options(changes, plan.options))
+        check_machine(changed.options.engine, direct=plan.kind == COMMAND)
         position = None
         if batch.given or ramp:
             _refuse_running(directory, plan)
