@@ -81,6 +81,8 @@ def test_rank_torchrun_and_supervisor_killed_a_rank_stopped_a_checkpoint_cut(run
     arguments = run.task(
         "--stall-seconds",
         "6",
+        "--start-seconds",
+        "120",  # the limit for a save, in which the rank may be stopped
         "--checkpoint-samples",
         "32",
         "--max-retries",

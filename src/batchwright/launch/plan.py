@@ -184,4 +184,5 @@ def begin(directory: RunDirectory, plan: RunPlan) -> None:
 
 def not_written(directory: RunDirectory, error: OSError) -> EnvironmentFault:
     """The error for a run directory that cannot be written."""
-    return EnvironmentFault(f"{directory.path} cannot be written: {error.strerror or error}.", field="dir")
+    which = f"{os.fsdecode(error.filename)}: " if error.filename not in (None, str(directory.path)) else ""
+    return EnvironmentFault(f"{directory.path} cannot be written: {which}{error.strerror or error}.", field="dir")
