@@ -347,6 +347,13 @@ def test_a_ledger_without_any_readable_header_is_not_ok(tmp_path):
     assert "what the undamaged lines prove: 0 of" in done.notes[-1]
 
 
+def test_a_header_without_its_parent_is_damaged_also_in_the_first_launch(tmp_path):
+    path = one_run(tmp_path)[0]
+    path.write_bytes(path.read_bytes().replace(b'"parent"', b'"parEnt"'))
+    done = audit(tmp_path)
+    assert not done.ok and "parent is missing" in done.findings[0].message
+
+
 @pytest.mark.parametrize("state", ["[1]", '{"launch": 0, "position": 1e999}', '{"launch": -1}', "\udcff"])
 def test_a_damaged_checkpoint_state_is_a_finding(tmp_path, state):
     one_run(tmp_path)

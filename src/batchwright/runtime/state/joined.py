@@ -169,7 +169,9 @@ def _header(line: dict[str, Any], number: int, rank: int) -> LaunchLedger:
         made = GlobalOrder(**cast("dict[str, Any]", order))
     except (BatchwrightError, TypeError) as error:
         raise ValueError(f"order is not valid: {error}") from None
-    parent = None if line.get("parent") is None else whole(line, "parent")
+    if "parent" not in line:  # null for the first launch
+        raise ValueError("parent is missing")
+    parent = None if line["parent"] is None else whole(line, "parent")
     ranks = whole(line, "ranks", 1, _MOST_RANKS)
     return LaunchLedger(number, ranks, whole(line, "step"), whole(line, "position"), parent, made)
 
