@@ -147,11 +147,12 @@ def replan(plan: RunPlan, batch: BatchRequest, values: Mapping[str, Any], positi
         gone |= {"global_batch_size", "global_batch_size_tokens", "sequence_lengths"}
     gone = (gone | {"stage_seconds"}) - set(new)  # seconds of the old stages
     if (budget := read.get("samples")) is not None and budget <= position:
+        nearest = position + plan.stages[-1].global_batch_size  # one more step
         raise ConfigError(
-            f"samples={budget:,} is not after the position of the run: {position:,} samples are trained.",
+            f"samples={budget:,} is not after the position of the run: {position:,} samples are trained. Nearest: {nearest:,}.",
             field="samples",
             given=budget,
-            nearest=(position + plan.stages[-1].global_batch_size,),
+            nearest=(nearest,),
         )
     request = _merged(plan.batch, BatchRequest(), new, gone)
     request = replace(
