@@ -33,7 +33,7 @@ from batchwright.launch.records import Ending, Failure, LaunchProgress, Manifest
 from batchwright.launch.resume import refit
 from batchwright.launch.settings import read_options
 from batchwright.launch.show import BarDisplay, LineDisplay, Speeds, describe, remaining_seconds
-from batchwright.launch.work import LoopFollower, TaskWork
+from batchwright.launch.work import LoopFollower, TaskWork, read_position
 from batchwright.rundir.fence import Fence
 from batchwright.rundir.files import digest_of
 
@@ -222,12 +222,12 @@ def test_a_run_works_on_a_file_system_without_locks(tmp_path, monkeypatch):
     assert RunDirectory(tmp_path).supervisor() is None
 
 
-RANK = """
-import signal, sys, time
+RANK = r"""
+import os, signal, time
 received = []
 for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda n, frame: (received.append(n), print(signal.Signals(n).name, flush=True)))
-print("ready", flush=True)
+    signal.signal(number, lambda n, frame: (received.append(n), os.write(1, signal.Signals(n).name.encode() + b"\n")))
+os.write(1, b"ready\n")  # one call: `print` may be interrupted by the signal, and cannot be entered again
 while len(set(received)) < 2:
     time.sleep(0.01)
 """
@@ -358,6 +358,21 @@ def test_the_position_is_that_of_the_newest_complete_checkpoint(plan, tmp_path):
     assert task.position(verify=True) == 0  # none has the right hash
     (newer / "w").write_text("weig")
     assert task.position() == 64
+
+
+@pytest.mark.parametrize(
+    "written, position",
+    [
+        ("2M\n", 2_000_000),
+        ('{"consumed_samples": 64}', 64),
+        ("caf\xe9", None),
+        ("[" * 100_000, None),
+        ('{"consumed_samples": ' + "[" * 400 + "]" * 400 + "}", None),
+    ],
+)
+def test_a_command_may_write_anything_to_its_status_file(tmp_path, written, position):
+    (tmp_path / "status.json").write_bytes(written.encode("latin-1"))
+    assert read_position(tmp_path / "status.json") == position
 
 
 def test_events_are_read_on_from_the_last_call(plan, tmp_path):

@@ -50,6 +50,23 @@ def test_json_that_is_missing_or_damaged_is_named_or_none(tmp_path):
     assert find_object(path) is None and read_json(path) == [3]
 
 
+@pytest.mark.parametrize("levels", [65, 400, 100_000])  # 400: parsed by json, but too deep to be encoded again
+@pytest.mark.parametrize("left, right", ["[]", ('{"a":', "}")])
+def test_json_that_is_nested_too_deeply_is_damaged(tmp_path, levels, left, right):
+    path = tmp_path / "outcome.json"
+    path.write_text(left * levels + "1" + right * levels)
+    with pytest.raises(RunError, match="nested too deeply"):
+        read_json(path)
+    assert find_object(path) is None
+
+
+def test_json_of_64_levels_or_with_many_brackets_is_read(tmp_path):
+    path = tmp_path / "outcome.json"
+    for value in ({"a": [[{}, []]] * 100}, json.loads('{"a":' * 63 + "[]" + "}" * 63)):
+        write_json(path, value)
+        assert read_json(path) == value
+
+
 def test_text_that_utf8_cannot_encode_is_written(tmp_path):
     name = os.fsdecode(b"caf\xe9.py")  # a file name in Latin-1
     write_json(tmp_path / "status.json", {"message": f"{name} …"})

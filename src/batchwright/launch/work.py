@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -26,7 +25,7 @@ from batchwright.core.nodes.policies import Launch, Stage
 from batchwright.core.numbers import count
 from batchwright.rundir import names
 from batchwright.rundir.checkpoint import positions
-from batchwright.rundir.files import JsonLines, parse_object, read_bytes
+from batchwright.rundir.files import JsonLines, parse, parse_object, read_bytes
 
 from .directory import RunDirectory, modified, write_json
 from .engine import Job, engine, tail
@@ -333,7 +332,7 @@ class CommandWork:
                 f"the position command failed: {error}.", field="position_command", given=command[0]
             ) from None
         lines = [line for line in done.stdout.splitlines() if line.strip()]
-        position = _parse(lines[-1]) if lines and done.returncode == 0 else None
+        position = _parse(lines[-1].encode()) if lines and done.returncode == 0 else None
         if position is None:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
             raise RunError(
@@ -349,16 +348,16 @@ class CommandWork:
 def read_position(path: Path) -> int | None:
     """The samples trained according to a script's status file: a number, or JSON with `consumed_samples`."""
     try:
-        return _parse(read_bytes(path).decode("utf-8"))
-    except (OSError, ValueError):
+        return _parse(read_bytes(path))
+    except OSError:
         return None
 
 
-def _parse(text: str) -> int | None:
+def _parse(text: bytes) -> int | None:
     try:
-        document: Any = json.loads(text)
-    except ValueError:
-        document = text.strip()
+        document: Any = parse(text)
+    except ValueError:  # count reads more than JSON: 1_000, 2M
+        document = text.decode(errors="replace").strip()
     if isinstance(document, Mapping):
         document = cast("Mapping[str, Any]", document).get("consumed_samples")
     try:

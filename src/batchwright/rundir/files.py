@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterable
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,8 @@ from batchwright.core.errors import BatchwrightError, EnvironmentFault, RunError
 
 from . import atomic
 
+# Records have fewer than ten levels. Some hundreds could be parsed, but not encoded again: `codec.encode` is recursive.
+_DEEPEST = 64
 _REMEDIES = {
     errno.ENOSPC: "Free some space, or keep fewer checkpoints.",
     errno.EDQUOT: "Raise the quota, or keep fewer checkpoints.",
@@ -63,8 +66,8 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def parse_object(text: bytes) -> dict[str, Any]:
-    """The JSON object in `text`; a ValueError that says what else it is."""
+def parse(text: bytes) -> Any:
+    """The JSON in `text`; a ValueError that says why it is none. All files of a run are parsed with this."""
     try:
         found = json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -73,6 +76,27 @@ def parse_object(text: bytes) -> dict[str, Any]:
         raise ValueError("nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
+    # Counting first: a record has few brackets, and almost none is walked.
+    if text.count(b"[") + text.count(b"{") > _DEEPEST and _deeper(found, _DEEPEST):
+        raise ValueError("nested too deeply")
+    return found
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether a value has more than this many levels."""
+    level: list[Any] = [value]
+    for _ in range(levels):
+        level = [item for node in level for item in _items(node) if isinstance(item, (dict, list))]
+    return bool(level)
+
+
+def _items(node: Any) -> Iterable[Any]:
+    return cast("dict[str, Any]", node).values() if isinstance(node, dict) else cast("list[Any]", node)
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """The JSON object in `text`; a ValueError that says what else it is."""
+    found = parse(text)
     if not isinstance(found, dict):
         raise ValueError("no JSON object")
     return cast("dict[str, Any]", found)
@@ -81,10 +105,10 @@ def parse_object(text: bytes) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """The JSON in `path`; a RunError that names the file if it is missing or not JSON."""
     try:
-        return json.loads(read_bytes(path).decode("utf-8"))
+        return parse(read_bytes(path))
     except FileNotFoundError:
         raise RunError(f"{path} is missing.", field=path.name) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}.", field=path.name, given=str(path)) from error
 
 
