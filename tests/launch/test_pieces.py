@@ -116,7 +116,7 @@ def test_a_rank_out_of_memory_is_the_reason_even_if_another_failed_first():
     )
     failure = explain(Poll("ended", 1), ranks, "")
     assert (failure.kind, failure.rank) == ("oom", 1)
-    assert failure.reason == "rank 1 exited with 1: OutOfMemoryError: CUDA out of memory."
+    assert failure.reason == "rank 1 exited with 1: torch.OutOfMemoryError: CUDA out of memory."
 
 
 def test_a_retry_is_hopeless_after_the_same_refusal_or_memory_error():

@@ -82,6 +82,18 @@ def test_a_command_that_trains_past_its_end_is_stopped_at_once(run):
     assert len(run.events("launch")) == 1
 
 
+def test_the_error_of_a_script_under_torchrun_is_its_own(run, tmp_path):
+    """torchrun writes a traceback of its own, and a table, after that of the rank."""
+    script = tmp_path / "script.py"
+    script.write_text("def read():\n    raise KeyError('no labels in this batch')\n\nread()\n")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script))
+    place = ("--dir", str(run.directory), "--max-retries", "0")
+    code, _, err = run("--global-batch-size", "8", "--samples", "64", "--devices", "1", *place, "--", *launcher)
+    assert code == 5
+    assert "rank 0 exited with 1: KeyError: 'no labels in this batch'" in err and "script.py" in err
+    assert "ChildFailedError" not in err, err
+
+
 def test_a_launch_without_progress_is_ended_and_the_line_where_it_hangs_is_named(run):
     code, _, err = run(*run.scripted("hang@96", flags=("--stall-seconds", "1.5")))
     assert code == 0, err

@@ -59,9 +59,12 @@ def explain(poll: Poll, ranks: Sequence[RankLog], launcher: str, who: str = "tor
         first = next((r for r in failed if r.code is not None and r.code < 0 and -r.code != signal.SIGTERM), failed[0])
         out = next((r for r in failed if _out_of_memory(r)), None)
         cause, kind = out or first, "oom" if out else "crash"
+        # The traceback of the user's code: a launcher among the processes (torchrun as a command) writes its own after it.
         text = cause.tail
-        lines, raised = last_lines(text), _raised(text)
-        reason = f"rank {cause.rank} {died(cause.code)}" + (f": {raised}" if raised else "")
+        ending = from_exit(1, text)
+        lines = last_lines(ending.traceback or text)
+        known = ending.traceback is not None or ending.kind != "crash"
+        reason = f"rank {cause.rank} {died(cause.code)}" + (f": {ending.reason}" if known else "")
         kind = "refused" if kind == "crash" and who != "the command" and cause.code == REFUSED else kind
         return Failure(reason, cause.rank, cause.code, lines, kind)
     if any(r.code == 0 for r in ranks) or poll.code == 0:
@@ -72,16 +75,6 @@ def explain(poll: Poll, ranks: Sequence[RankLog], launcher: str, who: str = "tor
 
 def _last_output(ranks: Sequence[RankLog], launcher: str) -> tuple[str, ...]:
     return last_lines(launcher) or next((lines for r in ranks if (lines := last_lines(r.tail))), ())
-
-
-_RAISED = re.compile(
-    r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Exit|Fault|Interrupt|Warning)(?:: .*)?)$", re.MULTILINE
-)
-
-
-def _raised(text: str) -> str | None:
-    found = _RAISED.findall(text)
-    return found[-1][:300] if found else None
 
 
 def stopped(ranks: Sequence[RankLog], what: str) -> Failure | None:
