@@ -101,18 +101,18 @@ def no_ranks_afterwards():
 
 CASES = [
     ("gpt", {}),
-    ("gpt", {"args": {"flash": False}, "precision": "bf16"}),
+    pytest.param("gpt", {"args": {"flash": False}, "precision": "bf16"}, marks=pytest.mark.rounds),
     ("gpt", {"checkpoint_activations": True}),
     ("gpt", {"accumulation_steps": 2, "accelerator": True}),
-    ("mlp", {}),
+    pytest.param("mlp", {}, marks=pytest.mark.rounds),
     ("twice", {}),
     ("frozen", {}),
     ("reads_its_data", {}),
-    ("converted", {"args": {"tied": True, "how": "to"}}),
+    pytest.param("converted", {"args": {"tied": True, "how": "to"}}, marks=pytest.mark.rounds),
     ("gpt", {"ranks": 4, "accelerator": True}),
-    ("gpt", {"ranks": 8, "precision": "bf16"}),
+    pytest.param("gpt", {"ranks": 8, "precision": "bf16"}, marks=pytest.mark.rounds),
     ("gpt", {"ranks": 3, "checkpoint_activations": True, "accumulation_steps": 2}),
-    ("mlp", {"ranks": 2}),
+    pytest.param("mlp", {"ranks": 2}, marks=pytest.mark.rounds),
 ]
 
 
