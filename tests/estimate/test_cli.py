@@ -52,7 +52,7 @@ def test_the_answer_comes_first_and_says_that_it_is_predicted(run, tasks):
 @pytest.mark.torch
 def test_a_calibrated_answer_shows_both(run, tasks, monkeypatch):
     monkeypatch.setattr("batchwright.estimate.steps.measure", lambda request: 2**20)
-    code, out, _ = run(f"{tasks}:small", "--device", "t4-16g", "--micro-batch-size", "64", "--calibrate")
+    code, out, _ = run(f"{tasks}:small", "--device", "t4-16g", "--micro-batch-size", "64,128", "--calibrate")
     assert code == 0 and "one real trial on this CPU" in out and re.search(r"measured +1\.0 MiB", out)
     assert "with the difference added, max_micro_batch_size would be" in out
 

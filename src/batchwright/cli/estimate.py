@@ -34,8 +34,15 @@ if TYPE_CHECKING:
 @number(
     "--sequence-length", "Tokens per sample, such as 1024,2048; passed to the function as sequence_length.", "N,..."
 )
-@click.option("--precision", metavar="fp32|bf16", default="fp32", show_default=True, help="bf16 uses autocast.")
+@click.option(
+    "--precision",
+    metavar="NAME",
+    default="fp32",
+    show_default=True,
+    help="fp32, bf16 or fp16 (autocast), bf16-pure or fp16-pure (the model itself is converted).",
+)
 @click.option("--checkpoint-activations", is_flag=True, help="Recompute each repeated block in the backward pass.")
+@click.option("--quantize-frozen", is_flag=True, help="Count frozen linear layers at 4 bits (QLoRA), by rule.")
 @number("--ranks", "Shard over this many ranks with FSDP2, and estimate one rank.  [default: 1]")
 @number("--accumulation-steps", "Above 1, gradients stay in memory during the forward pass.  [default: 1]")
 @task_option
@@ -66,7 +73,7 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
         "ranks": count(flags["ranks"] or 1, "ranks"),
         "accumulation_steps": count(flags["accumulation_steps"] or 1, "accumulation_steps"),
         "args": arguments,
-    } | {name: flags[name] for name in ("precision", "checkpoint_activations", "calibrate")}
+    } | {name: flags[name] for name in ("precision", "checkpoint_activations", "quantize_frozen", "calibrate")}
     if flags["timeout"] is not None:
         given["timeout"] = positive(flags["timeout"], "timeout")
     try:

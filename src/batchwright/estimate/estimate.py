@@ -27,7 +27,7 @@ from .records import (
     Slope,
 )
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16-pure", "fp16-pure")
 TIMEOUT = 1800.0
 MOST_RANKS = 2**14  # torch's fake group takes time for each rank: 16 s in all for this many (measured)
 # A calibration should need this much memory at most: activations are larger than the constant, and it takes seconds.
@@ -45,6 +45,7 @@ def estimate(
     sequence_lengths: Sequence[int] = (),
     precision: str = "fp32",
     checkpoint_activations: bool = False,
+    quantize_frozen: bool = False,
     ranks: int = 1,
     accumulation_steps: int = 1,
     calibrate: bool = False,
@@ -67,6 +68,7 @@ def estimate(
         memory_bytes=None if memory is None else memory - margin_bytes,
         precision=precision,
         checkpoint_activations=checkpoint_activations,
+        quantize_frozen=quantize_frozen,
         ranks=ranks,
         accumulation_steps=accumulation_steps,
         accelerator=found is not None,
@@ -96,7 +98,7 @@ def estimate(
         fit=fit,
         frontier=rows,
         calibration=calibration,
-        assumptions=_assumptions(request, result["framework"], found),
+        assumptions=(*_assumptions(request, result["framework"], found), *result["rules"]),
         notes=(*result["notes"], *notes),
     )
 
@@ -157,6 +159,9 @@ def _check(r: EstimateRequest, device: Device | None, memory: int | None, margin
     if r.ranks > MOST_RANKS:
         message = f"ranks={r.ranks}: must be at most {MOST_RANKS:,}."
         wrong.append(Violation(message, "ranks", r.ranks, (MOST_RANKS,)))
+    if calibrate and r.quantize_frozen:
+        message = "calibrate runs the task as it is, and quantize_frozen is a rule: choose one of them."
+        wrong.append(Violation(message, "calibrate", True, (False,)))
     if calibrate and r.ranks > 1:
         message = (
             f"calibrate runs one real process, which cannot measure the shards of ranks={r.ranks}. Calibrate with "
@@ -241,10 +246,15 @@ def _assumptions(request: EstimateRequest, framework: str, device: Device | None
         "device's context, workspaces of its kernels, fragmentation of its allocator.",
         "Every sample is as large as the largest of the dataset's first 8 (or as example_batch makes them).",
     ]
-    if request.precision == "bf16" and request.ranks == 1:
-        lines.append("bf16: autocast; parameters, gradients and optimizer state keep the task's dtypes.")
-    if request.precision == "bf16" and request.ranks > 1:
-        lines.append("bf16: FSDP2's MixedPrecisionPolicy, parameters gathered in bf16 and gradients reduced in fp32.")
+    kind = request.precision
+    if kind.endswith("-pure"):
+        lines.append(f"{kind}: parameters, gradients and optimizer state have this dtype; no copy in fp32.")
+    elif kind != "fp32" and request.ranks == 1:
+        lines.append(f"{kind}: autocast; parameters, gradients and optimizer state keep the task's dtypes.")
+    elif kind != "fp32":
+        lines.append(
+            f"{kind}: FSDP2's MixedPrecisionPolicy, parameters gathered in {kind} and gradients reduced in fp32."
+        )
     if request.ranks > 1:
         lines.append(f"Sharded by FSDP2 over {request.ranks} ranks: every repeated block, then the rest. Per rank.")
     if device is not None:

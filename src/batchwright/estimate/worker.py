@@ -99,7 +99,9 @@ def _estimate(request: EstimateRequest, framework: str) -> dict[str, Any]:
         for size in request.micro_batch_sizes:
             peak(size)
         found = None
-        if request.memory_bytes is not None:
+        if request.micro_batch_sizes and request.memory_bytes is not None:
+            found = max((b for b in known if known[b].peak_memory_bytes <= request.memory_bytes), default=0)
+        elif request.memory_bytes is not None:
             found = largest(peak, request.memory_bytes, convex=framework == "torch")
             if found > 1 and len(known) > 1:
                 peak(max(1, found // 2))  # a second point below the limit, for the slope and the fit
@@ -108,7 +110,8 @@ def _estimate(request: EstimateRequest, framework: str) -> dict[str, Any]:
         points += [known[size] for size in sorted(known)]
         limits.append({"sequence_length": length, "max_micro_batch_size": found})
     notes = list(getattr(runner, "notes", ()))
-    return {"framework": framework, "points": codec.encode(points), "limits": limits, "notes": notes}
+    rules = list(getattr(runner, "rules", ()))
+    return {"framework": framework, "points": codec.encode(points), "limits": limits, "notes": notes, "rules": rules}
 
 
 def _activations(point: Point) -> bool:
@@ -160,6 +163,7 @@ def _refuse_torch_options(request: EstimateRequest) -> None:
         for name, on in (
             ("precision", request.precision != "fp32"),
             ("checkpoint_activations", request.checkpoint_activations),
+            ("quantize_frozen", request.quantize_frozen),
             ("ranks", request.ranks > 1),
             ("accumulation_steps", request.accumulation_steps > 1),
         )
