@@ -6,11 +6,12 @@ is recommended. The rule's constants are assumptions, and the output says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from batchwright.core.batch.plan import BatchPlan, plan
 from batchwright.core.batch.request import BatchRequest, resolve_ranks
+from batchwright.core.numbers import divisors
 
 from .fit import largest
 from .records import MOST, Candidate, EstimateRequest, Point
@@ -40,7 +41,9 @@ class _Way:
     plan: BatchPlan | None
 
 
-def ways(batch: BatchRequest, base: EstimateRequest, checkpoint: bool | None, shard: bool | None) -> list[EstimateRequest]:
+def ways(
+    batch: BatchRequest, base: EstimateRequest, checkpoint: bool | None, shard: bool | None
+) -> list[EstimateRequest]:
     """The ways to train that are open: recomputed or not, and sharded over the data-parallel ranks or not."""
     ranks = resolve_ranks(batch) or 1
     shards = [1] if ranks == 1 or shard is False else [ranks] if shard else [1, ranks]
@@ -50,7 +53,7 @@ def ways(batch: BatchRequest, base: EstimateRequest, checkpoint: bool | None, sh
 
 def choose(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int, walks: Walks) -> Choice | None:
     """The best way to train that fits, or None. `batch` is valid and names its devices."""
-    found = [_way(batch, request, limit, walks) for request in open_ways]
+    found = _all(batch, open_ways, limit, walks)
     misses = 0
     while True:
         fitting = [way for way in found if way.plan is not None]
@@ -63,7 +66,7 @@ def choose(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int
             if not fitting and smallest.peak_memory_bytes > limit:
                 return None
             walks.whole_only()
-            found = [_way(batch, request, limit, walks) for request in open_ways]
+            found = _all(batch, open_ways, limit, walks)
             continue
         best = min(fitting, key=lambda way: way.candidate.relative_time or 0.0)
         assert best.plan is not None
@@ -109,38 +112,71 @@ def _accumulating(batch: BatchRequest, request: EstimateRequest) -> EstimateRequ
     return replace(request, accumulation_steps=min(steps, 2))
 
 
-def _way(batch: BatchRequest, request: EstimateRequest, limit: int, walks: Walks) -> _Way:
+def _all(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int, walks: Walks) -> list[_Way]:
+    """Every way. What fits without recomputation or sharding also fits with it: the search starts there."""
+    found: list[_Way] = []
+    for request in open_ways:
+        below = [
+            way.candidate.max_micro_batch_size
+            for way in found
+            if way.request.checkpoint_activations <= request.checkpoint_activations and way.request.ranks <= request.ranks
+        ]
+        found.append(_way(batch, request, limit, walks, max(below, default=0)))
+    return found
+
+
+def _way(batch: BatchRequest, request: EstimateRequest, limit: int, walks: Walks, least: int = 0) -> _Way:
+    """The largest micro batch of one way; sizes up to `least` are expected to fit."""
     accumulating = _accumulating(batch, request)
+
+    def fits(size: int) -> bool:
+        # One micro batch is the step: no gradients exist in the forward.
+        single = whole is not None and size == share and batch.accumulation_steps in (None, 1)
+        used = replace(accumulating, accumulation_steps=1) if single else accumulating
+        return walks.point(used, size).peak_memory_bytes <= limit
+
     known = batch.global_batch_size is not None or batch.global_batch_size_tokens is not None
     whole = plan(replace(batch, max_micro_batch_size=None)) if known else None
     share = -(-whole.global_batch_size // whole.data_parallel_size) if whole else MOST
-    most = min(share, batch.max_micro_batch_size or MOST, MOST)
-
-    def peak(size: int, request: EstimateRequest = accumulating) -> int:
-        return walks.point(request, size).peak_memory_bytes
-
+    most = min(share, batch.max_micro_batch_size or MOST)
     fixed = _fixed(batch)
     if fixed is not None:
-        one = whole is not None and fixed * whole.data_parallel_size == whole.global_batch_size
-        accumulating = replace(accumulating, accumulation_steps=1) if one else accumulating
-        size = fixed if peak(fixed, accumulating) <= limit else 0
+        size = fixed if fits(fixed) else 0
+    elif whole is not None:
+        sizes = [d for d in (range(1, most + 1) if whole.ragged else divisors(share)) if d <= most]
+        size = _last(sizes, fits, least)
     else:
-        size = largest(peak, limit, most=most)
-        if known and size < most == share and batch.accumulation_steps is None:
-            single = replace(request, accumulation_steps=1)  # one micro batch is the step: no gradients in the forward
-            if peak(share, single) <= limit:
-                size, accumulating = share, single
+        size = largest(lambda b: walks.point(accumulating, b).peak_memory_bytes, limit, most=most)
     if size == 0:
         point = walks.point(accumulating, fixed or 1)
         return _Way(request, _candidate(request, 0, None, point, None), None)
     origins = batch.origins
     if size != batch.max_micro_batch_size:
-        every = " (all of a rank's samples)" if size == share else ""
-        origins = {**origins, "max_micro_batch_size": f"estimate of the memory{every}"}
+        origins = {**origins, "max_micro_batch_size": "estimate of the memory"}
     made = plan(replace(batch, max_micro_batch_size=size, origins=origins))
     at = replace(request, accumulation_steps=min(made.accumulation_steps, 2))
     point = walks.point(at, made.micro_batch_size)
+    if point.peak_memory_bytes > limit and least:
+        return _way(batch, request, limit, walks)
     return _Way(request, _candidate(request, size, made, point, _time(request, made)), made)
+
+
+def _last(sizes: Sequence[int], fits: Callable[[int], bool], least: int) -> int:
+    """The largest size that fits, by bisection; 0 if the smallest does not. Sizes up to `least` are taken to fit.
+
+    >>> _last([1, 2, 4, 8], lambda size: size <= 5, 0), _last([1, 2], lambda size: False, 0)
+    (4, 0)
+    """
+    low = sum(size <= least for size in sizes) - 1
+    if low < 0:
+        if not fits(sizes[0]):
+            return 0
+        low = 0
+    high = len(sizes)
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(sizes[middle]) else (low, middle)
+    return sizes[low]
 
 
 def _time(request: EstimateRequest, made: BatchPlan) -> float:

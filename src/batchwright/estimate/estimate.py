@@ -77,9 +77,7 @@ def estimate(
     Traceback (most recent call last):
     batchwright.core.errors.PlanError: device=h100-80g and memory_bytes=1073741824 are mutually exclusive.
     """
-    room, wrong = find_room(
-        device, memory_bytes, margin_bytes, context_bytes, workspace_bytes, fragmentation_percent
-    )
+    room, wrong = find_room(device, memory_bytes, margin_bytes, context_bytes, workspace_bytes, fragmentation_percent)
     request = EstimateRequest(
         task=task or "",
         args=dict(args or {}),
@@ -333,7 +331,9 @@ def assumptions(request: EstimateRequest, framework: str, room: Room) -> tuple[s
         )
     lines = ["CPU kernels are used instead of the device's: not validated on a device.", *beside]
     if request.model is None:
-        lines.append("Every sample is as large as the largest of the dataset's first 8 (or as example_batch makes them).")
+        lines.append(
+            "Every sample is as large as the largest of the dataset's first 8 (or as example_batch makes them)."
+        )
     kind, pure = request.precision.partition("-")[0], request.precision.endswith("-pure")
     if pure:
         lines.append(f"{request.precision}: parameters, gradients and optimizer state are {kind}.")

@@ -22,7 +22,7 @@ def find_config(model: str, lora: int = 0) -> str:
 
     >>> find_config("./missing")
     Traceback (most recent call last):
-    batchwright.core.errors.ConfigError: model='./missing' does not exist. Give a config.json, a folder with one, or a name of the hub.
+    batchwright.core.errors.ConfigError: model='./missing' does not exist. Give a config.json, its folder or a name of the hub.
     """
     for package in ("torch", "transformers", *(["peft"] if lora else [])):
         if find_spec(package) is None:
@@ -36,11 +36,13 @@ def find_config(model: str, lora: int = 0) -> str:
     if os.path.isdir(path):
         path = os.path.join(path, "config.json")
         if not os.path.isfile(path):
-            raise ConfigError(f"model={model[:200]!r} is a folder without config.json.", field="model", given=model[:200])
+            raise ConfigError(
+                f"model={model[:200]!r} is a folder without config.json.", field="model", given=model[:200]
+            )
     elif not os.path.exists(path):
         if not re.fullmatch(_NAME, model):
             raise ConfigError(
-                f"model={model[:200]!r} does not exist. Give a config.json, a folder with one, or a name of the hub.",
+                f"model={model[:200]!r} does not exist. Give a config.json, its folder or a name of the hub.",
                 field="model",
                 given=model[:200],
             )
@@ -72,7 +74,9 @@ def _download(name: str) -> str:
     cached = try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
         return cached
-    reason = "HF_HUB_OFFLINE is set, and it is not in the cache" if constants.HF_HUB_OFFLINE else _unreachable(constants)
+    reason = (
+        "HF_HUB_OFFLINE is set, and it is not in the cache" if constants.HF_HUB_OFFLINE else _unreachable(constants)
+    )
     if reason is None:
         try:
             return hf_hub_download(name, "config.json", etag_timeout=_SECONDS)

@@ -43,9 +43,7 @@ def plan_memory(
 
     `checkpoint_activations` and `shard` (FSDP2 over the data-parallel ranks) are chosen if they are None.
     """
-    room, wrong = find_room(
-        device, memory_bytes, margin_bytes, context_bytes, workspace_bytes, fragmentation_percent
-    )
+    room, wrong = find_room(device, memory_bytes, margin_bytes, context_bytes, workspace_bytes, fragmentation_percent)
     if room.memory_bytes is None and not wrong:
         wrong.append(Violation("A plan from an estimate needs device or memory: what must it fit in?", "device"))
     base, more = described(batch, task, model, args, precision, optimizer, lora, room, progress)
@@ -115,7 +113,9 @@ def described(
     wrong = check_request(base, optimizer)
     for name in ("pipeline_parallel", "context_parallel"):
         if getattr(batch, name) > 1:
-            message = f"{name}={getattr(batch, name)} cannot be estimated: give max_micro_batch_size instead of a model."
+            message = (
+                f"{name}={getattr(batch, name)} cannot be estimated: give max_micro_batch_size instead of a model."
+            )
             wrong.append(Violation(message, name, getattr(batch, name), (1,)))
     return base, wrong
 

@@ -17,9 +17,7 @@ def remedies(request: EstimateRequest, size: int, limit: int, walks: Walks) -> t
     found: list[Remedy] = []
     for names, variant in _variants(request):
         point = walks.point(variant, size)
-        found.append(
-            Remedy(" + ".join(names), point.peak_memory_bytes, point.peak_memory_bytes <= limit, point.source)
-        )
+        found.append(Remedy(" + ".join(names), point.peak_memory_bytes, point.peak_memory_bytes <= limit, point.source))
     for variant in (request, replace(request, checkpoint_activations=True)):
         if variant is request or variant != request:
             found += _ranks(request, variant, size, limit, walks)
@@ -52,9 +50,7 @@ def _named(changes: dict[str, object]) -> tuple[str, ...]:
     return tuple(name if value is True else f"{name}={value}" for name, value in changes.items())
 
 
-def _ranks(
-    request: EstimateRequest, variant: EstimateRequest, size: int, limit: int, walks: Walks
-) -> Iterator[Remedy]:
+def _ranks(request: EstimateRequest, variant: EstimateRequest, size: int, limit: int, walks: Walks) -> Iterator[Remedy]:
     """The fewest ranks, in doublings, over which a sharded variant fits: a part of the peak is divided, a part stays."""
     extra = ("checkpoint_activations",) if variant.checkpoint_activations != request.checkpoint_activations else ()
     ranks = request.ranks * 2
@@ -62,7 +58,10 @@ def _ranks(
     while ranks <= MOST_RANKS:
         point = walks.point(replace(variant, ranks=ranks), size)
         last = Remedy(
-            " + ".join((*extra, f"ranks={ranks}")), point.peak_memory_bytes, point.peak_memory_bytes <= limit, point.source
+            " + ".join((*extra, f"ranks={ranks}")),
+            point.peak_memory_bytes,
+            point.peak_memory_bytes <= limit,
+            point.source,
         )
         if last.fits:
             break

@@ -1,1 +1,1 @@
-"""Tasks of our own, for models that are known by a configuration. A folder of its own: a task's folder is searched for imports."""
+"""Tasks of our own, for models known by a configuration; apart, since a task may import from its folder."""
