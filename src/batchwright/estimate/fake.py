@@ -1,4 +1,4 @@
-"""Torch on fake tensors: shapes without memory. Torch's memory tracker follows two training steps on them.
+"""Torch on fake tensors: shapes without memory. The tracker follows two training steps on them.
 
 The fake device is the CPU: on a build without CUDA, a fake CUDA tensor that requires grad aborts the process. Several
 ranks are FSDP2 on a fake process group. `explain` says what fake tensors cannot follow.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,40 +32,11 @@ from batchwright.processes.endings import is_users, sentence, users_frames
 from batchwright.runtime.task import Task, load_task
 
 from .records import EstimateRequest, Point
-from .steps import Batches, blocks, checkpoint_blocks, run_steps, take_grouped_step
+from .steps import Batches, blocks, checkpoint_blocks, divide_gradients, run_steps, take_grouped_step
+from .tracker import Tracker
+from .tracker import __file__ as tracker_file
 
-# The trackers' categories in our terms. `Temp`, in the backward, are gradients of activations: they are counted as
-# activations, since they also grow with the batch.
-CATEGORIES = {
-    "Parameter": "parameters",
-    "Buffer": "buffers",
-    "Gradient": "gradients",
-    "Activation": "activations",
-    "Temp": "activations",
-    "Optstate": "optimizer",
-    "Other": "other",
-    "Sharded Param": "parameters",
-    "Unsharded Param": "parameters",
-    "Sharded Grad": "gradients",
-    "Unsharded Grad": "gradients",
-    "All Gather": "other",
-    "Reduce Scatter": "other",
-    "OptState": "optimizer",
-    "Inputs": "other",
-}
 REFUSED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "other")
-
-
-class Whole(nn.Module):
-    """Model and loss as one module, so that a loss may call the model several times."""
-
-    def __init__(self, task: Task, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.task = model, task
-
-    def forward(self, batch: Any) -> tuple[Any, Any, Any]:
-        return self.task.loss_of(self.model, batch)
 
 
 class ReadsAsOne(TorchDispatchMode):
@@ -102,12 +72,6 @@ def building(mode: FakeTensorMode) -> Iterator[None]:
         torch.utils.swap_tensors = checked
 
 
-class NoHandle:
-    """A replacement for the handle of a hook."""
-
-    def remove(self) -> None: ...
-
-
 class FakeRuns:
     """Estimates of one task at one sequence length; each `point` is two fake steps at one micro batch size."""
 
@@ -135,17 +99,13 @@ class FakeRuns:
     def point(self, micro_batch_size: int) -> Point:
         """The estimated peak at one size."""
         batch = self.batches.of(micro_batch_size)
-        if self.model is not None:
-            with self.mode:
-                peak = self._plain(self.model, batch)
-        else:
-            # Sharding changes a model, so each run has its own. The result of the first run is not used: torch then runs
-            # every operation once on whole fake tensors to find out how it acts on shards, and these would count.
-            if not self.warm:
-                self._sharded(self._build(), batch)
-                self.warm = True
-            peak = self._sharded(self._build(), batch)
-        return _point(peak, micro_batch_size, self.sequence_length)
+        # Sharding changes a model, so each run has its own.
+        model = self._build() if self.model is None else self.model
+        with self.mode:
+            if self.request.ranks > 1:
+                self._shard(model)
+            tracker = self._follow(model, batch)
+        return Point(micro_batch_size, self.sequence_length, tracker.peak, tracker.breakdown)
 
     def _load(self) -> tuple[Task, Batches]:
         # In fake mode a model of any size needs no memory. A task that reads values of its data (`.numpy()`, `.item()`)
@@ -183,83 +143,55 @@ class FakeRuns:
             take_grouped_step(optimizer)
         return optimizer
 
-    def _plain(self, model: nn.Module, batch: Any) -> Mapping[str, int]:
-        optimizer = self._optimizer(model)
-        tracker = MemTracker()
-        tracker.track_external(model, optimizer, *_tensors(batch))
-        for p in model.parameters():
-            if not p.requires_grad:  # the tracker hooks every parameter, and a frozen one takes no hook
-                tracker._param_to_grad_hook_handles[p] = (NoHandle(), NoHandle())  # type: ignore[assignment]
+    def _follow(self, model: nn.Module, batch: Any) -> Tracker:
+        optimizer, tracker = self._optimizer(model), Tracker(self.mode)
+
+        @contextmanager
+        def stepping() -> Iterator[None]:
+            with tracker.stepping(optimizer), ReadsAsOne():
+                yield
+
         try:
-            with tracker:
-                self._steps(Whole(self.task, model), model, optimizer, batch, tracker)
-            return _snapshot(tracker)
+            with tracker.following(model, optimizer, _tensors(batch)):
+                run_steps(
+                    lambda b: self.task.loss_of(model, b),
+                    model,
+                    optimizer,
+                    batch,
+                    precision="fp32" if self.request.ranks > 1 else self.request.precision,  # FSDP2 has its own policy
+                    accumulation_steps=self.request.accumulation_steps,
+                    stepping=stepping,
+                )
         finally:
             model.zero_grad(set_to_none=True)
+        return tracker
 
-    def _sharded(self, model: nn.Module, batch: Any) -> Mapping[str, int]:
-        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-
-        with self.mode:
-            _shard(model, self.request.ranks, self.request.precision)
+    def _shard(self, model: nn.Module) -> None:
+        _shard(model, self.request.ranks, self.request.precision)
+        if not self.warm:
+            # Torch runs every operation on shards once on whole fake tensors, to find out what it returns. These must not
+            # count, so the operations of a step on shards run here first.
             optimizer = self._optimizer(model)
-            tracker = FSDPMemTracker(model, optimizer)
-            tracker.track_inputs(tuple(_tensors(batch)))  # the batch counts as well
-            with tracker:
-                self._steps(lambda b: self.task.loss_of(model, b), model, optimizer, batch, tracker)
-            return _snapshot(tracker)
-
-    def _steps(self, loss: Any, model: nn.Module, optimizer: Any, batch: Any, tracker: MemTracker) -> None:
-        sharded = self.request.ranks > 1
-        run_steps(
-            loss,
-            model,
-            optimizer,
-            batch,
-            precision="fp32" if sharded else self.request.precision,  # FSDP2 has its own policy for bf16
-            accumulation_steps=self.request.accumulation_steps,
-            before_forward=tracker.reset_mod_stats,
-            stepping=ReadsAsOne,
-        )
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+            divide_gradients(model, 1)
+            with ReadsAsOne():
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            self.warm = True
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
     """Replace real parameters and buffers by fake ones; tied ones stay tied."""
-    made: dict[int, Any] = {}
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            copy = mode.from_tensor(tensor.detach())
-            made[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
-        return made[id(tensor)]
-
     for module in model.modules():
         for members in (module._parameters, module._buffers):
             for name, tensor in members.items():
-                if tensor is not None and not isinstance(tensor.data, FakeTensor):
-                    members[name] = fake(tensor)  # type: ignore[assignment]
+                if tensor is not None and not isinstance(tensor, FakeTensor):
+                    members[name] = mode.from_tensor(tensor)  # type: ignore[assignment]
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-
-
-def _snapshot(tracker: MemTracker) -> Mapping[str, int]:
-    """The peak by category, over all devices (there is only the CPU)."""
-    peak: dict[str, int] = {}
-    for kinds in tracker.get_tracker_snapshot("peak").values():
-        for kind, size in kinds.items():
-            name = str(getattr(kind, "value", kind))
-            peak[name] = peak.get(name, 0) + int(size)
-    return peak
-
-
-def _point(peak: Mapping[str, int], micro_batch_size: int, sequence_length: int | None) -> Point:
-    breakdown: dict[str, int] = {kind: 0 for kind in KINDS}
-    for name, size in peak.items():
-        if name != "Total":
-            breakdown[CATEGORIES[name]] += size
-    return Point(micro_batch_size, sequence_length, peak["Total"], breakdown)
 
 
 def _shard(model: nn.Module, ranks: int, precision: str) -> None:
@@ -303,6 +235,7 @@ def explain(error: Exception, task: str) -> BatchwrightError:
         found = found.__cause__
     if users_frames(error) is None:
         raise error
+    _without_tracker(error)
     failed = RunError(
         f"the task failed while it was estimated: {sentence(f'{type(error).__name__}: {error}')} If it trains without "
         f"estimate, it does not work with fake tensors; measure instead: batchwright probe {task}",
@@ -311,6 +244,15 @@ def explain(error: Exception, task: str) -> BatchwrightError:
     )
     failed.__cause__ = error
     return failed
+
+
+def _without_tracker(error: BaseException) -> None:
+    """Remove the tracker's frames: every operation of the user's code passes through them."""
+    frame = error.__traceback__
+    while frame is not None:
+        while frame.tb_next is not None and frame.tb_next.tb_frame.f_code.co_filename == tracker_file:
+            frame.tb_next = frame.tb_next.tb_next
+        frame = frame.tb_next
 
 
 def _refusal(error: BaseException, task: str) -> PlanError:

@@ -34,7 +34,6 @@ def run_steps(
     *,
     precision: str,
     accumulation_steps: int,
-    before_forward: Callable[[], None] = lambda: None,
     stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Two optimizer steps as in the runtime: sums of losses, divided once, gradients dropped afterwards."""
@@ -42,19 +41,23 @@ def run_steps(
         total: Any = 0
         # From the second micro step on, gradients exist during the forward: two are enough.
         for _ in range(min(accumulation_steps, 2)):
-            before_forward()
             with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
                 loss_sum, weight, auxiliary = loss(batch)
             objective = loss_sum if auxiliary is None else loss_sum + weight * auxiliary
             objective.backward()
             total = total + (weight.detach() if isinstance(weight, torch.Tensor) else weight)
             del loss_sum, objective, auxiliary, weight
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.div_(total)
+        divide_gradients(model, total)
         with stepping():
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+def divide_gradients(model: nn.Module, weight: Any) -> None:
+    """The gradient of a sum becomes that of a mean."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.div_(weight)
 
 
 def take_grouped_step(optimizer: Optimizer) -> None:
