@@ -18,7 +18,6 @@ from .core.numbers import percentage
 
 if TYPE_CHECKING:
     from .core.ramp.ramp import Ramp
-    from .estimate.records import Placement
     from .launch.status import RunStatus
 
 
@@ -30,8 +29,13 @@ class Plan(BatchPlan):
     TrainingArguments.
     """
 
-    memory: Placement | None = None
+    memory: Any = None  # an estimate.Placement, or None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as `--json` prints it; `memory` and `settings` only for a model or a task."""
+        document = super().to_json()
+        return document if self.settings else {k: v for k, v in document.items() if k not in ("memory", "settings")}
 
     def apply(self, recipe: object) -> dict[str, Any]:
         """Set the plan's numbers on an object with NeMo's attributes; returns what was set, by dotted name."""

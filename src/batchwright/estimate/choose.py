@@ -119,7 +119,8 @@ def _all(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int, 
         below = [
             way.candidate.max_micro_batch_size
             for way in found
-            if way.request.checkpoint_activations <= request.checkpoint_activations and way.request.ranks <= request.ranks
+            if way.request.checkpoint_activations <= request.checkpoint_activations
+            and way.request.ranks <= request.ranks
         ]
         found.append(_way(batch, request, limit, walks, max(below, default=0)))
     return found

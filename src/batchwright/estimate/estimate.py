@@ -40,6 +40,7 @@ from .records import (
 )
 
 TIMEOUT = 1800.0
+TASK_PRECISIONS = ("fp32", "bf16")  # a task makes its own parameters
 MOST_RANKS = 2**14  # torch's fake group takes time for each rank: 16 s in all for this many (measured)
 # A calibration should need this much memory at most: activations are larger than the constant, and it takes seconds.
 COMFORTABLE = 2**30
@@ -208,6 +209,9 @@ def check_request(r: EstimateRequest, optimizer: str | None, calibrate: bool = F
     if r.precision not in PRECISIONS:
         message = f"precision={r.precision!r} is not one of {', '.join(PRECISIONS)}."
         wrong.append(Violation(message, "precision", r.precision, PRECISIONS))
+    elif r.model is None and r.precision not in TASK_PRECISIONS:
+        message = f"precision={r.precision} needs model: a task is estimated in {' or '.join(TASK_PRECISIONS)}."
+        wrong.append(Violation(message, "precision", r.precision, TASK_PRECISIONS))
     if r.optimizer not in OPTIMIZERS:
         message = f"optimizer={r.optimizer!r} is not one of {', '.join(OPTIMIZERS)}."
         wrong.append(Violation(message, "optimizer", r.optimizer, OPTIMIZERS))

@@ -132,10 +132,14 @@ def optimizers(real: bool) -> dict[str, Callable[[Any], Optimizer]]:
         "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-5),
     }
     if real:
-        from bitsandbytes.optim import AdamW8bit as Real
-
-        found["adamw-8bit"] = lambda params: Real(params, lr=1e-5)
+        found["adamw-8bit"] = _bitsandbytes
     return found
+
+
+def _bitsandbytes(params: Any) -> Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(params, lr=1e-5)
 
 
 class AdamW8bit(Optimizer):
