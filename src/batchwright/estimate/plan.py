@@ -9,7 +9,8 @@ from typing import Any
 from batchwright.core import codec
 from batchwright.core.batch.plan import BatchPlan, plan
 from batchwright.core.batch.request import BatchRequest, resolve_ranks
-from batchwright.core.errors import PlanError, Violation, raise_violations
+from batchwright.core.errors import ConfigError, PlanError, Violation, raise_violations
+from batchwright.processes.target import task_file
 
 from . import worker
 from .choose import HALF_SPEED_TOKENS, RECOMPUTED, SHARDED, Choice
@@ -111,6 +112,11 @@ def described(
         tensor_parallel=batch.tensor_parallel,
     )
     wrong = check_request(base, optimizer)
+    if task:
+        try:
+            task_file(task)
+        except ConfigError as error:
+            wrong += error.violations
     for name in ("pipeline_parallel", "context_parallel"):
         if getattr(batch, name) > 1:
             message = (
