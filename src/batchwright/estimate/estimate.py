@@ -340,7 +340,8 @@ def assumptions(request: EstimateRequest, framework: str, room: Room) -> tuple[s
         )
     kind, pure = request.precision.partition("-")[0], request.precision.endswith("-pure")
     if pure:
-        lines.append(f"{request.precision}: parameters, gradients and optimizer state are {kind}.")
+        states = "the frozen parameters are" if request.lora else "parameters, gradients and optimizer state are"
+        lines.append(f"{request.precision}: {states} {kind}.")
     elif kind != "fp32" and request.ranks == 1:
         lines.append(f"{kind}: autocast; parameters, gradients and optimizer state keep the task's dtypes.")
     elif kind != "fp32":
@@ -348,7 +349,9 @@ def assumptions(request: EstimateRequest, framework: str, room: Room) -> tuple[s
             f"{kind}: FSDP2's MixedPrecisionPolicy, parameters gathered in {kind} and gradients reduced in fp32."
         )
     if request.lora:
-        lines.append(f"LoRA of rank {request.lora} on all linear layers (peft); everything else is frozen.")
+        lines.append(
+            f"LoRA of rank {request.lora} on all linear layers, adapters in fp32 as peft makes them; everything else is frozen."
+        )
     if request.model is not None and request.optimizer == "adamw-8bit":
         lines.append("adamw-8bit: the states of bitsandbytes by rule, one byte and 1/64 for scales each.")
     if request.model is not None and request.checkpoint_activations:
