@@ -130,16 +130,16 @@ def command(
     With --model or --task and --device, plan estimates the memory, and also chooses the micro batch, recomputation and
     sharding that fit.
     """
+    left_out: tuple[str, ...] = ctx.meta["left_out"]
     memory = {name: flags.pop(name) for name in _MEMORY}
-    if any(value not in (None, False, ()) for value in memory.values()):
-        _planned(
-            gather(arguments, flags, ctx.meta["left_out"]),
-            memory,
-            {"from_probe": from_probe, "tolerance": tolerance},
-            as_json,
-        )
-        return
-    request = gather(arguments, flags, ctx.meta["left_out"]).request()
+    if named := {name: value for name, value in memory.items() if value not in (None, False, ())}:
+        if not left_out:
+            unused = {"from_probe": from_probe, "tolerance": tolerance}
+            _planned(gather(arguments, flags), memory, unused, as_json)
+            return
+        # In a pasted line, --model and --device are the program's.
+        left_out += tuple(word for name, value in named.items() for word in (f"--{name}", str(value)))
+    request = gather(arguments, flags, left_out).request()
     times = None
     if from_probe:
         request, times = _probed(request, from_probe)
