@@ -32,7 +32,18 @@ from batchwright.processes.endings import is_users, sentence, users_frames
 from batchwright.runtime.task import Task, load_task
 
 from .records import EstimateRequest, Point
-from .steps import Batches, blocks, checkpoint_blocks, divide_gradients, run_steps, take_grouped_step
+from .rules import FourBits, four_bits, route_uniformly
+from .steps import (
+    AUTOCAST,
+    Batches,
+    blocks,
+    checkpoint_blocks,
+    divide_gradients,
+    make_pure,
+    pure_batch,
+    run_steps,
+    take_grouped_step,
+)
 from .tracker import Tracker
 from .tracker import __file__ as tracker_file
 
@@ -40,7 +51,7 @@ REFUSED = (DataDependentOutputException, DynamicOutputShapeException, Unsupporte
 
 
 class ReadsAsOne(TorchDispatchMode):
-    """Every value that is read is 1: for optimizers' steps (Adafactor's norms), whose memory does not depend on it."""
+    """Every value that is read is 1: for optimizers (Adafactor's norms), whose memory does not depend on it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:
@@ -81,6 +92,8 @@ class FakeRuns:
         # Real batches and weights (from numpy, from a file) are allowed.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.task, self.batches = self._load()
+        self.rules: tuple[str, ...] = ()
+        self.four_bits: FourBits | None = None
         self.model = self._build() if request.ranks == 1 else None
         self.warm = False
 
@@ -104,8 +117,17 @@ class FakeRuns:
         with self.mode:
             if self.request.ranks > 1:
                 self._shard(model)
-            tracker = self._follow(model, batch)
-        return Point(micro_batch_size, self.sequence_length, tracker.peak, tracker.breakdown)
+            tracker = self._follow(model, pure_batch(batch, self.request.precision))
+        return self._point(tracker, micro_batch_size)
+
+    def _point(self, tracker: Tracker, micro_batch_size: int) -> Point:
+        peak, parts = tracker.peak, dict(tracker.breakdown)
+        if self.four_bits is not None:
+            saved = -(-self.four_bits.saved_bytes // self.request.ranks)
+            parts["parameters"] -= saved
+            parts["other"] += self.four_bits.largest_bytes
+            peak += self.four_bits.largest_bytes - saved
+        return Point(micro_batch_size, self.sequence_length, peak, parts)
 
     def _load(self) -> tuple[Task, Batches]:
         # In fake mode a model of any size needs no memory. A task that reads values of its data (`.numpy()`, `.item()`)
@@ -131,14 +153,20 @@ class FakeRuns:
                 model = task.build_model(seed=0)
         except REFUSED:  # such as `.item()` on a table of rates: build the model, then replace its tensors
             model = task.build_model(seed=0)
-        with self.mode:
+        with building(self.mode):
             _make_fake(model, self.mode)
+            make_pure(model, self.request.precision)
+            self.rules = route_uniformly(model)
+            if self.request.quantize_frozen:
+                self.four_bits = four_bits(model)
+                self.rules += (self.four_bits.assumption,)
             if self.request.checkpoint_activations:
                 checkpoint_blocks(model)
         return model
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = self.task.optimizer(model.parameters())
+        with ReadsAsOne():  # an 8-bit optimizer reads the values of its code table
+            optimizer = self.task.optimizer(model.parameters())
         if self.request.accelerator:
             take_grouped_step(optimizer)
         return optimizer
@@ -158,7 +186,8 @@ class FakeRuns:
                     model,
                     optimizer,
                     batch,
-                    precision="fp32" if self.request.ranks > 1 else self.request.precision,  # FSDP2 has its own policy
+                    # FSDP2 has its own policy instead of autocast.
+                    precision="fp32" if self.request.ranks > 1 else self.request.precision,
                     accumulation_steps=self.request.accumulation_steps,
                     stepping=stepping,
                 )
@@ -205,8 +234,8 @@ def _shard(model: nn.Module, ranks: int, precision: str) -> None:
             dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         mesh = init_device_mesh("cpu", (ranks,))
     policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if precision in AUTOCAST:
+        policy = MixedPrecisionPolicy(param_dtype=AUTOCAST[precision], reduce_dtype=torch.float32)
     for block in blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

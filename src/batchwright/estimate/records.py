@@ -31,6 +31,7 @@ class EstimateRequest:
     memory_bytes: int | None = None  # the limit; None: no search for the largest size
     precision: str = "fp32"
     checkpoint_activations: bool = False
+    quantize_frozen: bool = False  # frozen linear layers in four bits, by rule
     ranks: int = 1
     accumulation_steps: int = 1
     accelerator: bool = False  # use the optimizer's grouped ("foreach") step, as torch does on devices but not on CPU

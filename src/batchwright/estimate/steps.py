@@ -22,6 +22,8 @@ from .records import EstimateRequest
 
 # The optimizer's state exists in the second step, and no later step needs more.
 STEPS = 2
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PURE = {"bf16-pure": torch.bfloat16, "fp16-pure": torch.float16}
 # Enough samples to include a long one in most data, few enough to read at once.
 FIRST = 8
 
@@ -41,7 +43,7 @@ def run_steps(
         total: Any = 0
         # From the second micro step on, gradients exist during the forward: two are enough.
         for _ in range(min(accumulation_steps, 2)):
-            with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
+            with torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext():
                 loss_sum, weight, auxiliary = loss(batch)
             objective = loss_sum if auxiliary is None else loss_sum + weight * auxiliary
             objective.backward()
@@ -51,6 +53,19 @@ def run_steps(
         with stepping():
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+def make_pure(model: nn.Module, precision: str) -> None:
+    """Convert the model if the precision is a pure one: parameters, gradients and the optimizer's state have its dtype."""
+    if precision in PURE:
+        model.to(PURE[precision])
+
+
+def pure_batch(batch: Any, precision: str) -> Any:
+    """The batch in the model's dtype if the precision is a pure one; indices stay integers."""
+    if precision not in PURE:
+        return batch
+    return tree_map_only(torch.Tensor, lambda t: t.to(PURE[precision]) if t.is_floating_point() else t, batch)
 
 
 def divide_gradients(model: nn.Module, weight: Any) -> None:
@@ -177,10 +192,11 @@ def measure(request: EstimateRequest) -> int:
     before = status_bytes("VmRSS")
     task = load_task(request.task, request.arguments(next(iter(request.sequence_lengths), None)))
     model = task.build_model(seed=0)
+    make_pure(model, request.precision)
     if request.checkpoint_activations:
         checkpoint_blocks(model)
     optimizer = task.optimizer(model.parameters())
-    batch = collated(task, request.micro_batch_sizes[0])
+    batch = pure_batch(collated(task, request.micro_batch_sizes[0]), request.precision)
     run_steps(
         lambda b: task.loss_of(model, b),
         model,

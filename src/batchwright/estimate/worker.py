@@ -205,6 +205,7 @@ def _refuse_torch_options(request: EstimateRequest) -> None:
         for name, on in (
             ("precision", request.precision != "fp32"),
             ("checkpoint_activations", request.checkpoint_activations),
+            ("quantize_frozen", request.quantize_frozen),
             ("ranks", request.ranks > 1),
             ("accumulation_steps", request.accumulation_steps > 1),
         )
