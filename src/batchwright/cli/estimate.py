@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 @training_options
 @click.option("--checkpoint-activations", is_flag=True, help="Recompute each repeated block in the backward pass.")
 @click.option("--quantize-frozen", is_flag=True, help="Count frozen linear layers at 4 bits (QLoRA), by rule.")
+@click.option("--quantize-frozen", is_flag=True, help="Count frozen linear layers at 4 bits (QLoRA), by rule.")
 @number("--ranks", "Shard over this many ranks with FSDP2, and estimate one rank.  [default: 1]")
 @number("--tensor-parallel", "With --model: devices that split each layer, by rule.  [default: 1]")
 @number("--accumulation-steps", "Above 1, gradients stay in memory during the forward pass.  [default: 1]")
@@ -76,7 +77,7 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
         arguments = task_arguments(flags["args"])
     names = ("micro_batch_size", "sequence_length", "ranks", "tensor_parallel", "accumulation_steps", "timeout")
     given = read_training(flags, {name: flags[name] for name in names})
-    given |= {name: flags[name] for name in ("model", "checkpoint_activations", "calibrate")}
+    given |= {name: flags[name] for name in ("model", "checkpoint_activations", "quantize_frozen", "calibrate")}
     try:
         made = estimate(task, args=arguments, progress=True, **given)
     except BatchwrightError as error:

@@ -40,7 +40,6 @@ from .records import (
 )
 
 TIMEOUT = 1800.0
-TASK_PRECISIONS = ("fp32", "bf16")  # a task makes its own parameters
 MOST_RANKS = 2**14  # torch's fake group takes time for each rank: 16 s in all for this many (measured)
 # A calibration should need this much memory at most: activations are larger than the constant, and it takes seconds.
 COMFORTABLE = 2**30
@@ -130,7 +129,7 @@ def estimate(
         fit=fit,
         frontier=rows,
         calibration=calibration,
-        assumptions=assumptions(request, result["framework"], room),
+        assumptions=(*assumptions(request, result["framework"], room), *result.get("rules", ())),
         notes=(*result["notes"], *notes),
     )
 
@@ -211,9 +210,6 @@ def check_request(r: EstimateRequest, optimizer: str | None, calibrate: bool = F
     if r.precision not in PRECISIONS:
         message = f"precision={r.precision!r} is not one of {', '.join(PRECISIONS)}."
         wrong.append(Violation(message, "precision", r.precision, PRECISIONS))
-    elif r.model is None and r.precision not in TASK_PRECISIONS:
-        message = f"precision={r.precision} needs model: a task is estimated in {' or '.join(TASK_PRECISIONS)}."
-        wrong.append(Violation(message, "precision", r.precision, TASK_PRECISIONS))
     if r.optimizer not in OPTIMIZERS:
         message = f"optimizer={r.optimizer!r} is not one of {', '.join(OPTIMIZERS)}."
         wrong.append(Violation(message, "optimizer", r.optimizer, OPTIMIZERS))
@@ -243,6 +239,9 @@ def check_request(r: EstimateRequest, optimizer: str | None, calibrate: bool = F
     if r.ranks > MOST_RANKS:
         message = f"ranks={r.ranks}: must be at most {MOST_RANKS:,}."
         wrong.append(Violation(message, "ranks", r.ranks, (MOST_RANKS,)))
+    if calibrate and r.quantize_frozen:
+        message = "calibrate runs the task as it is, and quantize_frozen is a rule: choose one of them."
+        wrong.append(Violation(message, "calibrate", True, (False,)))
     if calibrate and r.ranks * r.tensor_parallel > 1:
         message = (
             f"calibrate runs one real process, which cannot measure the shards of ranks={r.ranks} and "

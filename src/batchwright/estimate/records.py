@@ -56,7 +56,7 @@ class EstimateRequest:
             "checkpoint_activations": self.checkpoint_activations,
             "layers": self.layers,
         }
-        precision = "bf16" if policy else "fp32"  # bytes of fp16 are those of bf16
+        precision = self.precision if policy else "fp32"
         return replace(self, task=CAUSAL_LM, args=args, precision=precision, checkpoint_activations=False)
 
     def arguments(self, sequence_length: int | None) -> dict[str, Any]:

@@ -117,7 +117,14 @@ def _estimate(request: EstimateRequest, framework: str) -> dict[str, Any]:
         points += [known[size] for size in sorted(known)]
         limits.append({"sequence_length": length, "max_micro_batch_size": found})
     notes = list(getattr(runner, "notes", ()))
-    result = {"framework": framework, "points": codec.encode(points), "limits": limits, "notes": notes}
+    rules = list(getattr(runner, "rules", ()))
+    result = {
+        "framework": framework,
+        "points": codec.encode(points),
+        "limits": limits,
+        "notes": notes,
+        "rules": rules,
+    }
     if framework == "torch" and request.memory_bytes is not None and not any(r["max_micro_batch_size"] for r in limits):
         length = points[0].sequence_length
         smallest = replace(request, sequence_lengths=() if length is None else (length,))
