@@ -122,7 +122,7 @@ def test_the_settings_are_those_of_the_real_training_arguments(tmp_path):
 def test_all_that_is_wrong_is_reported_at_once(tmp_path):
     with pytest.raises(PlanError) as caught:
         batchwright.plan(model="m", task="t.py:task", device="a100", precision="fp8", pipeline_parallel=2, devices=3)
-    fields = ["device", "task", "precision", "sequence_length", "pipeline_parallel", "devices"]
+    fields = ["device", "task", "precision", "sequence_length", "task", "pipeline_parallel", "devices"]
     assert [v.field for v in caught.value.violations] == fields
     with pytest.raises(PlanError, match=r"optimizer=sgd needs model.*\n.*lora=4 needs model"):
         estimate("t.py:task", optimizer="sgd", lora=4)
