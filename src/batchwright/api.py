@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +13,7 @@ from .core.batch.nearby import nearby as _nearby
 from .core.batch.plan import BatchPlan
 from .core.batch.plan import plan as _plan
 from .core.batch.request import READERS, BatchRequest, read_request
-from .core.errors import ConfigError
+from .core.errors import ConfigError, PlanError, Violation, raise_violations
 from .core.numbers import percentage
 
 if TYPE_CHECKING:
@@ -20,8 +21,21 @@ if TYPE_CHECKING:
     from .launch.status import RunStatus
 
 
+@dataclass(frozen=True)
 class Plan(BatchPlan):
-    """A plan with `apply`, which writes it into a NeMo recipe."""
+    """A plan with `apply`, which writes it into a NeMo recipe.
+
+    With a model or a task: `memory` is how it is trained and what it needs, `settings` are those of Hugging Face's
+    TrainingArguments.
+    """
+
+    memory: Any = None  # an estimate.Placement, or None
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as `--json` prints it; `memory` and `settings` only for a model or a task."""
+        document = super().to_json()
+        return document if self.settings else {k: v for k, v in document.items() if k not in ("memory", "settings")}
 
     def apply(self, recipe: object) -> dict[str, Any]:
         """Set the plan's numbers on an object with NeMo's attributes; returns what was set, by dotted name."""
@@ -55,14 +69,115 @@ def _request(resolved: dialects.Resolved) -> BatchRequest:
     )
 
 
+# What `plan` takes for a model or a task besides the batch and its devices.
+MEMORY = (
+    "task", "model", "args", "device", "memory_bytes", "margin_bytes", "context_bytes", "workspace_bytes",
+    "fragmentation_percent", "precision", "optimizer", "lora", "checkpoint_activations", "shard", "probe", "timeout",
+    "progress",
+)  # fmt: skip
+
+
 def plan(source: object = None, /, **given: Any) -> Plan:
     """Plan a batch: give the known numbers, get all. The names are those of `batchwright plan`'s flags.
+
+    With `model` (a Hugging Face configuration) or `task` (`FILE.py:function`), and `device` or `memory_bytes`, the micro
+    batch is one that fits by an estimate, or with `probe=True` one that ran.
 
     >>> p = plan(global_batch_size=1024, nodes=16, devices_per_node=8, tensor_parallel=2, max_micro_batch_size=6)
     >>> p.micro_batch_size, p.accumulation_steps, p.data_parallel_size
     (4, 4, 64)
     """
-    made = _plan(_request(_resolve(source, given, READERS)))
+    memory = {name: given.pop(name) for name in MEMORY if name in given}
+    request = _request(_resolve(source, given, READERS))
+    return plan_in_memory(request, **memory) if memory else _as_plan(_plan(request))
+
+
+def plan_in_memory(request: BatchRequest, **memory: Any) -> Plan:
+    """The plan of a model or a task whose micro batch fits: estimated, or measured with `probe`."""
+    from .dialects.huggingface import training_arguments
+
+    if memory.pop("probe", False):
+        return _probed(request, **memory)
+    from .estimate.plan import plan_memory
+
+    made, placed = plan_memory(request, **memory)
+    settings = training_arguments(
+        made.micro_batch_size,
+        made.accumulation_steps,
+        precision=placed.precision,
+        optimizer=placed.optimizer,
+        checkpoint_activations=placed.checkpoint_activations,
+        sharded=placed.sharded,
+    )
+    return replace(_as_plan(made), memory=placed, settings=settings)
+
+
+def _probed(
+    request: BatchRequest,
+    *,
+    task: str | None = None,
+    model: str | None = None,
+    args: Mapping[str, Any] | None = None,
+    device: Any = None,
+    memory_bytes: int | None = None,
+    margin_bytes: int = 0,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    lora: int = 0,
+    checkpoint_activations: bool | None = None,
+    **others: Any,
+) -> Plan:
+    """The same with sizes that ran on this machine: one process, within the memory of the device that is named."""
+    from .core.batch.request import within_probe
+    from .core.nodes.throughput import Throughput
+    from .dialects.huggingface import training_arguments
+    from .estimate.estimate import find_room
+    from .estimate.model import find_config
+    from .estimate.plan import described, on_devices, probe_target
+    from .probe.prober import probe
+
+    room, wrong = find_room(device, memory_bytes, margin_bytes, None, None, None)
+    progress, timeout = others.pop("progress", None), others.pop("timeout", None)
+    wrong += [
+        Violation(f"{name} has no effect with probe: what runs is measured.", name, value)
+        for name, value in others.items()
+        if value is not None
+    ]
+    if task is not None:
+        own = {"precision": precision, "checkpoint_activations": checkpoint_activations}
+        wrong += [
+            Violation(f"{name} cannot be set with probe: the task runs as it is.", name, value)
+            for name, value in own.items()
+            if value is not None
+        ]
+    if request.tensor_parallel > 1:
+        message = f"tensor_parallel={request.tensor_parallel} cannot be probed: a probe runs one device."
+        wrong.append(Violation(message, "tensor_parallel", request.tensor_parallel, (1,)))
+    base, more = described(request, task, model, args, precision or "fp32", optimizer, lora, room, False)
+    request, invalid = on_devices(request)
+    raise_violations(PlanError, [*wrong, *more, *invalid])
+    if model is not None:
+        base = replace(base, model=find_config(model, lora))
+    target, arguments = probe_target(base, bool(checkpoint_activations))
+    measured = probe(
+        target,
+        args=arguments,
+        **{name: value for name, value in {"progress": progress, "timeout": timeout}.items() if value is not None},
+        **({} if room.memory_bytes is None else {"memory": room.memory_bytes, "margin": margin_bytes or None}),
+    )
+    record = measured.to_json()
+    made = _plan(within_probe(request, record), Throughput.from_probe(record))
+    settings = training_arguments(
+        made.micro_batch_size,
+        made.accumulation_steps,
+        precision=base.precision,
+        optimizer=base.optimizer if model else None,
+        checkpoint_activations=bool(checkpoint_activations),
+    )
+    return replace(_as_plan(made), settings=settings)
+
+
+def _as_plan(made: BatchPlan) -> Plan:
     return Plan(**{name: getattr(made, name) for name in made.__dataclass_fields__})
 
 

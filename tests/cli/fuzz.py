@@ -35,7 +35,7 @@ from tests.cli.lines import MAKERS, Line, line
 SHARES = {"plan": 5, "ramp": 6, "rl": 3, "run": 7, "probe": 2, "estimate": 2, "check": 2}
 CPU_SECONDS = 10.0  # far above a usual line, which takes milliseconds
 REAL_SECONDS = 20.0  # a line that waits for something
-CODES = {verb: {0, 2} for verb in ("plan", "ramp", "rl")}
+CODES = {"plan": {0, 2, 3, 4}, **{verb: {0, 2} for verb in ("ramp", "rl")}}
 EVERY_CODE = {0, 2, 3, 4, 5, 130}
 OWN = {"made", "runs", ".batchwright", "a 'dir'"}  # where a line may write
 _WRONG = re.compile(r"Traceback|bug in batchwright|object at 0x|NoneType|<class |\[Errno|(?<!\.)\.\.(?=\s|$)")
@@ -119,6 +119,10 @@ def no_processes() -> Iterator[None]:
         json.dumps({"job": job, "request": codec.encode(request)})
         if job == "trial":
             return {"measured_bytes": 10**6}
+        if job == "choose":
+            parts = {"parameters": 10**6}
+            point = {"micro_batch_size": 1, "sequence_length": None, "peak_memory_bytes": 10**6, "breakdown": parts}
+            return {"point": point, "remedies": []}
         lengths, sizes = request.sequence_lengths or (None,), request.micro_batch_sizes or (1, 2, 4)
         points = [
             {

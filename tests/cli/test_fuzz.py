@@ -27,6 +27,7 @@ def flags_of(command: click.Command) -> tuple[list[str], list[str]]:
 
 
 FLAGS, SWITCHES = flags_of(plan_command)
+FLAGS.remove("--model")  # any word is a name of the hub: tests/estimate/test_models.py
 RL_FLAGS, _ = flags_of(rl_command)
 KEYS = sorted({*READERS, *(key for d in dialects() for key in (*d.keys, *d.special))})
 

@@ -41,6 +41,7 @@ def test_one_document_on_stdout_calibrated_and_no_torch_in_the_caller(tasks):
     trial = document["calibration"]
     assert trial["measured_bytes"] == trial["estimated_bytes"] + trial["difference_bytes"] > 2**20
     assert document["max_micro_batch_size"] == 8192 and document["device"] is None
+    assert [p["micro_batch_size"] for p in document["points"]] == [4096, 8192]
     assert done.stderr.endswith("HEAVY ") and "estimated micro_batch_size 4096" in done.stderr
 
 

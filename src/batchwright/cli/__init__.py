@@ -149,7 +149,7 @@ def _report(error: Exception, *, as_json: bool) -> int:
         error = EnvironmentFault(f"{where}{error.strerror or error}.", given=where.removesuffix(": ") or None)
     if isinstance(error, BatchwrightError):
         code, record = error.exit_code, error.record()
-        extra = {key: value for key, value in vars(error).items() if key == "nearby"}
+        extra = {key: value for key, value in vars(error).items() if key in ("nearby", "remedies")}
     elif isinstance(error, click.ClickException):
         code, extra = 2, {}
         record = {"type": "UsageError", "message": error.format_message(), "field": None, "given": None, "nearest": []}

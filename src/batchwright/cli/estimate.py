@@ -7,25 +7,36 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.core.errors import BatchwrightError
-from batchwright.core.numbers import count, format_bytes, parse_bytes, positive
+from batchwright.core.numbers import format_bytes
 
 from . import text
 from .naming import Verb, notes
-from .options import counts, json_option, number, print_json, read_task, task_option
+from .options import (
+    json_option,
+    memory_options,
+    number,
+    print_json,
+    read_task,
+    read_training,
+    task_arguments,
+    task_option,
+    training_options,
+)
 
 if TYPE_CHECKING:
-    from batchwright.estimate import Estimate
+    from batchwright.estimate import Estimate, Placement
 
 
 @click.command(
     cls=Verb,
-    epilog="\b\nExample:\n  batchwright estimate train.py:task --device h100-80g --sequence-length 1024,2048 \\\n"
-    "      --precision bf16 --checkpoint-activations",
+    epilog="\b\nExamples:\n  batchwright estimate train.py:task --device h100 --sequence-length 1024,2048 \\\n"
+    "      --precision bf16 --checkpoint-activations\n"
+    "  batchwright estimate --model ./llama-7b --device 4090 --sequence-length 2048 --lora 16 \\\n"
+    "      --precision bf16-pure --checkpoint-activations",
 )
 @click.argument("task", metavar="FILE.py:FUNCTION | FILE.yaml", required=False)
-@number("--device", "The device it must fit on, such as h100-80g; `--device list` prints all names.", "NAME")
-@number("--memory", "Memory it must fit in, in bytes, such as 80GiB, instead of --device.", "BYTES")
-@number("--margin", "Memory to leave free, in bytes.  [default: 0]", "BYTES")
+@number("--model", "A Hugging Face model instead of a task: config.json, its folder, or a name of the hub.", "MODEL")
+@memory_options
 @number(
     "--micro-batch-size",
     "Micro batches to estimate, in samples, such as 1,2,4.  [default: chosen by a search]",
@@ -34,16 +45,12 @@ if TYPE_CHECKING:
 @number(
     "--sequence-length", "Tokens per sample, such as 1024,2048; passed to the function as sequence_length.", "N,..."
 )
-@click.option(
-    "--precision",
-    metavar="NAME",
-    default="fp32",
-    show_default=True,
-    help="fp32, bf16 or fp16 (autocast), bf16-pure or fp16-pure (the model itself is converted).",
-)
+@training_options
 @click.option("--checkpoint-activations", is_flag=True, help="Recompute each repeated block in the backward pass.")
 @click.option("--quantize-frozen", is_flag=True, help="Count frozen linear layers at 4 bits (QLoRA), by rule.")
+@click.option("--quantize-frozen", is_flag=True, help="Count frozen linear layers at 4 bits (QLoRA), by rule.")
 @number("--ranks", "Shard over this many ranks with FSDP2, and estimate one rank.  [default: 1]")
+@number("--tensor-parallel", "With --model: devices that split each layer, by rule.  [default: 1]")
 @number("--accumulation-steps", "Above 1, gradients stay in memory during the forward pass.  [default: 1]")
 @task_option
 @click.option("--calibrate", is_flag=True, help="Also run one real trial on this CPU and compare it with its estimate.")
@@ -52,36 +59,30 @@ if TYPE_CHECKING:
 def command(task: str | None, as_json: bool, **flags: Any) -> None:
     """Predict peak memory by micro batch, without training and without a GPU.
 
-    Takes a function that returns a Task (or a JaxStep), follows two training steps on fake tensors, and prints what the
-    peak consists of, how it grows, and the largest micro batch that fits. All numbers are predicted: measure with
-    batchwright probe before you use one.
+    Takes a function that returns a Task (or a JaxStep), or the configuration of a Hugging Face model, follows two training
+    steps on fake tensors, and prints what the peak consists of, how it grows, and the largest micro batch that fits. All
+    numbers are predicted: measure with batchwright probe before you use one.
     """
     from batchwright.estimate import estimate
 
     if flags["device"] == "list":
         _devices(as_json)
         return
-    if task is None:
-        raise click.UsageError("estimate needs a task: FILE.py:FUNCTION.", ctx=click.get_current_context())
-    task, arguments = read_task(task, flags["args"])
-    given = {
-        "device": flags["device"],
-        "memory_bytes": None if flags["memory"] is None else parse_bytes(flags["memory"]),
-        "margin_bytes": 0 if flags["margin"] is None else parse_bytes(flags["margin"], "margin"),
-        "micro_batch_sizes": counts(flags["micro_batch_size"], "micro_batch_size"),
-        "sequence_lengths": counts(flags["sequence_length"], "sequence_length"),
-        "ranks": count(flags["ranks"] or 1, "ranks"),
-        "accumulation_steps": count(flags["accumulation_steps"] or 1, "accumulation_steps"),
-        "args": arguments,
-    } | {name: flags[name] for name in ("precision", "checkpoint_activations", "quantize_frozen", "calibrate")}
-    if flags["timeout"] is not None:
-        given["timeout"] = positive(flags["timeout"], "timeout")
+    if task is None and flags["model"] is None:
+        raise click.UsageError("estimate needs a task (FILE.py:FUNCTION) or --model.", ctx=click.get_current_context())
+    arguments: dict[str, Any] = {}
+    if task is not None:
+        task, arguments = read_task(task, flags["args"])
+    else:
+        arguments = task_arguments(flags["args"])
+    names = ("micro_batch_size", "sequence_length", "ranks", "tensor_parallel", "accumulation_steps", "timeout")
+    given = read_training(flags, {name: flags[name] for name in names})
+    given |= {name: flags[name] for name in ("model", "checkpoint_activations", "quantize_frozen", "calibrate")}
     try:
-        made = estimate(task, progress=True, **given)
+        made = estimate(task, args=arguments, progress=True, **given)
     except BatchwrightError as error:
-        # The traceback of the user's code.
-        for trace in getattr(error, "__notes__", ()):
-            click.echo(trace, err=True)
+        show_trace(error)
+        show_remedies(error, as_json)
         raise
     if as_json:
         print_json(made.to_json())
@@ -100,29 +101,72 @@ def _devices(as_json: bool) -> None:
     )
 
 
+_FITS = {"fits": "yes", "does not fit safely": "not safely", "does not fit": "no"}
+
+
+def where(made: Estimate | Placement) -> str:
+    """The memory that something fits in, and what is kept free of it."""
+    kept = [f"{format_bytes(made.margin_bytes)} of it kept free"] if made.margin_bytes else []
+    if (made.usable_bytes or 0) < (made.memory_bytes or 0) - made.margin_bytes:
+        kept.append(f"{format_bytes(made.usable_bytes)} usable")
+    name = f" of {made.device.name}" if made.device else ""
+    return f"{format_bytes(made.memory_bytes)}{name}" + (f" ({', '.join(kept)})" if kept else "")
+
+
+def show_trace(error: BatchwrightError) -> None:
+    """The traceback of the user's code, on standard error."""
+    for trace in getattr(error, "__notes__", ()):
+        click.echo(trace, err=True)
+
+
+def show_remedies(error: BatchwrightError, as_json: bool) -> None:
+    """The changes that were estimated because nothing fits."""
+    tried = getattr(error, "remedies", ())
+    if tried and not as_json:
+        flag = {"precision=": "--precision ", "lora=": "--lora ", "optimizer=": "--optimizer ", "ranks=": "--ranks "}
+        rows: list[tuple[str, ...]] = []
+        for change in tried:
+            spelled = change["change"].replace("checkpoint_activations", "--checkpoint-activations")
+            for name, written in flag.items():
+                spelled = spelled.replace(name, written)
+            rows.append(
+                (
+                    spelled.replace(" + ", " "),
+                    format_bytes(change["peak_memory_bytes"]),
+                    "yes" if change["fits"] else "no",
+                    change["source"],
+                )
+            )
+        click.echo(
+            "\n".join(["with these changes:", *text.table(rows, head=("change", "peak", "fits", ""), right=[1])])
+        )
+
+
 def render(made: Estimate) -> list[str]:
     """An estimate as text: the answer, the table, the line, the frontier, the trial, and the assumptions."""
     several = len(made.lengths) > 1
-    limit = None if made.memory_bytes is None else made.memory_bytes - made.margin_bytes
     lines: list[str] = []
-    if limit is not None:
-        where = (
-            f"{format_bytes(made.memory_bytes or 0)} of {made.device.name}"
-            if made.device
-            else format_bytes(made.memory_bytes or 0)
-        )
-        left = f" ({format_bytes(made.margin_bytes)} of it kept free)" if made.margin_bytes else ""
+    if made.usable_bytes is not None:
         length = f" at sequence_length {made.lengths[-1].sequence_length}" if several else ""
-        lines += [f"max_micro_batch_size {made.max_micro_batch_size}{length}, predicted, in {where}{left}", ""]
+        lines += [
+            f"max_micro_batch_size {made.max_micro_batch_size}{length}, predicted, in {where(made)}",
+            "",
+        ]
     kinds = [k for k in made.points[0].breakdown if any(p.breakdown.get(k) for p in made.points)]
-    head = (*(["length"] if several else []), "micro", "peak", *kinds, *(["fits"] if limit is not None else []))
+    head = (
+        *(["length"] if several else []),
+        "micro",
+        "peak",
+        *kinds,
+        *(["fits"] if made.usable_bytes is not None else []),
+    )
     rows = [
         (
             *([p.sequence_length] if several else []),
             p.micro_batch_size,
             format_bytes(p.peak_memory_bytes),
             *(format_bytes(p.breakdown.get(k, 0)) if p.breakdown.get(k, 0) else "-" for k in kinds),
-            *(["yes" if p.peak_memory_bytes <= limit else "no"] if limit is not None else []),
+            *([_FITS[verdict]] if (verdict := made.verdict(p)) else []),
         )
         for p in made.points
     ]

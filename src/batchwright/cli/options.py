@@ -63,6 +63,63 @@ world_options = stack(
     number("--expert-tensor-parallel", "Devices that split one expert.  [default: --tensor-parallel]"),
 )
 
+memory_options = stack(
+    number(
+        "--device",
+        "The device it must fit on, such as h100 or rtx-4090-24g; `estimate --device list` lists all.",
+        "NAME",
+    ),
+    number("--memory", "Memory it must fit in, in bytes, such as 80GiB, instead of --device.", "BYTES"),
+    number("--margin", "Memory to leave free, in bytes.  [default: 0]", "BYTES"),
+    number("--context", "Memory of the device's context, in bytes.  [default: 512MiB on a GPU]", "BYTES"),
+    number("--workspaces", "Scratch memory of the device's libraries, in bytes.  [default: 256MiB on a GPU]", "BYTES"),
+    number("--fragmentation", "What the device's allocator loses, of the tensors.  [default: 3%]", "PERCENT"),
+)
+
+training_options = stack(
+    number("--precision", "fp32 | bf16 | fp16 (autocast) | bf16-pure | fp16-pure.  [default: fp32]", "NAME"),
+    number("--optimizer", "With --model: adamw | adamw-8bit | sgd | adafactor.  [default: adamw]", "NAME"),
+    number("--lora", "With --model: train LoRA adapters of this rank instead of all parameters.", "RANK"),
+)
+
+
+def read_training(flags: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of memory and training, and `more` by name, as `estimate` takes them; everything wrong at once."""
+    from functools import partial
+
+    from batchwright.core.fields import read_fields
+    from batchwright.core.numbers import count, parse_bytes, percentage, positive
+
+    def several(value: str, name: str) -> tuple[int, ...]:
+        return counts(value, name)
+
+    readers: dict[str, Callable[[Any, str], Any]] = {
+        "device": lambda value, name: value,
+        "memory": parse_bytes,
+        "margin": parse_bytes,
+        "context": partial(parse_bytes, least=0),
+        "workspaces": partial(parse_bytes, least=0),
+        "fragmentation": lambda value, name: float(percentage(value, name) * 100),
+        "precision": lambda value, name: value,
+        "optimizer": lambda value, name: value,
+        "lora": count,
+        "micro_batch_size": several,
+        "sequence_length": several,
+        "ranks": count,
+        "tensor_parallel": count,
+        "accumulation_steps": count,
+        "timeout": positive,
+    }
+    names = {
+        "memory": "memory_bytes", "margin": "margin_bytes", "context": "context_bytes", "workspaces": "workspace_bytes",
+        "fragmentation": "fragmentation_percent", "micro_batch_size": "micro_batch_sizes",
+        "sequence_length": "sequence_lengths",
+    }  # fmt: skip
+    own = ("device", "memory", "margin", "context", "workspaces", "fragmentation", "precision", "optimizer", "lora")
+    read = read_fields({**{name: flags[name] for name in own}, **more}, readers)
+    return {names.get(name, name): value for name, value in read.items()}
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 task_option = click.option(
     "--arg", "args", multiple=True, metavar="KEY=VALUE", help="An argument for the task's function; repeatable."

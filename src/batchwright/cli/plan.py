@@ -10,15 +10,29 @@ import click
 from batchwright.core import codec
 from batchwright.core.batch.pipeline import SCHEDULES
 from batchwright.core.batch.plan import BatchPlan, plan
-from batchwright.core.errors import PlanError, Violation
-from batchwright.core.numbers import percentage
+from batchwright.core.errors import BatchwrightError, PlanError, Violation, raise_violations
+from batchwright.core.numbers import format_bytes, percentage
 
 from . import text
-from .config import NOT_READ, PasteCommand, gather, read_file
-from .naming import notes
-from .options import batch_options, json_option, number, print_json, stack, world_options
+from .config import NOT_READ, Gathered, PasteCommand, gather, read_file
+from .naming import notes, spell
+from .options import (
+    batch_options,
+    json_option,
+    memory_options,
+    number,
+    print_json,
+    read_task,
+    read_training,
+    stack,
+    task_arguments,
+    task_option,
+    training_options,
+    world_options,
+)
 
 if TYPE_CHECKING:
+    from batchwright.api import Plan
     from batchwright.core.batch.nearby import Nearby
     from batchwright.core.batch.request import BatchRequest
     from batchwright.core.nodes.throughput import Throughput
@@ -52,10 +66,34 @@ _loading_options = stack(
 )
 
 
+_model_options = stack(
+    number("--model", "Plan for a Hugging Face model: config.json, its folder, or a name of the hub.", "MODEL"),
+    number("--task", "Plan for a task, as estimate takes it.", "FILE.py:FUNCTION"),
+    memory_options,
+    training_options,
+    click.option(
+        "--checkpoint-activations/--no-checkpoint-activations",
+        default=None,
+        help="Recompute each layer in the backward pass, or not.  [default: chosen]",
+    ),
+    click.option(
+        "--shard/--no-shard",
+        default=None,
+        help="Shard over the data-parallel ranks (FSDP2), or not.  [default: chosen]",
+    ),
+    click.option(
+        "--probe", is_flag=True, help="Measure on this machine which micro batch fits, instead of an estimate."
+    ),
+    task_option,
+)
+
+
 @click.command(
     cls=PasteCommand,
-    epilog="\b\nExample:\n  batchwright plan --global-batch-size 1024 --nodes 16 --devices-per-node 8 \\\n"
-    "      --tensor-parallel 2 --max-micro-batch-size 6",
+    epilog="\b\nExamples:\n  batchwright plan --global-batch-size 1024 --nodes 16 --devices-per-node 8 \\\n"
+    "      --tensor-parallel 2 --max-micro-batch-size 6\n"
+    "  batchwright plan --model ./llama-7b --device 4090 --nodes 2 --devices-per-node 4 \\\n"
+    "      --global-batch-size 512 --sequence-length 2048 --precision bf16",
 )
 @click.argument("arguments", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
 @batch_options
@@ -71,6 +109,7 @@ _loading_options = stack(
 @click.option(
     "--allow-ragged", is_flag=True, help="Accept a batch that does not divide: shares of ranks differ by one sample."
 )
+@_model_options
 @number("--tolerance", "Also list valid batches and node counts within this distance, such as 10%.", "PERCENT")
 @json_option
 @click.pass_context
@@ -87,8 +126,20 @@ def command(
     global batch = micro batch × accumulation steps × data-parallel size. Give the numbers you have, as flags, as
     KEY=VALUE, in a file, or paste the command line of NeMo, MaxText or Hugging Face. plan derives the others and prints
     where each number comes from. Numbers can have a suffix: 4M is 4,000,000 and 4Mi is 4,194,304.
+
+    With --model or --task and --device, plan estimates the memory, and also chooses the micro batch, recomputation and
+    sharding that fit.
     """
-    request = gather(arguments, flags, ctx.meta["left_out"]).request()
+    left_out: tuple[str, ...] = ctx.meta["left_out"]
+    memory = {name: flags.pop(name) for name in _MEMORY}
+    if named := {name: value for name, value in memory.items() if value not in (None, False, ())}:
+        if not left_out:
+            unused = {"from_probe": from_probe, "tolerance": tolerance}
+            _planned(gather(arguments, flags), memory, unused, as_json)
+            return
+        # In a pasted line, --model and --device are the program's.
+        left_out += tuple(word for name, value in named.items() for word in (f"--{name}", str(value)))
+    request = gather(arguments, flags, left_out).request()
     times = None
     if from_probe:
         request, times = _probed(request, from_probe)
@@ -113,6 +164,103 @@ def command(
         print_json(made.to_json() | extra)
     else:
         click.echo("\n".join(render(made, near)))
+
+
+def _planned(gathered: Gathered, memory: dict[str, Any], unused: dict[str, Any], as_json: bool) -> None:
+    """The plan of a model or a task that fits, as text or JSON."""
+    from batchwright.api import plan_in_memory
+
+    from .estimate import show_remedies, show_trace
+
+    wrong = [
+        Violation(f"{name} has no effect with model or task: they are estimated or probed.", name, value)
+        for name, value in unused.items()
+        if value is not None
+    ]
+    if memory["model"] is None and memory["task"] is None:
+        named = [f"--{n.replace('_', '-')}" for n, v in memory.items() if v not in (None, False, ())]
+        wrong.append(Violation(f"{', '.join(named)}: needs --model or --task.", "model"))
+    task, arguments = memory["task"], dict[str, Any]()
+    readers = (
+        lambda: gathered.request(),
+        lambda: read_training(memory, {}),
+        lambda: read_task(task, memory["args"]) if task else (None, task_arguments(memory["args"])),
+    )
+    read: list[Any] = []
+    for reader in readers:
+        try:
+            read.append(reader())
+        except PlanError as error:
+            wrong += error.violations
+    raise_violations(PlanError, wrong)
+    request, given, (task, arguments) = read
+    given |= {name: memory[name] for name in ("model", "checkpoint_activations", "shard", "probe")}
+    if memory["probe"]:
+        given |= {} if memory["shard"] is None else {"shard": memory["shard"]}
+        from batchwright.probe.display import TrialLines
+
+        given["progress"] = TrialLines()
+    try:
+        made = plan_in_memory(request, task=task, args=arguments, **{"progress": True, **given})
+    except BatchwrightError as error:
+        show_trace(error)
+        show_remedies(error, as_json)
+        raise
+    if as_json:
+        print_json(made.to_json())
+    else:
+        click.echo("\n".join([*render(made), *_memory(made)]))
+
+
+def _memory(made: Plan) -> list[str]:
+    """What a planned model needs, the ways to train it, and what to write into the framework's configuration."""
+    lines: list[str] = []
+    if placed := made.memory:
+        from .estimate import where
+
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in placed.breakdown.items() if size)
+        lines += [
+            "",
+            f"memory, {placed.source}: {format_bytes(placed.peak_memory_bytes)} of {where(placed)}",
+            *text.bullets([parts]),
+            "",
+            "ways to train, best first:",
+            *text.table(
+                [
+                    (
+                        "yes" if c.checkpoint_activations else "no",
+                        f"FSDP2 over {made.data_parallel_size}" if c.sharded else "no",
+                        c.micro_batch_size or "-",
+                        c.accumulation_steps or "-",
+                        format_bytes(c.peak_memory_bytes),
+                        f"{c.relative_time:.2f}" if c.relative_time else "does not fit",
+                        c.source,
+                    )
+                    for c in placed.candidates
+                ],
+                head=("recomputed", "sharded", "micro", "accumulation", "peak", "time", ""),
+                right=range(2, 6),
+            ),
+        ]
+    lines += ["", "Hugging Face TrainingArguments:"]
+    lines += [f"  {name}={value!r}," for name, value in made.settings.items()]
+    if placed:
+        if placed.precision.endswith("-pure"):
+            kind = {"bf16": "bfloat16", "fp16": "float16"}[placed.precision.partition("-")[0]]
+            lines.append(f'  and load the model in {kind}: from_pretrained(..., dtype="{kind}")')
+        if placed.lora:
+            lines.append(f'  and train adapters: peft.LoraConfig(r={placed.lora}, target_modules="all-linear")')
+        if placed.tensor_parallel > 1:
+            size = placed.tensor_parallel
+            lines.append(f"  and split each layer over {size} devices: ParallelismConfig(tp_size={size})")
+        lines += ["", "assumptions:", *text.bullets(spell(line) for line in placed.assumptions)]
+    return lines
+
+
+_MEMORY = (
+    "model", "task", "args", "device", "memory", "margin", "context", "workspaces", "fragmentation", "precision",
+    "optimizer", "lora", "checkpoint_activations", "shard", "probe",
+)  # fmt: skip
 
 
 def _probed(request: BatchRequest, path: str) -> tuple[BatchRequest, Throughput]:

@@ -7,19 +7,22 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from .devices import DEVICES, Device
+from .devices import DEVICES, Allowance, Device
 from .estimate import estimate, predict_slope
 from .jax_step import JaxStep
-from .records import Calibration, Estimate, FrontierRow, Length, Point, Slope
+from .records import Calibration, Candidate, Estimate, FrontierRow, Length, Placement, Point, Slope
 
 __all__ = [
     "DEVICES",
+    "Allowance",
     "Calibration",
+    "Candidate",
     "Device",
     "Estimate",
     "FrontierRow",
     "JaxStep",
     "Length",
+    "Placement",
     "Point",
     "Slope",
     "estimate",

@@ -7,21 +7,56 @@ name the device; h100-80g is from an out-of-memory message.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from batchwright.core.errors import ConfigError, did_you_mean
+from batchwright.core.numbers import format_bytes
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Memory that a device needs beside the tensors of a job: an assumption, not a measurement.
+
+    >>> Allowance(512 * 2**20, 256 * 2**20, 3.0).usable(24 * 2**30) / 2**30
+    22.572815533727407
+    """
+
+    context_bytes: int = 0  # the device's context and the code of its kernels
+    workspace_bytes: int = 0  # scratch memory of libraries
+    fragmentation_percent: float = 0.0  # of the tensors: what the allocator cannot use
+
+    def usable(self, memory_bytes: int) -> int:
+        """The bytes of tensors that fit safely; below 1 if nothing does."""
+        room = memory_bytes - self.context_bytes - self.workspace_bytes
+        return int(room / (1 + self.fragmentation_percent / 100))
+
+    def text(self) -> str:
+        """The parts, as output shows them."""
+        return (
+            f"{format_bytes(self.context_bytes)} context, {format_bytes(self.workspace_bytes)} workspaces and "
+            f"{self.fragmentation_percent:g}% fragmentation"
+        )
+
+
+NO_ALLOWANCE = Allowance()
+# Assumptions. A CUDA context with loaded kernels takes a few hundred MiB, cuBLAS's workspaces tens to hundreds.
+_GPU = Allowance(512 * MIB, 256 * MIB, 3.0)
+# XLA reports its capacity without its own reservations, and plans all memory ahead.
+_TPU = Allowance(0, 0, 3.0)
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device, its usable memory, and the source of that number."""
+    """A device, its usable memory, the source of that number, and what it needs beside tensors."""
 
     name: str
     memory_bytes: int
     source: str
+    allowance: Allowance = _GPU
 
 
 _TORCH = "total capacity in torch's out-of-memory text, the smallest in public logs"
@@ -49,19 +84,31 @@ _ROWS: tuple[tuple[str, float, str], ...] = (
     ("v100-16g", 16.0, _NOMINAL),
     ("v100-32g", 31.73, _TORCH),
 )
-DEVICES: dict[str, Device] = {name: Device(name, int(gib * GIB), source) for name, gib, source in _ROWS}
+DEVICES: dict[str, Device] = {
+    name: Device(name, int(gib * GIB), source, _TPU if source == _XLA else _GPU) for name, gib, source in _ROWS
+}
 
 
 def device(name: str) -> Device:
-    """The device of that name.
+    """The device of that name, or of a part of it that only one name has.
 
-    >>> device("h100-80g").memory_bytes / 2**30
-    79.09999999962747
+    >>> device("h100").name, device("RTX 4090").name, device("a100-80gb").name
+    ('h100-80g', 'rtx-4090-24g', 'a100-80g')
     """
-    key = name.strip().lower()
-    if key in DEVICES:
-        return DEVICES[key]
-    near = tuple(n for n in DEVICES if key and n.startswith(key)) or tuple(get_close_matches(key, DEVICES, n=3))
+    wanted = re.sub(r"(?<=\d)gb?$", "g", re.sub(r"[\s_-]+", "-", name.strip().lower()))
+    if wanted in DEVICES:
+        return DEVICES[wanted]
+    short = tuple(known for known in DEVICES if wanted and wanted.replace("-", "") in _parts(known))
+    if len(short) == 1:
+        return DEVICES[short[0]]
+    if short:
+        raise ConfigError(
+            f"device={name[:40]!r} is ambiguous: {', '.join(short)}. Give one of these names.",
+            field="device",
+            given=name[:40],
+            nearest=short,
+        )
+    near = tuple(get_close_matches(wanted, DEVICES, n=3))
     raise ConfigError(
         f"device={name[:40]!r} is not in the table: {', '.join(DEVICES)}.{did_you_mean(near)} "
         "Or give its memory: --memory 80GiB.",
@@ -69,3 +116,9 @@ def device(name: str) -> Device:
         given=name[:40],
         nearest=near,
     )
+
+
+def _parts(name: str) -> set[str]:
+    """Every run of whole words of a name, without its dashes: `rtx-4090-24g` is also `4090` and `rtx4090`."""
+    words = name.split("-")
+    return {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}

@@ -7,16 +7,26 @@ from dataclasses import replace
 from typing import Any
 
 from batchwright.core import codec
-from batchwright.core.errors import EnvironmentFault, NothingFitsError, PlanError, Violation, raise_violations
+from batchwright.core.errors import (
+    ConfigError,
+    EnvironmentFault,
+    NothingFitsError,
+    PlanError,
+    Violation,
+    raise_violations,
+)
 from batchwright.core.numbers import format_bytes
 from batchwright.processes.memory import available_memory
 
 from . import worker
-from .devices import Device
+from .devices import NO_ALLOWANCE, Device
 from .devices import device as find_device
 from .fit import WORST_FIT, frontier, line, three_coefficients
+from .model import find_config
 from .records import (
     MOST,
+    OPTIMIZERS,
+    PRECISIONS,
     Calibration,
     Estimate,
     EstimateRequest,
@@ -24,10 +34,11 @@ from .records import (
     FrontierRow,
     Length,
     Point,
+    Remedy,
+    Room,
     Slope,
 )
 
-PRECISIONS = ("fp32", "bf16", "fp16", "bf16-pure", "fp16-pure")
 TIMEOUT = 1800.0
 MOST_RANKS = 2**14  # torch's fake group takes time for each rank: 16 s in all for this many (measured)
 # A calibration should need this much memory at most: activations are larger than the constant, and it takes seconds.
@@ -35,70 +46,90 @@ COMFORTABLE = 2**30
 
 
 def estimate(
-    task: str,
+    task: str | None = None,
     *,
+    model: str | None = None,
     args: Mapping[str, Any] | None = None,
     device: str | Device | None = None,
     memory_bytes: int | None = None,
     margin_bytes: int = 0,
+    context_bytes: int | None = None,
+    workspace_bytes: int | None = None,
+    fragmentation_percent: float | None = None,
     micro_batch_sizes: Sequence[int] = (),
     sequence_lengths: Sequence[int] = (),
     precision: str = "fp32",
+    optimizer: str | None = None,
+    lora: int = 0,
     checkpoint_activations: bool = False,
     quantize_frozen: bool = False,
     ranks: int = 1,
+    tensor_parallel: int = 1,
     accumulation_steps: int = 1,
     calibrate: bool = False,
     timeout: float = TIMEOUT,
     progress: bool = False,
 ) -> Estimate:
-    """Peak memory by micro batch size of `FILE.py:function`, without running it and without a device.
+    """Peak memory by micro batch size of a `task` (`FILE.py:function`), or of a `model` (a Hugging Face configuration).
+
+    Nothing is trained, and no device is needed. `optimizer`, `lora` and `tensor_parallel` are for a model.
 
     >>> estimate("train.py:task", device="h100-80g", memory_bytes=2**30)
     Traceback (most recent call last):
     batchwright.core.errors.PlanError: device=h100-80g and memory_bytes=1073741824 are mutually exclusive.
     """
-    found = find_device(device) if isinstance(device, str) else device
-    memory = found.memory_bytes if found else memory_bytes
+    room, wrong = find_room(device, memory_bytes, margin_bytes, context_bytes, workspace_bytes, fragmentation_percent)
     request = EstimateRequest(
-        task=task,
+        task=task or "",
         args=dict(args or {}),
         micro_batch_sizes=tuple(sorted(set(micro_batch_sizes))),
         sequence_lengths=tuple(sorted(set(sequence_lengths))),
-        memory_bytes=None if memory is None else memory - margin_bytes,
+        memory_bytes=room.usable_bytes,
         precision=precision,
         checkpoint_activations=checkpoint_activations,
         quantize_frozen=quantize_frozen,
         ranks=ranks,
         accumulation_steps=accumulation_steps,
-        accelerator=found is not None,
+        accelerator=room.device is not None,
         progress=progress,
+        model=model,
+        optimizer=optimizer or "adamw",
+        lora=lora,
+        tensor_parallel=tensor_parallel,
     )
-    _check(request, found, memory_bytes, margin_bytes, calibrate)
+    raise_violations(PlanError, [*wrong, *check_request(request, optimizer, calibrate)])
+    if model is not None:
+        request = replace(request, model=find_config(model, lora))
     result = worker.run("estimate", request, timeout=timeout)
     points = tuple(codec.decode(Point, p) for p in result["points"])
     lengths = _lengths(points, result)
     if request.memory_bytes is not None and not any(row.max_micro_batch_size for row in lengths):
-        raise _nothing_fits(request, found, points[0])
+        raise nothing_fits(room, points[0], result.get("remedies", ()))
     fit, rows, notes = _frontier(points, lengths, request)
     calibration = _calibrate(request, points, lengths, timeout=timeout) if calibrate else None
     return Estimate(
-        task=task,
+        task=task or "",
         framework=result["framework"],
-        device=found,
-        memory_bytes=memory,
+        device=room.device,
+        memory_bytes=room.memory_bytes,
         margin_bytes=margin_bytes,
+        allowance=room.allowance,
+        usable_bytes=room.usable_bytes,
         precision=precision,
         checkpoint_activations=checkpoint_activations,
         ranks=ranks,
         accumulation_steps=accumulation_steps,
+        model=model,
+        optimizer=request.optimizer if model else None,
+        lora=lora,
+        tensor_parallel=tensor_parallel,
         points=points,
         lengths=lengths,
         max_micro_batch_size=lengths[-1].max_micro_batch_size,
         fit=fit,
         frontier=rows,
         calibration=calibration,
-        assumptions=(*_assumptions(request, result["framework"], found), *result["rules"]),
+        assumptions=(*assumptions(request, result["framework"], room), *result.get("rules", ())),
         notes=(*result["notes"], *notes),
     )
 
@@ -132,43 +163,92 @@ def predict_slope(
     points = tuple(codec.decode(Point, p) for p in result["points"])
     slope = _lengths(points, result)[-1].slope
     if slope is None:
-        raise _nothing_fits(request, None, points[0])
+        raise nothing_fits(Room(None, memory_bytes, 0, NO_ALLOWANCE, memory_bytes), points[0], ())
     return slope
 
 
-def _check(r: EstimateRequest, device: Device | None, memory: int | None, margin: int, calibrate: bool) -> None:
+def find_room(
+    device: str | Device | None,
+    memory: int | None,
+    margin: int,
+    context: int | None,
+    workspaces: int | None,
+    fragmentation: float | None,
+) -> tuple[Room, list[Violation]]:
+    """The memory to fit in, and what is wrong with it. Without a device, nothing is left for one unless it is given."""
     wrong: list[Violation] = []
-    if device is not None and memory is not None:
-        message = f"device={device.name} and memory_bytes={memory} are mutually exclusive."
-        wrong.append(Violation(message, "memory", memory, (device.memory_bytes,)))
-    total = device.memory_bytes if device else memory
+    found = device if isinstance(device, Device) else None
+    if isinstance(device, str):
+        try:
+            found = find_device(device)
+        except ConfigError as error:
+            wrong += error.violations
+    if found is not None and memory is not None:
+        message = f"device={found.name} and memory_bytes={memory} are mutually exclusive."
+        wrong.append(Violation(message, "memory", memory, (found.memory_bytes,)))
+    given = {"context_bytes": context, "workspace_bytes": workspaces, "fragmentation_percent": fragmentation}
+    base = found.allowance if found else NO_ALLOWANCE
+    allowance = replace(base, **{name: value for name, value in given.items() if value is not None})
+    total = found.memory_bytes if found else memory
     if total is not None and not 0 <= margin < total:
         message = f"margin={format_bytes(margin)} leaves nothing of {format_bytes(total)}."
         wrong.append(Violation(message, "margin", margin, (0,)))
+        margin = 0
+    usable = None if total is None else allowance.usable(total - margin)
+    if usable is not None and usable < 1:
+        message = f"{allowance.text()} leave nothing of {format_bytes(total)}."
+        wrong.append(Violation(message, "context", allowance.context_bytes, (0,)))
+    return Room(found, total, margin, allowance, usable), wrong
+
+
+def check_request(r: EstimateRequest, optimizer: str | None, calibrate: bool = False) -> list[Violation]:
+    """What is wrong with a request, all of it."""
+    wrong: list[Violation] = []
+    if bool(r.task) == (r.model is not None):
+        given = "both are given" if r.task else "neither is given"
+        wrong.append(Violation(f"Give a task (FILE.py:function) or a model; {given}.", "task", r.task or None))
     if r.precision not in PRECISIONS:
         message = f"precision={r.precision!r} is not one of {', '.join(PRECISIONS)}."
         wrong.append(Violation(message, "precision", r.precision, PRECISIONS))
+    if r.optimizer not in OPTIMIZERS:
+        message = f"optimizer={r.optimizer!r} is not one of {', '.join(OPTIMIZERS)}."
+        wrong.append(Violation(message, "optimizer", r.optimizer, OPTIMIZERS))
+    if r.model is None:
+        own = {"optimizer": optimizer, "lora": r.lora or None, "tensor_parallel": r.tensor_parallel}
+        for name, value in own.items():
+            if value not in (None, 1):
+                message = f"{name}={value} needs model: a task decides itself."
+                wrong.append(Violation(message, name, value))
+    elif not r.sequence_lengths:
+        message = "model needs sequence_length: the tokens of one sample, such as 2048."
+        wrong.append(Violation(message, "sequence_length", None, (2048,)))
+    if r.model is not None and r.args:
+        names = ", ".join(r.args)
+        wrong.append(Violation(f"arg: {names} cannot be passed to a model: it has no function.", "arg", names))
     counts = {
         "micro_batch_size": r.micro_batch_sizes,
         "sequence_length": r.sequence_lengths,
         "ranks": (r.ranks,),
+        "tensor_parallel": (r.tensor_parallel,),
         "accumulation_steps": (r.accumulation_steps,),
     }
     for name, values in counts.items():
         wrong += [Violation(f"{name}={v}: must be at least 1.", name, v, (1,)) for v in values if v < 1]
+    if r.lora < 0:
+        wrong.append(Violation(f"lora={r.lora}: must be at least 1.", "lora", r.lora, (1,)))
     if r.ranks > MOST_RANKS:
         message = f"ranks={r.ranks}: must be at most {MOST_RANKS:,}."
         wrong.append(Violation(message, "ranks", r.ranks, (MOST_RANKS,)))
     if calibrate and r.quantize_frozen:
         message = "calibrate runs the task as it is, and quantize_frozen is a rule: choose one of them."
         wrong.append(Violation(message, "calibrate", True, (False,)))
-    if calibrate and r.ranks > 1:
+    if calibrate and r.ranks * r.tensor_parallel > 1:
         message = (
-            f"calibrate runs one real process, which cannot measure the shards of ranks={r.ranks}. Calibrate with "
-            f"ranks=1, or probe with --ranks {r.ranks}."
+            f"calibrate runs one real process, which cannot measure the shards of ranks={r.ranks} and "
+            f"tensor_parallel={r.tensor_parallel}. Calibrate with ranks=1, or probe with --ranks {r.ranks}."
         )
         wrong.append(Violation(message, "calibrate", True, (False,)))
-    raise_violations(PlanError, wrong)
+    return wrong
 
 
 def _lengths(points: Sequence[Point], result: Mapping[str, Any]) -> tuple[Length, ...]:
@@ -194,23 +274,28 @@ def _slope(points: Sequence[Point], limit: Mapping[str, Any], framework: str) ->
     return line(chosen) if len(chosen) > 1 else None
 
 
-def _nothing_fits(request: EstimateRequest, device: Device | None, smallest: Point) -> NothingFitsError:
+def nothing_fits(room: Room, smallest: Point, changes: Sequence[Mapping[str, Any]]) -> NothingFitsError:
+    """The error for a model that fits at no size, with what would make it fit."""
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in smallest.breakdown.items() if size)
     where = "" if smallest.sequence_length is None else f" at sequence_length={smallest.sequence_length}"
-    ways = [
-        "--checkpoint-activations" if not request.checkpoint_activations else "",
-        "--precision bf16" if request.precision == "fp32" else "",
-        f"--ranks {request.ranks * 2} (sharded)",
-        "a shorter sequence",
-    ]
-    return NothingFitsError(
-        f"nothing fits: micro_batch_size={smallest.micro_batch_size}{where} needs an estimated "
-        f"{format_bytes(smallest.peak_memory_bytes)} ({parts}), and {device.name if device else 'the memory given'} has "
-        f"{format_bytes(request.memory_bytes or 0)}. These need less: {', '.join(w for w in ways if w)}.",
+    usable = room.usable_bytes or 0
+    safely = room.memory_bytes is not None and smallest.peak_memory_bytes <= room.memory_bytes
+    found = [codec.decode(Remedy, change) for change in changes]
+    fitting = [f"{r.change} ({format_bytes(r.peak_memory_bytes)})" for r in found if r.fits]
+    would = f"These would fit: {'; '.join(fitting)}." if fitting else "Use a shorter sequence or a smaller model."
+    if found and not fitting:
+        would = f"None of {len(found)} changes alone would fit: {'; '.join(r.change for r in found)}. {would}"
+    kept = "" if usable == room.memory_bytes else f" of {format_bytes(room.memory_bytes)}"
+    error = NothingFitsError(
+        f"nothing fits{' safely' if safely else ''}: micro_batch_size={smallest.micro_batch_size}{where} needs an estimated "
+        f"{format_bytes(smallest.peak_memory_bytes)} ({parts}), and {room.device.name if room.device else 'the memory given'} "
+        f"has {format_bytes(usable)}{kept} for it. {would}",
         field="memory",
-        given=request.memory_bytes,
+        given=room.usable_bytes,
         nearest=(smallest.peak_memory_bytes,),
     )
+    error.remedies = codec.encode(found)  # type: ignore[attr-defined]
+    return error
 
 
 def _frontier(
@@ -234,30 +319,52 @@ def _frontier(
     return fit, frontier(fit, request.memory_bytes, known), ()
 
 
-def _assumptions(request: EstimateRequest, framework: str, device: Device | None) -> tuple[str, ...]:
+def assumptions(request: EstimateRequest, framework: str, room: Room) -> tuple[str, ...]:
+    """What an estimate assumes, as its output says it."""
+    beside = ()
+    if room.memory_bytes is not None and room.allowance != NO_ALLOWANCE:
+        beside = (
+            f"Left free beside tensors: {room.allowance.text()}; not measured. Change it with context, workspaces and "
+            "fragmentation.",
+        )
     if framework == "jax":
         return (
             "XLA's plan for the CPU is used instead of the device's: not validated on a device. XLA plans every shape "
             "separately, so neighbouring sizes may differ by a few percent.",
             "Per device: sharding inside the function counts only if it has the devices to compile for.",
+            *beside,
         )
-    lines = [
-        "CPU kernels are used instead of the device's: not validated on a device. The estimate does not include the "
-        "device's context, workspaces of its kernels, fragmentation of its allocator.",
-        "Every sample is as large as the largest of the dataset's first 8 (or as example_batch makes them).",
-    ]
-    kind = request.precision
-    if kind.endswith("-pure"):
-        lines.append(f"{kind}: parameters, gradients and optimizer state have this dtype; no copy in fp32.")
+    lines = ["CPU kernels are used instead of the device's: not validated on a device.", *beside]
+    if request.model is None:
+        lines.append(
+            "Every sample is as large as the largest of the dataset's first 8 (or as example_batch makes them)."
+        )
+    kind, pure = request.precision.partition("-")[0], request.precision.endswith("-pure")
+    if pure:
+        states = "the frozen parameters are" if request.lora else "parameters, gradients and optimizer state are"
+        lines.append(f"{request.precision}: {states} {kind}.")
     elif kind != "fp32" and request.ranks == 1:
         lines.append(f"{kind}: autocast; parameters, gradients and optimizer state keep the task's dtypes.")
     elif kind != "fp32":
         lines.append(
             f"{kind}: FSDP2's MixedPrecisionPolicy, parameters gathered in {kind} and gradients reduced in fp32."
         )
+    if request.lora:
+        lines.append(
+            f"LoRA of rank {request.lora} on all linear layers, adapters in fp32 as peft makes them; everything else is frozen."
+        )
+    if request.model is not None and request.optimizer == "adamw-8bit":
+        lines.append("adamw-8bit: the states of bitsandbytes by rule, one byte and 1/64 for scales each.")
+    if request.model is not None and request.checkpoint_activations:
+        lines.append("Every layer is computed again in the backward pass (gradient checkpointing of transformers).")
+    if request.tensor_parallel > 1:
+        lines.append(
+            f"By rule: tensor parallelism over {request.tensor_parallel} devices, with sequence parallelism, divides "
+            "parameters, gradients, optimizer state and activations evenly."
+        )
     if request.ranks > 1:
         lines.append(f"Sharded by FSDP2 over {request.ranks} ranks: every repeated block, then the rest. Per rank.")
-    if device is not None:
+    if room.device is not None:
         lines.append("The optimizer updates all parameters at once (foreach), as torch does on devices.")
     if request.accumulation_steps == 1:
         lines.append(

@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from batchwright.processes.start import FIXED_ALLOCATOR, GuardedProcess, environ
 from batchwright.processes.target import expanded, split_target
 from batchwright.rundir import atomic
 
+from .choose import choose, closest, ways
 from .fit import SAME_SLOPE, largest, settle
 from .jax_step import is_jax
-from .records import EstimateRequest, Point
+from .records import ChoiceRequest, EstimateRequest, Point
+from .remedies import remedies
+from .walks import Walks
 
 # Slopes measured without a fixed allocator are 17% off (docs/estimate.md). JAX stays on the CPU: no device may be used.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
@@ -31,8 +35,8 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
 _TOLERANCE = {"torch": SAME_SLOPE, "jax": 0.05}
 
 
-def run(job: str, request: EstimateRequest, *, timeout: float) -> dict[str, Any]:
-    """Do one job (`estimate` or `trial`) in a process of its own, which never outlives this call."""
+def run(job: str, request: EstimateRequest | ChoiceRequest, *, timeout: float) -> dict[str, Any]:
+    """Do one job (`estimate`, `trial` or `choose`) in a process of its own, which never outlives this call."""
     with tempfile.TemporaryDirectory(prefix="batchwright-estimate-") as folder:
         asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
         asked.write_text(json.dumps({"job": job, "request": codec.encode(request)}), encoding="utf-8")
@@ -65,15 +69,18 @@ def _checked(result: dict[str, Any]) -> dict[str, Any]:
     raise error_from_record(error)
 
 
-def answer(job: str, request: EstimateRequest) -> dict[str, Any]:
+def answer(job: str, request: EstimateRequest | ChoiceRequest) -> dict[str, Any]:
     """The result of one job as JSON; an error is a result as well."""
+    base = request if isinstance(request, EstimateRequest) else request.base
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about its own private tools
         try:
-            work = _trial if job == "trial" else _estimate
-            return work(request, "jax" if is_jax(_source(request.task)) else "torch")
+            framework = "jax" if base.model is None and is_jax(_source(base.task)) else "torch"
+            if isinstance(request, ChoiceRequest):
+                return _choose(request, framework)
+            return _trial(request, framework) if job == "trial" else _estimate(request, framework)
         except BaseException as error:
-            return {"error": _error(error, request.task)}
+            return {"error": _error(error, base.task)}
         finally:
             if "batchwright.estimate.fake" in sys.modules:
                 from .fake import destroy_fake_group
@@ -87,22 +94,22 @@ def _estimate(request: EstimateRequest, framework: str) -> dict[str, Any]:
     limits: list[dict[str, Any]] = []
     runner: Any = None
     for length in request.sequence_lengths or (None,):
-        runner, known = runs(request, length), dict[int, Point]()
+        runner, known = runs(request.as_task(), length), dict[int, Point]()
 
         def peak(size: int, runner: Any = runner, known: dict[int, Point] = known) -> int:
             if size not in known:
                 started = time.monotonic()
-                known[size] = runner.point(size)
+                known[size] = runner.point(size).split(request.tensor_parallel)
                 _progress(request, known[size], time.monotonic() - started)
             return known[size].peak_memory_bytes
 
         for size in request.micro_batch_sizes:
             peak(size)
-        found = None
-        if request.micro_batch_sizes and request.memory_bytes is not None:
-            found = max((b for b in known if known[b].peak_memory_bytes <= request.memory_bytes), default=0)
-        elif request.memory_bytes is not None:
-            found = largest(peak, request.memory_bytes, convex=framework == "torch")
+        found, limit = None, request.memory_bytes
+        if limit is not None and request.micro_batch_sizes:  # sizes that were given are the only ones
+            found = max((size for size in known if peak(size) <= limit), default=0)
+        elif limit is not None:
+            found = largest(peak, limit, convex=framework == "torch")
             if found > 1 and len(known) > 1:
                 peak(max(1, found // 2))  # a second point below the limit, for the slope and the fit
         elif not request.micro_batch_sizes:
@@ -111,7 +118,48 @@ def _estimate(request: EstimateRequest, framework: str) -> dict[str, Any]:
         limits.append({"sequence_length": length, "max_micro_batch_size": found})
     notes = list(getattr(runner, "notes", ()))
     rules = list(getattr(runner, "rules", ()))
-    return {"framework": framework, "points": codec.encode(points), "limits": limits, "notes": notes, "rules": rules}
+    result = {
+        "framework": framework,
+        "points": codec.encode(points),
+        "limits": limits,
+        "notes": notes,
+        "rules": rules,
+    }
+    if framework == "torch" and request.memory_bytes is not None and not any(r["max_micro_batch_size"] for r in limits):
+        length = points[0].sequence_length
+        smallest = replace(request, sequence_lengths=() if length is None else (length,))
+        result["remedies"] = _remedies(smallest, points[0].micro_batch_size, Walks(runs))
+    return result
+
+
+def _remedies(request: EstimateRequest, size: int, walks: Walks) -> list[Any]:
+    assert request.memory_bytes is not None
+    if request.progress:
+        print("nothing fits; estimating what would", file=sys.stderr, flush=True)
+    return codec.encode(remedies(request, size, request.memory_bytes, walks))
+
+
+def _choose(request: ChoiceRequest, framework: str) -> dict[str, Any]:
+    base = request.base
+    if framework == "jax":
+        raise PlanError(
+            f"plan cannot choose how to train {base.task}: a JAX step decides itself. Estimate it, then give the result: "
+            "max_micro_batch_size.",
+            field="task",
+            given=base.task,
+        )
+    walks = Walks(_runner(base, framework))
+    assert base.memory_bytes is not None
+    open_ways = ways(request.batch, base, request.checkpoint_activations, request.sharded)
+    made = choose(request.batch, open_ways, base.memory_bytes, walks)
+    if made is None:
+        smallest, point, size = closest(request.batch, open_ways, walks)
+        return {
+            "point": codec.encode(point),
+            "way": codec.encode(smallest),
+            "remedies": _remedies(smallest, size, walks),
+        }
+    return codec.encode(made)
 
 
 def _activations(point: Point) -> bool:
@@ -122,6 +170,7 @@ def _activations(point: Point) -> bool:
 
 def _trial(request: EstimateRequest, framework: str) -> dict[str, Any]:
     runs = _runner(request, framework)
+    request = request.as_task()
     if framework == "jax":
         length = next(iter(request.sequence_lengths), None)
         return {"measured_bytes": runs(request, length).measure(request.micro_batch_sizes[0])}
@@ -209,5 +258,6 @@ def _error(error: BaseException, task: str) -> dict[str, Any]:
 def main(request_file: str, result_file: str) -> None:
     """In the estimating process: read the request from one file, write the result to the other."""
     document = json.loads(Path(request_file).read_text(encoding="utf-8"))
-    result = answer(document["job"], codec.decode(EstimateRequest, document["request"]))
+    kind = ChoiceRequest if document["job"] == "choose" else EstimateRequest
+    result = answer(document["job"], codec.decode(kind, document["request"]))
     atomic.write(Path(result_file), json.dumps(result), sync=False)

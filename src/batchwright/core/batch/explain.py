@@ -1,4 +1,4 @@
-"""Explains a plan: the source (given, derived, probed, default) and reason of every number, and the notes."""
+"""Explains a plan: the source (given, derived, probed, estimated, default) and reason of every number, and the notes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def provenance(
         origin = request.origins.get(name, "")
         if getattr(request, name, None) is not None and (name in request.origins or not _defaulted(request, name)):
             default = origin.endswith(" default")  # of a launcher
-            sources[name] = "probed" if origin.startswith("probe") else "default" if default else "given"
+            measured = {"probe": "probed", "estimate": "estimated"}.get(origin.partition(" ")[0])
+            sources[name] = measured or ("default" if default else "given")
             if origin:
                 reasons[name] = origin
         else:

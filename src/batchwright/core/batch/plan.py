@@ -35,7 +35,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A valid batch: every number, its source (given, derived, probed, default) and the reason."""
+    """A valid batch: every number, its source (given, derived, probed, estimated, default) and the reason."""
 
     global_batch_size: int
     micro_batch_size: int

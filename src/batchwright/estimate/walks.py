@@ -1,0 +1,84 @@
+"""Peaks of many variants of one request, in one process: whole, or from two and four layers where all layers are the same.
+
+A peak is a maximum of lines in the number of layers, as it is in the batch: the line through two and four layers is never
+above the peak of all. So a variant that does not fit by this line does not fit, and one that fits has to be walked as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from .records import EstimateRequest, Point
+
+FEW, MORE = 2, 4
+Runs = Callable[[EstimateRequest, int | None], Any]  # FakeRuns: each `point` is two fake steps at one size
+
+
+class Walks:
+    """`point(request, size)` is the peak of a variant at a size; each is computed once."""
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self.model: str | None = None
+        self.known: dict[tuple[str, int], Point] = {}
+        self.runners: dict[str, Any] = {}
+        self.ranks = 1
+        self.corrections: dict[str, int] = {}
+
+    @cached_property
+    def layers(self) -> int | None:
+        """The layers of the model, if they are all the same; None: every walk is a whole one."""
+        if self.model is None:
+            return None
+        from .models.causal_lm import alike
+
+        return alike(self.model)
+
+    def whole_only(self) -> None:
+        """Walk all layers from now on."""
+        self.layers = None
+
+    def point(self, request: EstimateRequest, size: int, *, whole: bool = False) -> Point:
+        """The peak; `extrapolated` if it is from fewer layers."""
+        self.model = request.model
+        if whole or request.model is None or self.layers is None:
+            return self._walk(request, size).split(request.tensor_parallel)
+        few, more = (self._walk(replace(request, layers=n), size) for n in (FEW, MORE))
+        rest = self.layers - FEW
+        parts = {k: v + (more.breakdown.get(k, 0) - v) * rest // (MORE - FEW) for k, v in few.breakdown.items()}
+        peak = few.peak_memory_bytes + (more.peak_memory_bytes - few.peak_memory_bytes) * rest // (MORE - FEW)
+        # What a whole walk found to be missing in this line.
+        peak += self.corrections.get(_key(request), 0)
+        return replace(few, peak_memory_bytes=peak, breakdown=parts, source="extrapolated").split(
+            request.tensor_parallel
+        )
+
+    def verify(self, request: EstimateRequest, size: int) -> Point:
+        """The peak of all layers. Where the line was lower, its other points rise by the difference."""
+        guess, point = self.point(request, size), self.point(request, size, whole=True)
+        if guess.source == "extrapolated" or (request.tensor_parallel > 1 and self.layers):
+            missing = (point.peak_memory_bytes - guess.peak_memory_bytes) * request.tensor_parallel
+            key = _key(request)
+            self.corrections[key] = self.corrections.get(key, 0) + max(0, missing)
+        return point
+
+    def _walk(self, request: EstimateRequest, size: int) -> Point:
+        key = repr(replace(request, tensor_parallel=1, memory_bytes=None))
+        if (key, size) not in self.known:
+            if request.ranks != self.ranks:
+                from .fake import destroy_fake_group
+
+                destroy_fake_group()  # the ranks of the group are those of the first variant that was sharded
+                self.ranks = request.ranks
+            if key not in self.runners:
+                length = next(iter(request.sequence_lengths), None)
+                self.runners[key] = self.runs(request.as_task(), length)
+            self.known[key, size] = self.runners[key].point(size)
+        return self.known[key, size]
+
+
+def _key(request: EstimateRequest) -> str:
+    return repr(replace(request, accumulation_steps=1, tensor_parallel=1))
