@@ -131,7 +131,7 @@ def predict_slope(
     slope = _lengths(points, result)[-1].slope
     if slope is None:
         raise _nothing_fits(request, None, points[0])
-    return slope
+    return replace(slope, peaks={p.micro_batch_size: p.peak_memory_bytes for p in points})
 
 
 def _check(r: EstimateRequest, device: Device | None, memory: int | None, margin: int, calibrate: bool) -> None:
