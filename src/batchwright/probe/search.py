@@ -33,16 +33,17 @@ START = 8  # runs with most models, and is beyond the optimizer's flat segment o
 TOLERANCE = 100  # the first failing size is within 1/100 above the answer
 LARGEST = 1 << 24  # samples; without a cap, the search for a job that needs no memory would not end
 
-# Peaks vary by this share between two runs of one size (measured: 0.1% with a fixed allocator, 0.5% for commands).
+# Peaks are assumed to vary by this share between two runs of one size; by more, if a larger size had a smaller peak.
 _NOISE = 0.001
 # A slope is used for a prediction up to this many times the largest size that ran.
 _FARTHEST = 16
 # On a flat segment the size grows by this factor.
 _EXPLORE = 16
 _DOUBTFUL = 0.2  # a slope that is less certain than this share predicts nothing
-_WIDE, _STRAIGHT = 2.5, 0.75
-_APART = 5
-_MISS = 1
+# The constants from here on were chosen on simulated programs (tests/probe/test_search.py).
+_WIDE, _STRAIGHT = 2.5, 0.75  # a slope over a gap this wide is not the last one if it is this much above the one before
+_APART = 5  # two sizes show a slope if they are a fifth apart
+_MISS = 3  # a prediction this many times as far as its points are apart is mostly missed by little
 _PATIENCE = 9  # after this many trials, every second one bisects
 
 Run = Callable[[int, int | None, int], Trial]
@@ -217,6 +218,7 @@ class Known:
         return predicted if line.shape or self.fails else min(predicted, max(safe, _FARTHEST * low))
 
     def _middle(self) -> int:
+        """The middle of what ran and what failed."""
         return _between(self.low, self.high)
 
     def _line(self) -> _Line | None:
@@ -240,6 +242,7 @@ class Known:
         return _Line(last, over[last], slope, last - base, bent, doubt > _DOUBTFUL * slope, None)
 
     def _noise(self) -> float:
+        """The share by which peaks vary: peaks that fall with the size show more than is assumed."""
         peaks = [self.points[size] for size in sorted(self.points)]
         drops = [(one - two) / one for one, two in pairwise(peaks)]
         return max([_NOISE, *(2 * drop for drop in drops)])
