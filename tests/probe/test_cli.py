@@ -102,3 +102,16 @@ def test_an_invalid_request_exits_2_before_anything_runs(capsys, arguments):
 def test_flags_for_tasks_are_refused_with_a_command(capsys, tmp_path, flag):
     code, _, err = run(capsys, flag, "--dir", str(tmp_path), *command(5))
     assert code == 2 and f"{flag} is for tasks" in err
+
+
+def test_without_torch_a_task_names_the_extra_and_leaves_no_directory(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("batchwright.probe.runner.find_spec", lambda name: None)
+    (tmp_path / "train.py").write_text("def task(): ...\n")
+    code, _, err = run(capsys, f"{tmp_path / 'train.py'}:task", "--dir", str(tmp_path / "j"))
+    assert code == 4 and "batchwright[torch]" in err
+    assert not (tmp_path / "j").exists()
+
+
+def test_device_is_refused_and_names_on(capsys, tmp_path):
+    code, _, err = run(capsys, "--device", "cuda", "--dir", str(tmp_path), *command(5))
+    assert code == 2 and "--on cuda" in err
