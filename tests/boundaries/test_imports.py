@@ -29,7 +29,8 @@ ALLOWED = {
     "runtime": {"core", "rundir", "processes", "runtime"},
 }
 # The probe's worker is the only file of its room that runs a user's task.
-ALSO = {"probe/worker.py": {"runtime"}}
+# The prober asks for an estimate, which another process makes.
+ALSO = {"probe/worker.py": {"runtime"}, "probe/prober.py": {"estimate"}}
 HEAVY = {"torch", "jax", "numpy", "yaml", "rich", "plotly", "plotext", "pandas", "transformers"}
 THIRD_PARTY = {
     "core": set(),

@@ -85,7 +85,8 @@ def test_a_folder_that_cannot_be_made_does_not_stop_a_probe(capsys, tmp_path):
         ["--max", "3", "--multiple-of", "8", *command(5)],
         ["--step-regex", "(", *command(5)],
         ["--ranks", "2", *command(5)],
-        ["--estimate", *command(5)],
+        ["--device", "cpu", *command(5)],
+        ["--on", "cpu", *command(5)],
         ["--arg", "width", "missing.py:task"],
         ["--", "true"],
     ],
@@ -101,3 +102,16 @@ def test_an_invalid_request_exits_2_before_anything_runs(capsys, arguments):
 def test_flags_for_tasks_are_refused_with_a_command(capsys, tmp_path, flag):
     code, _, err = run(capsys, flag, "--dir", str(tmp_path), *command(5))
     assert code == 2 and f"{flag} is for tasks" in err
+
+
+def test_without_torch_a_task_names_the_extra_and_leaves_no_directory(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("batchwright.probe.runner.find_spec", lambda name: None)
+    (tmp_path / "train.py").write_text("def task(): ...\n")
+    code, _, err = run(capsys, f"{tmp_path / 'train.py'}:task", "--dir", str(tmp_path / "j"))
+    assert code == 4 and "batchwright[torch]" in err
+    assert not (tmp_path / "j").exists()
+
+
+def test_device_is_refused_and_names_on(capsys, tmp_path):
+    code, _, err = run(capsys, "--device", "cuda", "--dir", str(tmp_path), *command(5))
+    assert code == 2 and "--on cuda" in err

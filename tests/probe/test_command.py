@@ -203,6 +203,109 @@ def test_a_real_limit_of_address_space(tmp_path):
     assert len(made.trials) <= 5
 
 
+# What frameworks print per step, and what they print otherwise: their formats, shortened where they are long.
+FORMATS = {
+    # lightning/pytorch/callbacks/progress/tqdm_progress.py: the description is `Epoch N`; validation has its own bar.
+    "lightning": (
+        lambda n: f"Epoch 0:  {4 * n}%|###    | {n}/25 [00:0{n}<00:09,  2.50it/s, v_num=0, train_loss=2.310]",
+        ["Sanity Checking DataLoader 0:  50%|##  | 1/2 [00:00<00:00, 9it/s]"]
+        + [f"Validation DataLoader 0:  {n}0%|##  | {n}/10 [00:00<00:00, 9it/s]" for n in range(9)],
+    ),
+    # lightning/pytorch/callbacks/progress/rich_progress.py
+    "lightning-rich": (
+        lambda n: f"Epoch 0/4  ━━━━╺━━━━━━━━━ {n}/25 0:00:0{n} • 0:00:09 2.50it/s v_num: 0.000",
+        ["Validation ━━━━━━━━━━ 3/10 0:00:01 • 0:00:00 9.1it/s"],
+    ),
+    # keras/src/utils/progbar.py
+    "keras": (
+        lambda n: (
+            f"\x1b[1m {n}/25\x1b[0m \x1b[32m━━━\x1b[0m\x1b[37m━━━━━━━\x1b[0m \x1b[1m1s\x1b[0m 60ms/step - loss: 2.30"
+        ),
+        [f"\x1b[1m {n}/10\x1b[0m \x1b[32m━━━\x1b[0m \x1b[1m0s\x1b[0m 9ms/step" for n in range(9)],  # predict
+    ),
+    # A bar with a description, as many scripts make it: tqdm(loader, desc=f"Epoch {epoch}"), set_postfix(loss=...)
+    "tqdm": (
+        lambda n: f"Training:  {4 * n}%|#  | {n}/25 [00:0{n}<00:09,  2.50it/s]",
+        [f"Evaluating:  {n}0%|##  | {n}/10 [00:00<00:00, 9it/s, loss=2.1]" for n in range(9)],
+    ),
+    "tqdm-loss": (
+        lambda n: f"fold 1:  {4 * n}%|#  | {n}/25 [00:0{n}<00:09,  2.50it/s, loss=2.31]",
+        [f"Downloading shards:  {n}0%|##  | {n}/10 [00:00<00:00, 9it/s]" for n in range(9)],
+    ),
+    # examples/pytorch/language-modeling/run_clm_no_trainer.py: tqdm(range(max_train_steps))
+    "accelerate": (
+        lambda n: f" {4 * n}%|###   | {n}/25 [00:0{n}<00:09,  2.50it/s]",
+        [f"Loading checkpoint shards:  {n}0%|##  | {n}/10 [00:00<00:00, 9it/s]" for n in range(9)],
+    ),
+    # torchtitan/components/metrics.py
+    "torchtitan": (
+        lambda n: f"[titan] INFO - \x1b[31mstep: {n:2}  \x1b[32mloss:  8.2256  \x1b[34mtps: 1,234  \x1b[36mmfu: 1.2%",
+        [
+            "[titan] INFO - Training starts at step 1",
+            *(f"[titan] INFO - validate step: {n}  loss:  8.2256" for n in range(9)),
+        ],
+    ),
+    # litgpt/pretrain.py
+    "litgpt": (
+        lambda n: (
+            f"Epoch 1 | iter {n} step {n // 4} | loss train: 2.100, val: n/a | iter time: 60.12 ms (step) remaining time: 1"
+        ),
+        [f"iter {n}: val loss 2.1, val time: 20.00 ms" for n in range(9)],
+    ),
+    # megatron/training/training.py
+    "megatron": (
+        lambda n: (
+            f" [2026-01-01] iteration {n:8d}/      25 | consumed samples: 9 | elapsed time per iteration (ms): 60.1 |"
+        ),
+        [" validation loss at iteration 10 | lm loss value: 2.1E+00 |"],
+    ),
+    # MaxText/metric_logger.py
+    "maxtext": (
+        lambda n: f"completed step: {n}, seconds: 0.061, TFLOP/s/device: 1.2, Tokens/s/device: 99.1, loss: 9.1",
+        ["eval metrics after step: 4, loss=9.1"],
+    ),
+    # deepspeed/runtime/engine.py: _report_progress
+    "deepspeed": (
+        lambda n: f"[INFO] [logging.py:107:log_dist] [Rank 0] step={n}, skipped=0, lr=[0.001], mom=[(0.9, 0.999)]",
+        ["[INFO] [logging.py:107:log_dist] [Rank 0] DeepSpeed Final Optimizer = adam"],
+    ),
+    # composer/loggers/console_logger.py
+    "composer": (
+        lambda n: f"[epoch=0][batch={n}/25]:",
+        ["\t Train loss/train/total: 2.3026", "[Eval batch=3/10] Eval on eval data"],
+    ),
+}
+
+
+@pytest.mark.parametrize("framework", FORMATS)
+def test_what_frameworks_print_per_step(framework):
+    step, others = FORMATS[framework]
+    steps = _Steps(None, least=3, seconds=0.0)
+    for when, line in enumerate(others):
+        assert not steps.see(line, float(when)), line
+    assert any(steps.see(step(n), 100.0 + n) for n in range(1, 8))
+    assert steps.timing().seconds == pytest.approx(1.0)
+
+
+def test_a_file_that_the_command_writes_is_not_its_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(
+        "import random, sys\n"
+        "open('log.json', 'a').write(str(random.random()))\n"
+        "open('generated.py', 'w').write(f'seed = {random.random()}')\n"
+        "sys.exit('MemoryError' if int(sys.argv[1]) > 5 else 0)\n"
+    )
+    (tmp_path / "log.json").write_text("{}")
+    command = [sys.executable, "-S", "train.py", "{micro_batch_size}", "log.json"]
+    first = probe(command, dir="j", throughput=False)
+    again = probe(command, dir="j", throughput=False)
+    assert all(t.resumed for t in again.trials) and len(again.trials) == len(first.trials)
+    (tmp_path / "train.py").write_text((tmp_path / "train.py").read_text() + "# edited\n")
+    edited = probe(command, dir="j", throughput=False)
+    assert not any(t.resumed for t in edited.trials)
+    assert any("code changed: train.py" in note or "train.py" in note for note in edited.notes)
+
+
 def test_a_resumed_command(script, tmp_path):
     arguments = script("{micro_batch_size}", "100000", "marker", "5")
     probe(arguments, dir=tmp_path / "j", throughput=False)

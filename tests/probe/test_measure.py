@@ -50,6 +50,12 @@ def test_warm_up_is_left_out():
     assert abs(Timing.of(times).seconds - 1.0) < 0.02
 
 
+def test_a_gain_that_noise_explains_is_not_worthwhile():
+    wide = Timing(1.0, 0.5, 1.5, 0.3, 9, 1)
+    assert analyse({1: wide, 2: Timing(1.8, 1.0, 2.6, 0.3, 9, 1)}).largest_worthwhile == 1
+    assert analyse({1: wide, 8: Timing(1.8, 1.0, 2.6, 0.3, 9, 1)}).largest_worthwhile == 8
+
+
 def test_the_knee_is_measured_and_predicted():
     curve = curve_of(a=0.0053, b=0.000856)  # the research's fit: 90% of the asymptote at 56
     assert curve.predicted_saturating in range(50, 62)

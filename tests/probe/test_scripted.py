@@ -155,6 +155,16 @@ def test_multiples_only(scripted):
     assert all(t.micro_batch_size % 16 == 0 for t in probe.trials)
 
 
+def test_a_recommended_size_is_within_the_limit_with_the_users_own_allocator(scripted):
+    """Without the fixed allocator, each size needs 1.5 times as much: the largest sizes exceed the limit of 2000."""
+    code = "fits(int((600 + 10 * size) * (1.5 if mode == 'throughput' else 1))) if size <= 140 else oom()"
+    probe = run_probe(scripted(code, throughput=True))
+    assert probe.max_micro_batch_size == 140
+    assert probe.recommended_peak_memory_bytes <= probe.memory_bytes
+    assert probe.recommended_micro_batch_size < 140
+    assert any("with your own allocator" in note for note in probe.notes)
+
+
 def test_throughput_recommends_a_measured_size_and_names_the_bottleneck(scripted):
     probe = run_probe(scripted("fits(600 + 10 * size) if size <= 140 else oom()", throughput=True))
     measured = [t.micro_batch_size for t in probe.trials if t.purpose == "throughput" and t.fits]

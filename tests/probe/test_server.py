@@ -211,7 +211,7 @@ def test_imports_that_hang_end_with_the_prober(runner, tmp_path):
 
 @pytest.mark.parametrize("device", ["nonsense", *["cuda"] * (not torch.cuda.is_available()), "meta"])
 def test_a_device_that_is_not_available_is_refused_by_name(runner, device):
-    object.__setattr__(runner.request, "device", device)
-    with pytest.raises(ConfigError, match=rf"device='{device}' is not available: torch .* finds cpu") as caught:
+    object.__setattr__(runner.request, "on", device)
+    with pytest.raises(ConfigError, match=rf"on='{device}' is not available: torch .* finds cpu") as caught:
         runner.limit(1)
     assert caught.value.nearest[0] == "cpu"

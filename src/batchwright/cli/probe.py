@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from batchwright.core.errors import ConfigError, RunError
-from batchwright.core.numbers import format_bytes, parse_bytes
+from batchwright.core.numbers import format_bytes
 
 from . import text
 from .naming import notes
@@ -34,7 +34,9 @@ _limit_options = stack(
     ),
     click.option("--longest", is_flag=True, help="Fill every batch with the longest sample of the dataset."),
     click.option(
-        "--estimate", is_flag=True, help="Predict memory per sample with batchwright estimate: saves one trial."
+        "--estimate/--no-estimate",
+        default=True,
+        help="Predict the memory of a task without running it: saves trials.  [default: --estimate]",
     ),
     click.option("--evaluation", is_flag=True, help="Also find the largest evaluation batch during training."),
     number(
@@ -42,9 +44,8 @@ _limit_options = stack(
     ),
     number("--ranks", "Processes to start with torchrun; the smallest result counts.  [default: 1]"),
     number("--timeout", "Seconds after which a trial counts as hanging.  [default: 600]", "X"),
-    number(
-        "--device", "cpu, or what torch calls the accelerator.  [default: the accelerator, if there is one]", "NAME"
-    ),
+    number("--on", "cpu, or what torch calls the accelerator.  [default: the accelerator, if there is one]", "NAME"),
+    click.option("--device", hidden=True),
 )
 
 _speed_options = stack(
@@ -81,7 +82,7 @@ def command(
     target: str | None,
     args: tuple[str, ...],
     limit_only: bool,
-    estimate: bool,
+    device: str | None,
     plot: bool | None,
     as_json: bool,
     **flags: Any,
@@ -103,21 +104,20 @@ def command(
             field="target",
             given=target,
         )
-    if estimate and command:
+    if device is not None:
         raise ConfigError(
-            "--estimate needs a task (FILE.py:function): the memory of a command cannot be estimated.",
-            field="estimate",
-            given=True,
+            f"--device={device!r} is a device to estimate for, and probe runs: the device to run on is --on {device}.",
+            field="on",
+            given=device,
+            nearest=("cpu",),
         )
     target, arguments = read_task(target, args) if target else (None, task_arguments(args))
-    slope = _estimated(target, arguments, flags) if estimate and target else None
     progress = TrialTable() if sys.stderr.isatty() else TrialLines()
     try:
         made = probe(
             target or list(command),
             args=arguments,
             throughput=not limit_only,
-            predict_slope=slope,
             progress=progress,
             **flags,
         )
@@ -141,18 +141,6 @@ def command(
             err=True,
         )
         ctx.exit(4)
-
-
-def _estimated(target: str, args: dict[str, Any], flags: dict[str, Any]) -> Callable[[], float]:
-    """Bytes per sample from the estimate, computed when the search begins."""
-
-    def slope() -> float:
-        from batchwright.estimate import predict_slope
-
-        memory = flags["memory"] and parse_bytes(flags["memory"], "memory")
-        return predict_slope(target, args, memory_bytes=memory).bytes_per_sample
-
-    return slope
 
 
 def draw(made: Probe) -> list[str]:
@@ -204,7 +192,9 @@ def render(made: Probe) -> list[str]:
         lines += ["", f"evaluation batch: {made.max_evaluation_batch_size} is the largest that ran"]
     if made.curve:
         lines += ["", *_speed(made, made.curve)]
-    lines += ["", f"recommended: micro_batch_size {made.recommended_micro_batch_size}"]
+    peak, limit = made.recommended_peak_memory_bytes, made.memory_bytes
+    beside = f"; peak with your own allocator {format_bytes(peak)} of {format_bytes(limit)}" if peak and limit else ""
+    lines += ["", f"recommended: micro_batch_size {made.recommended_micro_batch_size}{beside}"]
     if made.diagnosis:
         lines += text.bullets([f"bottleneck: {made.bottleneck}. {made.diagnosis.text}"])
     return lines + notes(made.notes)

@@ -164,7 +164,7 @@ def predict_slope(
     slope = _lengths(points, result)[-1].slope
     if slope is None:
         raise nothing_fits(Room(None, memory_bytes, 0, NO_ALLOWANCE, memory_bytes), points[0], ())
-    return slope
+    return replace(slope, peaks={p.micro_batch_size: p.peak_memory_bytes for p in points})
 
 
 def find_room(

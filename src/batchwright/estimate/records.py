@@ -168,6 +168,7 @@ class Slope:
     bytes_per_sample: float
     base_bytes: float
     micro_batch_sizes: tuple[int, ...]  # the line goes through these two
+    peaks: Mapping[int, int] = field(default_factory=dict[int, int])  # all sizes that were estimated, for the prober
 
     def predict(self, micro_batch_size: int) -> int:
         """The peak at another size."""

@@ -23,7 +23,7 @@ from batchwright.core.errors import EnvironmentFault
 from batchwright.processes.endings import ExitCause, from_exit
 from batchwright.processes.start import Exit, GuardedProcess
 
-from .machine import file_digest, sources_digest, trial_environment
+from .machine import file_digest, sources, trial_environment
 from .records import PLACEHOLDER, STEPS, ProbeRequest, Trial
 from .speed import Timing
 
@@ -35,12 +35,22 @@ MARKERS = (
     r"completed step: (\d+)",  # MaxText
     r"\biteration\s+(\d+)/",  # Megatron-LM, NeMo
     r"\bglobal_step[ =:]+(\d+)",  # NeMo 2
-    r"\bstep[ =:#]+(\d+)\b.*\bloss\b",
-    r"\biter[ =:#]+(\d+)\b.*\bloss\b",  # nanoGPT, which prints its evaluations as `step`
+    r"(?<!validate )\bstep[ =:#]+(\d+)\b.*\bloss\b",  # torchtitan: `step:  1  loss:  8.2`; Accelerate's examples
+    r"\bstep=(\d+), skipped=\d+, lr=",  # DeepSpeed, with steps_per_print
+    r"^\[epoch=\d+\]\[batch=(\d+)/(\d+)\]:",  # Composer's ConsoleLogger
+    # nanoGPT, which prints its evaluations as `step`; litgpt: `Epoch 1 | iter 3 step 1 | loss train: 2.1, val: n/a`
+    r"\biter[ =:#]+(\d+)\b(?!: val).*\bloss\b",
     r"(?<!\d)(\d+)\s*/\s*(\d+) batches\b.*\bloss\b",  # PyTorch's word_language_model
-    r"^\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[",  # tqdm, as in Hugging Face's Trainer
+    r"^\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[",  # tqdm, as in Hugging Face's Trainer and Accelerate's scripts
+    # tqdm with a description, if that names an epoch or training, or if a loss is behind the bar.
+    r"^\s*(?:train\w*|(?:train\w*[ ,:-]*)?epoch)\b[^|%]*:\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[",
+    r"^(?!.*\b(?:eval|valid|val|test)\w*\b[^|]*\|)[^|]*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[[^\]]*\bloss\b",
+    # Lightning: `Epoch 0:  12%|█▎ | 3/25 [00:01<…]` is tqdm's; with rich: `Epoch 0/4 ━━━ 3/25 0:00:01 • 0:00:09`.
+    r"^\s*Epoch \d+/-?\d+\s+[━╸╺ ]+\s*(\d+)/(\d+) ",
+    # Keras: `  3/25 ━━━━━━━━━━━━━━━━━━━━ 1s 60ms/step - loss: 2.3`; older: `3/25 [==>...] - ETA: 1s - loss: 2.3`.
+    r"^[\s\x08]*(\d+)/(\d+) (?:[━─]+|\[[=>.]+\]) .*\bloss\b",
 )
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_COLOUR = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 # A line may be printed before its step ends; at the third line, two steps with optimizer state are done.
 _LIMIT_STEPS = 3
 _FEW, _MANY = 5, 25  # {steps}
@@ -54,7 +64,27 @@ class CommandRunner:
     scratch: Path
     identity: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    written: set[str] = field(default_factory=set[str])
+    """Files that changed while the command ran: they are its output, and not its code."""
+
     def __post_init__(self) -> None:
+        command = self.request.command
+        program = shutil.which(command[0]) if command else None
+        self._before = self._code()
+        self._fixed = {
+            "command": " ".join(command),
+            "device": platform.node(),
+            "program": str(Path(program).resolve()) if program else None,  # the path of a Python mostly has its version
+            "versions": {"python": platform.python_version()},
+        }
+        self._identify()
+
+    def _identify(self) -> None:
+        code = {path: found for path, found in self._before.items() if path not in self.written}
+        self.identity = {**self._fixed, "code": code}
+
+    def _code(self) -> dict[str, str]:
+        """Fingerprints of the files that the command names, and of the *.py files in the folders of its scripts."""
         command = self.request.command
         # An argument may be longer than a name of a file can be: Path.is_file would raise an error.
         files = {argument: Path(argument) for argument in command if os.path.isfile(argument)}
@@ -63,15 +93,24 @@ class CommandRunner:
         for module in (after for flag, after in pairwise(command) if flag == "-m"):
             top = Path(module.partition(".")[0])
             folders |= {top.resolve()} if os.path.isdir(top) else {Path.cwd()} if os.path.isfile(f"{top}.py") else set()
-        program = shutil.which(command[0]) if command else None
-        self.identity = {
-            "command": " ".join(command),
-            "device": platform.node(),
-            "program": str(Path(program).resolve()) if program else None,  # the path of a Python mostly has its version
-            "versions": {"python": platform.python_version()},
-            "code": {argument: file_digest(path) for argument, path in sorted(files.items())}
-            | {f"{folder}/**.py": sources_digest(folder) for folder in sorted(folders)},
-        }
+        found = {argument: file_digest(path) for argument, path in files.items()}
+        for folder in folders:
+            found |= sources(folder)
+        return dict(sorted(found.items()))
+
+    def note_written(self) -> None:
+        """Compare the files with those before the first trial. A script that the command names is code in any case."""
+        now, scripts = self._code(), {a for a in self.request.command if a.endswith(".py")}
+        scripts |= {str(Path(a).resolve()) for a in scripts}
+        changed = {path for path in {*now, *self._before} if now.get(path) != self._before.get(path)}
+        if new := changed - scripts - self.written:
+            self.written |= new
+            self._identify()
+
+    def ignore(self, written: Iterable[str]) -> None:
+        """Take these files for output: an earlier probe has seen that the command writes them."""
+        self.written |= set(written)
+        self._identify()
 
     def conditions(self, purpose: str) -> dict[str, Any]:
         """What the verdict depends on, apart from the command."""
@@ -117,6 +156,7 @@ class CommandRunner:
             command, env, scratch=str(self.scratch), address_space=space, report=str(self._report)
         ) as child:
             done = child.watch(r.timeout, on_line=seen.see if seen else None)
+        self.note_written()
         if done.returncode in (126, 127) and done.output.startswith(f"{command[0]}: "):
             raise EnvironmentFault(
                 f"the command cannot be started: {done.output.strip()}.", field="command", given=command[0]

@@ -2,6 +2,7 @@
 
     {"kind": "begin", "identity": {...}}      what was probed: code, model, optimizer, precision, device, versions
     {"kind": "trial", "conditions": {...}, "trial": {...}}
+    {"kind": "written", "files": [...]}       files that the command writes: they are not its code
     {"kind": "fresh"}                         --fresh: lines before this one no longer count
 
 A later probe continues with the stored trials that have the same identity and the same conditions (memory, ranks, …).
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ class Journal:
         self.path = path
         self.error: str | None = None
         self._identity: Mapping[str, Any] | None = None  # of the last block
+        self.written: set[str] = set()
+        """Files that the command writes, by the journal."""
 
     def blocks(self) -> list[tuple[dict[str, Any], list[tuple[Any, Trial]]]]:
         """(identity, [(conditions, trial)]) of everything stored, oldest first."""
@@ -79,7 +82,9 @@ class Journal:
         for line in text.split(b"\n"):
             try:
                 record = parse_object(line)
-                if record["kind"] == "begin":
+                if record["kind"] == "written":
+                    self.written |= set(map(str, record["files"]))
+                elif record["kind"] == "begin":
                     found.append((dict(record["identity"]), []))
                 elif record["kind"] == "fresh":
                     found.clear()
@@ -87,6 +92,9 @@ class Journal:
                     found[-1][1].append((record["conditions"], codec.read(Trial, record["trial"])))
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # cut off while it was written, or damaged
+        for identity, _ in found:
+            if self.written and isinstance(code := identity.get("code"), dict):
+                identity["code"] = {path: value for path, value in code.items() if path not in self.written}
         return found
 
     def restart(self) -> None:
@@ -113,9 +121,14 @@ class Journal:
             self._identity = identity
         return trials, changed
 
-    def add(self, identity: Mapping[str, Any], conditions: Mapping[str, Any], trial: Trial) -> None:
-        """Append a trial, and before it the identity if that is new."""
+    def add(
+        self, identity: Mapping[str, Any], conditions: Mapping[str, Any], trial: Trial, written: Collection[str] = ()
+    ) -> None:
+        """Append a trial, and before it the identity if that is new, and the files that the command has written."""
         lines: list[dict[str, Any]] = []
+        if new := set(written) - self.written:
+            lines.append({"kind": "written", "files": sorted(new)})
+            self.written |= new
         identity = json.loads(json.dumps(identity))
         if identity != self._identity:
             lines.append({"kind": "begin", "identity": identity})

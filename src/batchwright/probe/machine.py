@@ -59,17 +59,17 @@ def file_digest(path: Path) -> str:
         return f"unreadable: {error.strerror}"
 
 
-def sources_digest(folder: Path) -> str:
-    """One fingerprint of the *.py files below a folder, which a script may import. Reads at most 1000 of them."""
-    found: list[str] = []
+def sources(folder: Path) -> dict[str, str]:
+    """Fingerprints of the *.py files below a folder, which a script may import. Reads at most 1000 of them."""
+    found: dict[str, str] = {}
     for visited, (at, folders, names) in enumerate(os.walk(folder)):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in _NOT_SOURCES)
         for name in sorted(n for n in names if n.endswith(".py"))[: _MOST_FILES - len(found)]:
             path = Path(at, name)
-            found.append(f"{path.relative_to(folder)} {file_digest(path)}")
+            found[str(path)] = file_digest(path)
         if visited + 1 >= _MOST_FOLDERS or len(found) >= _MOST_FILES:
             break
-    return digest("\n".join(found))
+    return found
 
 
 def code_below(folder: Path) -> dict[str, str]:

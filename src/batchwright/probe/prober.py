@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from batchwright.core.errors import BatchwrightError, RunError
+from batchwright.core.errors import BatchwrightError, MissingExtraError, RunError
 from batchwright.core.numbers import format_bytes
 from batchwright.processes.endings import sentence
 from batchwright.processes.memory import physical_memory
@@ -26,10 +26,11 @@ from .display import NoProgress, TrialProgress
 from .journal import Journal, path_for
 from .records import Probe, ProbeRequest, Trial, read_request
 from .runner import TaskRunner
-from .search import START, Limit, find_limit
+from .search import Limit, find_limit
 from .speed import CONTENDED, Curve, Timing, analyse, diagnose, sizes
 
-_USUAL = 4  # limit trials: two points, the prediction, one above it
+# Seconds for an estimate; a model that takes longer is probed without one.
+_ESTIMATE_SECONDS = 120.0
 
 
 class Runner(Protocol):
@@ -57,7 +58,7 @@ def probe(
     accumulation_steps: int | str | None = None,
     ranks: int | str = 1,
     timeout: float | str = 600.0,
-    device: str | None = None,
+    on: str | None = None,
     workers: int | str = 0,
     seconds: float | str = 2.0,
     throughput: bool = True,
@@ -65,14 +66,14 @@ def probe(
     dir: str | Path | None = ".batchwright",
     fresh: bool = False,
     peak_tflops: float | str | None = None,
-    predict_slope: Callable[[], float | None] | None = None,
+    estimate: bool = True,
     progress: TrialProgress | None = None,
 ) -> Probe:
     """Measure what fits and what is fast: `target` is `FILE.py:function`, or a command as a list of arguments.
 
     A limit trial accumulates, so that its answer holds for any number of steps; `accumulation_steps=1` is for jobs that
-    never accumulate. `predict_slope` returns the estimated bytes per sample, and saves a trial. `dir=None` keeps no
-    journal.
+    never accumulate. `on` is the device to run on. With `estimate`, an estimate of a task's memory saves trials.
+    `dir=None` keeps no journal.
 
     >>> probe("missing.py:task")
     Traceback (most recent call last):
@@ -91,7 +92,7 @@ def probe(
         accumulation_steps=accumulation_steps,
         ranks=ranks,
         timeout=timeout,
-        device=device,
+        on=on,
         workers=workers,
         seconds=seconds,
         throughput=throughput,
@@ -100,13 +101,13 @@ def probe(
         fresh=fresh,
         peak_tflops=peak_tflops,
     )
-    return run_probe(request, predict_slope=predict_slope, progress=progress)
+    return run_probe(request, estimate=estimate, progress=progress)
 
 
 def run_probe(
     request: ProbeRequest,
     *,
-    predict_slope: Callable[[], float | None] | None = None,
+    estimate: bool = True,
     progress: TrialProgress | None = None,
 ) -> Probe:
     """The same for a request that is already read."""
@@ -117,7 +118,7 @@ def run_probe(
             if request.command
             else stack.enter_context(closing(TaskRunner(request, folder)))
         )
-        return _Session(request, runner, progress or NoProgress()).run(predict_slope)
+        return _Session(request, runner, progress or NoProgress()).run(estimate)
 
 
 @contextmanager
@@ -157,22 +158,22 @@ class _Session:
         self.journal = Journal(path)
         self._stored: dict[tuple[str, int], list[Trial]] = {}
 
-    def run(self, predict_slope: Callable[[], float | None] | None) -> Probe:
+    def run(self, estimate: bool) -> Probe:
         try:
-            return self._run(predict_slope)
+            return self._run(estimate)
         except KeyboardInterrupt:
             kept = len([t for t in self.trials if t.status in ("fits", "oom")]) + sum(map(len, self._stored.values()))
             if kept and self.journal.path and not self.journal.error:
                 self._note(f"{kept} trials are kept in {self.journal.path}: the same command continues from there.")
             raise
 
-    def _run(self, predict_slope: Callable[[], float | None] | None) -> Probe:
+    def _run(self, estimate: bool) -> Probe:
         self._resume()
-        slope = self._slope(predict_slope)
-        limit = self._limit("limit", self.runner.limit, self.request.largest, slope)
+        shape = self._shape() if estimate else None
+        limit = self._limit("limit", self.runner.limit, shape)
         evaluation = None
         if self.request.evaluation and isinstance(self.runner, TaskRunner):
-            evaluation = self._limit("evaluation", self.runner.evaluation, self.request.largest, None)
+            evaluation = self._limit("evaluation", self.runner.evaluation, None)
             if evaluation.first_failing is None:
                 self.notes.append(f"evaluation batch {evaluation.largest} is the cap (--max), not the limit.")
         return self._conclude(limit, evaluation)
@@ -182,6 +183,8 @@ class _Session:
             self.journal.restart()
         if not self.journal.blocks():
             return
+        if isinstance(self.runner, CommandRunner):
+            self.runner.ignore(self.journal.written)
         trials, changed = self.journal.resume(self.runner.describe(), self.runner.conditions)
         for change in changed:
             self._note(f"{change}; probing again")
@@ -190,22 +193,47 @@ class _Session:
         if trials:
             self._note(f"resumed: {len(trials)} trials are in {self.journal.path}")
 
-    def _slope(self, predict: Callable[[], float | None] | None) -> float | None:
-        if predict is None:
-            return None
+    def _shape(self) -> Mapping[int, int] | None:
+        """Estimated peaks of a few sizes; None for a command, and for a task that the estimate cannot follow."""
+        r = self.request
+        if r.command or r.worker or self._stored:
+            return None  # stored trials predict better than an estimate, and cost nothing
+        from batchwright.estimate import predict_slope
+
         try:
-            return predict()
-        except BatchwrightError as error:
-            self._note(f"no estimate: {error} Two trials replace it.")
+            return predict_slope(
+                r.target,
+                r.args,
+                memory_bytes=self._memory(),
+                accumulation_steps=min(2, r.accumulation_steps),
+                timeout=_ESTIMATE_SECONDS,
+            ).peaks
+        except MissingExtraError:
+            raise
+        except (BatchwrightError, RuntimeError) as error:
+            self._note(f"no estimate: {str(error).splitlines()[0][:200]} More trials replace it.")
             return None
 
-    def _limit(self, purpose: str, run: Callable[[int], Trial], cap: int | None, slope: float | None) -> Limit:
-        def one(size: int, predicted: int | None) -> Trial:
-            done = sum(t.purpose == purpose for t in self.trials)
-            return self._trial(run, size, purpose, left=_USUAL - done - 1, predicted=predicted)
+    def _memory(self) -> int | None:
+        """The limit, as far as it is known before a trial: on an accelerator only if it is given."""
+        r = self.request
+        if r.memory is None and r.on != "cpu":
+            return None
+        return (r.memory or physical_memory() // 2 // r.ranks) - r.margin
+
+    def _limit(self, purpose: str, run: Callable[[int], Trial], shape: Mapping[int, int] | None) -> Limit:
+        def one(size: int, predicted: int | None, left: int) -> Trial:
+            return self._trial(run, size, purpose, left=left, predicted=predicted)
 
         r = self.request
-        return find_limit(one, cap=cap, multiple_of=r.multiple_of, exact=r.exact, start=START, slope=slope)
+        return find_limit(
+            one,
+            cap=r.largest,
+            multiple_of=r.multiple_of,
+            exact=r.exact,
+            shape=shape,
+            memory=self._memory() if shape else None,
+        )
 
     def _trial(
         self, run: Callable[[int], Trial], size: int, purpose: str, left: int = 0, predicted: int | None = None
@@ -218,7 +246,8 @@ class _Session:
             self.progress.started(size, purpose, left)
             trial = replace(run(size), predicted_peak_memory_bytes=predicted)
             if trial.status != "crash":
-                self.journal.add(self.runner.identity, self.runner.conditions(purpose), trial)
+                written = self.runner.written if isinstance(self.runner, CommandRunner) else ()
+                self.journal.add(self.runner.identity, self.runner.conditions(purpose), trial, written)
         self.trials.append(trial)
         self.progress.finished(trial)
         if trial.status == "crash":
@@ -238,9 +267,7 @@ class _Session:
                     break  # its output shows no steps, so the output of other sizes will not either
         timings: dict[int, Timing] = {size: t.timing for size, t in timed.items() if t.timing}
         curve = analyse(timings) if timings else None
-        recommended = limit.largest
-        if curve is not None:
-            recommended = builtins.max(timings) if curve.noisy else curve.largest_worthwhile
+        recommended = limit.largest if curve is None else self._recommended(curve, timed)
         diagnosis = None
         if curve is not None:
             contrasts: Mapping[str, Timing] = {}
@@ -260,6 +287,7 @@ class _Session:
             first_failing_micro_batch_size=limit.first_failing,
             saturating_micro_batch_size=curve.saturating if curve else None,
             recommended_micro_batch_size=recommended,
+            recommended_peak_memory_bytes=at.peak_memory_bytes if at else None,
             largest_worthwhile_micro_batch_size=curve.largest_worthwhile if curve else None,
             bottleneck=diagnosis.bottleneck if diagnosis else None,
             max_evaluation_batch_size=evaluation.largest if evaluation else None,
@@ -279,6 +307,23 @@ class _Session:
             journal_error=self.journal.error,
             seconds=time.monotonic() - self._began,
         )
+
+    def _recommended(self, curve: Curve, timed: Mapping[int, Trial]) -> int:
+        """The largest worthwhile size whose peak with the user's own allocator is within the limit."""
+        wanted = curve.largest_worthwhile
+        limit = next((t.limit_bytes for t in self.trials if t.limit_bytes), None)
+        peaks = {size: t.peak_memory_bytes or 0 for size, t in timed.items()}
+        within = [size for size in sorted(peaks) if limit is None or peaks[size] <= limit]
+        chosen = builtins.max((size for size in within if size <= wanted), default=wanted)
+        if limit is not None and peaks[wanted] > limit:
+            instead = (
+                f"{chosen} is recommended instead" if chosen != wanted else "no smaller measured size is within it"
+            )
+            self.notes.append(
+                f"micro_batch_size {wanted} is faster, but needs {format_bytes(peaks[wanted])} with your own allocator, "
+                f"and the limit is {format_bytes(limit)}: {instead}."
+            )
+        return chosen
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -305,7 +350,9 @@ class _Session:
                 "collectives): an assumption that grows with the ranks. --margin keeps more."
             )
         if curve is not None and curve.noisy:
-            self.notes.append("the times are too noisy to compare speeds: the largest measured size is recommended.")
+            self.notes.append(
+                "the times are noisy: a larger size is recommended only where noise does not explain its gain."
+            )
         slow = [t for t in self.trials if t.purpose == "throughput" and not t.fits]
         for size, trial in {t.micro_batch_size: t for t in slow}.items():
             what = "ran out of memory" if trial.status == "oom" else "timed out"

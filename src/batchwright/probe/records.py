@@ -35,7 +35,7 @@ class ProbeRequest:
     accumulation_steps: int = 2
     ranks: int = 1
     timeout: float = 600.0
-    device: str | None = None
+    on: str | None = None
     workers: int = 0
     seconds: float = 2.0
     throughput: bool = True
@@ -116,6 +116,8 @@ class Probe:
     max_evaluation_batch_size: int | None = None
     curve: Curve | None = None
     diagnosis: StepDiagnosis | None = None
+    recommended_peak_memory_bytes: int | None = None
+    """Of the recommended size, without a limit and with the user's own allocator."""
     memory_bytes: int | None = None
     margin_bytes: int = 0
     ranks: int = 1
@@ -206,7 +208,7 @@ def _check_command(command: tuple[str, ...], given: Mapping[str, Any]) -> list[V
             f"Put it where the batch size goes: --per_device_train_batch_size {PLACEHOLDER}."
         )
         found.append(Violation(message, "command", " ".join(command)[:120], (PLACEHOLDER,)))
-    for name in ("ranks", "longest", "evaluation", "accumulation_steps", "workers", "device", "args"):
+    for name in ("ranks", "longest", "evaluation", "accumulation_steps", "workers", "on", "args"):
         if given.get(name) is True or given.get(name) not in (None, False, (), {}, 1, "1", 0, "0"):  # True equals 1
             flag = name.replace("_", "-")
             message = f"--{flag} is for tasks (FILE.py:function): a command sets this itself, as torchrun does."

@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,19 @@ class TaskRunner:
     scratch: Path
     identity: Mapping[str, Any] = field(default_factory=dict[str, Any])
     longest_index: int | None = None
-    _server: TrialServer | None = field(default=None, init=False, repr=False, compare=False)
+    # By whether trials are timed: those have the user's own allocator, which a process gets when it starts.
+    _servers: dict[bool, TrialServer] = field(
+        default_factory=dict[bool, TrialServer], init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if not self.request.worker and find_spec("torch") is None:
+            raise MissingExtraError(
+                "probing a task needs torch, which is not installed: pip install 'batchwright[torch]'. A command "
+                "(batchwright probe -- COMMAND) does not.",
+                field="task",
+                nearest=("batchwright[torch]",),
+            )
 
     @property
     def _micro_steps(self) -> int:
@@ -45,8 +58,8 @@ class TaskRunner:
         """What the verdict depends on, apart from the task."""
         r = self.request
         own = {"seconds": r.seconds} if purpose == "throughput" else {"steps": _LIMIT_STEPS}
-        same = {name: getattr(r, name) for name in ("memory", "margin", "ranks", "longest", "device", "workers")}
-        return {**same, "micro_steps": self._micro_steps if purpose == "limit" else 1, **own}
+        same = {name: getattr(r, name) for name in ("memory", "margin", "ranks", "longest", "workers")}
+        return {**same, "device": r.on, "micro_steps": self._micro_steps if purpose == "limit" else 1, **own}
 
     def describe(self) -> Mapping[str, Any]:
         """The identity, from a process that builds the task and runs nothing."""
@@ -69,7 +82,7 @@ class TaskRunner:
         r = self.request
         for old in self.scratch.glob("result*"):
             old.unlink()
-        given = ("target", "args", "ranks", "memory", "margin", "device", "longest", "workers", "seconds")
+        given = ("target", "args", "ranks", "memory", "margin", "on", "longest", "workers", "seconds")
         spec = {name: getattr(r, name) for name in given} | {
             "micro_batch_size": size,
             "mode": mode,
@@ -92,11 +105,13 @@ class TaskRunner:
     def _start(self, spec: Path, timed: bool) -> Exit:
         r = self.request
         env = trial_environment(limited=not timed, ranks=r.ranks)
-        if r.ranks == 1 and not r.worker and not timed and sys.platform == "linux":
-            if self._server is None or not self._server.alive:
-                self.close()
-                self._server = TrialServer(env, self.scratch)
-            return self._server.run(spec, timeout=r.timeout)
+        if r.ranks == 1 and not r.worker and sys.platform == "linux":
+            server = self._servers.get(timed)
+            if server is None or not server.alive:
+                if server is not None:
+                    server.end()
+                server = self._servers[timed] = TrialServer(env, self.scratch)
+            return server.run(spec, timeout=r.timeout)
         command = [*r.worker, str(spec)]
         if not r.worker:
             command = [sys.executable, "-P", "-m", "batchwright.probe.worker", str(spec)]
@@ -110,10 +125,9 @@ class TaskRunner:
             return child.watch(r.timeout)
 
     def close(self) -> None:
-        """End the server that waits for further trials."""
-        if self._server is not None:
-            self._server.end()
-            self._server = None
+        """End the servers that wait for further trials."""
+        while self._servers:
+            self._servers.popitem()[1].end()
 
     def _result(self, rank: int) -> dict[str, Any]:
         """The last result that a rank wrote; empty if it cannot be read."""
@@ -176,8 +190,6 @@ class TaskRunner:
         if done.returncode == 0:
             reason = f"the process ended with exit status 0 but no result; last seen {doing}"
             return rank, ExitCause("crash", reason, done.output[-2000:].strip() or None)
-        if "No module named 'torch'" in done.output:
-            raise MissingExtraError("probing a task needs torch. Install it with: pip install 'batchwright[torch]'.")
         if "failed to map segment from shared object" in done.output:
             raise EnvironmentFault(
                 f"torch cannot be loaded: ulimit -v allows {resource.getrlimit(resource.RLIMIT_AS)[0]:,} bytes. Run: "

@@ -2,8 +2,9 @@
 
     prober -> guard -> server -> trial
 
-The server runs no code of the user and has one thread, so a forked trial starts in the same state as a new process
-would. If an import has started threads or has touched the device, the trial becomes a new interpreter. The guard kills
+The server runs no code of the user and has no threads but OpenBLAS's, which survive a fork, so a forked trial starts in
+the same state as a new process would. If another import has started threads or has touched the device, the trial becomes
+a new interpreter. The guard kills
 everything when the prober ends; a trial that exceeds its timeout is ended together with the server.
 
 multiprocessing's fork server was tried here, and it needs more code:
@@ -53,11 +54,14 @@ class TrialServer(GuardedProcess):
 
 def serve(channel: socket.socket) -> None:
     """Each request is the path of a specification; the reply is the exit code of its trial."""
+    import numpy  # noqa: F401  # OpenBLAS starts threads, and starts them again after a fork
+
+    usual = _threads()
     from . import worker
 
     adopt_orphans()
     while spec := channel.recv(4096).decode():
-        server, threads = os.getpid(), len(os.listdir("/proc/self/task"))
+        server, threads = os.getpid(), _threads()
         trial = os.fork()
         if trial == 0:
             try:
@@ -65,7 +69,7 @@ def serve(channel: socket.socket) -> None:
                 os.setsid()
                 die_with(server)
                 # A fork has no threads, but keeps the memory of their stacks: the trial would have it for free.
-                if threads > 1 or not worker.may_fork():
+                if threads > usual or not worker.may_fork():
                     os.execv(sys.executable, [sys.executable, "-P", "-m", worker.__name__, spec])
                 sys.argv = [str(worker.__file__), spec]
                 worker.main(spec)
@@ -76,6 +80,10 @@ def serve(channel: socket.socket) -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1])
         kill_orphans(())
         channel.sendall(str(code).encode())
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def main() -> None:

@@ -213,7 +213,9 @@ def analyse(timings: Mapping[int, Timing]) -> Curve:
     a, b, error = fit({size: timings[size].seconds for size in ordered})
     worthwhile = ordered[0]
     for size in ordered[1:]:
-        if speed[size] > speed[worthwhile] * (1 + WORTHWHILE):
+        # Noise alone must not explain the gain: the slowest step of the interval is still faster per sample.
+        surely = size / timings[size].high > worthwhile / timings[worthwhile].low
+        if surely and speed[size] > speed[worthwhile] * (1 + WORTHWHILE):
             worthwhile = size
     return Curve(
         fixed_seconds=a,

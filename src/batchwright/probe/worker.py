@@ -133,7 +133,7 @@ class Worker:
     def run(self) -> int:
         """The whole trial; torchrun ends the other ranks if the exit status is not 0."""
         try:
-            self.device = choose(self.spec["device"] or "auto", self.ranks)
+            self.device = self._choose()
             use(self.device)
             self._free = self._set_limit()
             self.stage("building the task")
@@ -151,6 +151,13 @@ class Worker:
                 cause = cause_of(error)
                 self.write(status="failed", kind=cause.kind, reason=cause.reason, traceback=cause.traceback)
             return 1
+
+    def _choose(self) -> torch.device:
+        try:
+            return choose(self.spec["on"] or "auto", self.ranks)
+        except PlanError as error:  # the request calls it `on`
+            message = str(error).replace("device=", "on=", 1)
+            raise PlanError(message, field="on", given=self.spec["on"], nearest=error.nearest) from None
 
     def _build(self) -> None:
         if self.ranks.size > 1:
