@@ -73,4 +73,4 @@ if __name__ == "__main__":
     print(
         f"| {statistics.median(stock):.2f} | {statistics.median(seated):.2f} | {spread(ratios)} | {spread(noise)} |",
     )
-    sys.exit(statistics.median(ratios) > 1.05 * max(1.0, statistics.median(noise)))
+    sys.exit(int(statistics.median(ratios) > 1.05 * max(1.0, statistics.median(noise))))

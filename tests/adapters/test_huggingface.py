@@ -14,7 +14,7 @@ import torch
 
 import batchwright
 from batchwright.core.errors import PlanError, RunError
-from batchwright.runtime import Task, audit
+from batchwright.runtime import Ranks, Task, audit
 
 pytestmark = [
     pytest.mark.torch,
@@ -246,9 +246,7 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
     with pytest.raises(PlanError, match="map-style"):
         made(data=Stream(), max_steps=4)
     with pytest.MonkeyPatch.context() as patched:  # torchrun started two, and accelerate sees one
-        made()  # before the variables are there
-        patched.setenv("RANK", "0")
-        patched.setenv("WORLD_SIZE", "2")
+        patched.setattr("batchwright.adapters.huggingface.discover", lambda: Ranks(rank=0, size=2))
         with pytest.raises(PlanError, match="started 2 processes, which would train alone"):
             made()
     with pytest.raises(PlanError, match="max_steps=3, but the schedule ends after 4 steps"):
@@ -360,3 +358,13 @@ def test_check_names_what_the_trainer_does(hf, tmp_path):
     assert causes(Trainer, hf.llama())[0]
     for model in (hf.Ignoring(), hf.Bare(), hf.llama()):
         assert causes(exact(Trainer), model, schedule=schedule)[:2] == (True, [])
+
+
+def test_a_function_that_returns_a_trainer_is_a_task(hf, tmp_path):
+    from batchwright.runtime import load_task
+
+    task = load_task(f"{ROOT / 'examples/huggingface/train.py'}:trainer", {"stock": True, "out": str(tmp_path)})
+    assert (task.framework, len(task.dataset) > 1000) == ("transformers", True)
+    loss, weight = task.loss(task.build_model(0), task.collate([task.dataset[0], task.dataset[1]]))
+    assert weight == 2 * 63 and loss.item() / weight == pytest.approx(5.5, rel=0.1)  # log(256) per byte
+    assert len(task.optimizer(task.build_model(0).parameters()).param_groups) == 1

@@ -21,14 +21,14 @@ from batchwright.runtime.check.switches import Deterministic, freeze_statistics,
 FP32, HALF = 1e-3, 5e-2
 
 
-def labels_that_count(shifted: bool) -> Callable[[Any], float]:
+def labels_that_count(shifted: bool) -> Callable[[Any], torch.Tensor]:
     """The default weight: labels that are not -100; those of a causal language model without the first of each row.
 
     >>> labels_that_count(shifted=True)({"labels": torch.tensor([[5, -100, 7], [5, 6, -100]])})
-    2.0
+    tensor(2)
     """
 
-    def weight(batch: Any) -> float:
+    def weight(batch: Any) -> torch.Tensor:
         labels = batch.get("shift_labels") if hasattr(batch, "get") else None
         if labels is None:
             labels = batch.get("labels") if hasattr(batch, "get") else None
@@ -39,7 +39,7 @@ def labels_that_count(shifted: bool) -> Callable[[Any], float]:
                     field="weight",
                 )
             labels = labels[..., 1:] if shifted else labels
-        return float((labels != -100).sum())
+        return (labels != -100).sum()  # a tensor: its value cannot be read where memory is estimated
 
     return weight
 
@@ -63,7 +63,7 @@ def without_draws(model: nn.Module) -> Generator[None]:
             module.dropout = dropout
 
 
-def difference(loss: Callable[[Any], float], weight: Callable[[Any], float], whole: Any, parts: Sequence[Any]) -> float:
+def difference(loss: Callable[[Any], float], weight: Callable[[Any], Any], whole: Any, parts: Sequence[Any]) -> float:
     """How far the mean of the parts' losses, by weight, is from the loss of the whole, relative to it.
 
     >>> mean = lambda rows: sum(rows) / len(rows)
@@ -71,7 +71,7 @@ def difference(loss: Callable[[Any], float], weight: Callable[[Any], float], who
     (0.0, 0.5)
     """
     # Every part is run, also one without weight: other ranks wait for its collectives.
-    losses, weights = [loss(part) for part in parts], [weight(part) for part in parts]
+    losses, weights = [loss(part) for part in parts], [float(weight(part)) for part in parts]
     full = loss(whole)
     joined = sum(x * w for x, w in zip(losses, weights, strict=True) if w) / (sum(weights) or 1.0)
     return abs(joined - full) / abs(full) if full else abs(joined)

@@ -42,7 +42,7 @@ from batchwright.runtime.task import Task
 from .additive import FP32, HALF, difference, labels_that_count, refuse, without_draws
 from .course import course, under_run
 from .sealed import newest, seal, sealed, unseal
-from .seat import Group, Seat
+from .seat import Group, Seat, Weight
 
 NAME = "batchwright"  # of the position in trainer_state.json
 # Methods that decide what is trained when. A class that has its own cannot be seated.
@@ -59,7 +59,7 @@ class Exact:
         self,
         *args: Any,
         schedule: Schedule | Rule | Ramp | BatchPlan | None = None,
-        weight: Callable[[Any], float] | None = None,
+        weight: Weight | None = None,
         allow_ragged: bool = False,
         additive: bool = True,
         **kwargs: Any,
@@ -454,13 +454,13 @@ def task_of(trainer: Trainer) -> Task:
     labelled = isinstance(first, Mapping) and "labels" in first
     passes = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     step = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size
-    items = max(1, round(weigh(first) / len(sample) * step)) if labelled or seated else step
+    items = max(1, round(float(weigh(first)) / len(sample) * step)) if labelled or seated else step
     passed = torch.tensor(items) if labelled and passes and not seated else None
     scaled = trainer.loss_is_scaled_for_ga
     if scaled is None:
         scaled = (trainer.model_accepts_loss_kwargs and passed is not None) or trainer.compute_loss_func is not None
 
-    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
         weight = weigh(batch) if labelled or seated else 1.0
         inputs = copy.copy(batch)
         mean: Any = trainer.compute_loss(model, inputs, num_items_in_batch=passed)

@@ -47,7 +47,7 @@ from batchwright.runtime.state.ledger import Ledger
 from .course import Course, UnderRun
 
 T = TypeVar("T")
-Weight = Callable[[Any], float]
+Weight = Callable[[Any], Any]  # a number, or a tensor with one element
 
 
 class Group(list[Micro]):
