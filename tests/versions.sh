@@ -32,3 +32,7 @@ install oldest "$python" -r constraints-oldest.txt
 bin=.venv-versions/oldest/bin/python
 "$bin" -m pytest "${fast[@]}"
 "$bin" -m pytest -q -n 2 --dist loadfile tests/estimate/test_jax_step.py tests/estimate/test_fake.py tests/runtime
+echo "== the oldest transformers"
+install oldest-hf "$python" torch==2.13.0 numpy transformers==5.20.0 accelerate==1.15.0 click PyYAML rich \
+  plotext hypothesis pytest pytest-xdist
+.venv-versions/oldest-hf/bin/python -m pytest -q -n 2 --dist loadfile tests/adapters
