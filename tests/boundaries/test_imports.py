@@ -27,9 +27,10 @@ ALLOWED = {
     "probe": {"core", "rundir", "processes", "probe"},
     "estimate": {"core", "rundir", "processes", "runtime", "estimate"},
     "runtime": {"core", "rundir", "processes", "runtime"},
+    "adapters": {"core", "rundir", "processes", "runtime", "adapters"},
 }
-# The probe's worker is the only file of its room that runs a user's task.
-ALSO = {"probe/worker.py": {"runtime"}}
+# The probe's worker is the only file of its room that runs a user's task; a task may be made from another trainer.
+ALSO = {"probe/worker.py": {"runtime"}, "runtime/task.py": {"adapters"}}
 HEAVY = {"torch", "jax", "numpy", "yaml", "rich", "plotly", "plotext", "pandas", "transformers"}
 THIRD_PARTY = {
     "core": set(),
@@ -39,6 +40,8 @@ THIRD_PARTY = {
     "runtime": {"torch", "numpy", "rich", "tensorboard"},  # the last two where a bar or a tracker is asked for
     "launch": {"rich"},
 }
+# One framework per adapter; what they share imports none.
+FRAMEWORKS = {"adapters/huggingface.py": {"transformers"}}
 
 
 def imports(path: Path) -> set[str]:
@@ -72,6 +75,11 @@ def test_imports_keep_to_the_rooms(path):
     if room in THIRD_PARTY:
         outside = {name.split(".")[0] for name in used} - set(sys.stdlib_module_names) - {"batchwright"}
         assert outside <= THIRD_PARTY[room]
+    if room == "adapters":
+        outside = (
+            {name.split(".")[0] for name in used} - set(sys.stdlib_module_names) - {"batchwright", "torch", "numpy"}
+        )
+        assert outside <= FRAMEWORKS.get(path.relative_to(SRC).as_posix(), set())
 
 
 def test_every_extra_installs_only_what_is_imported():
@@ -95,8 +103,8 @@ def test_the_median_module_is_short():
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SRC)))
 def test_the_environment_is_read_in_its_places_only(path):
     relative = path.relative_to(SRC).as_posix()
-    # Children get their environment from `launch` and `processes/start.py`; ranks read theirs.
-    if relative.startswith("launch/") or relative in ("runtime/ranks.py", "processes/start.py"):
+    # Children get their environment from `launch` and `processes/start.py`; ranks and adapted scripts read theirs.
+    if relative.startswith("launch/") or relative in ("runtime/ranks.py", "processes/start.py", "adapters/course.py"):
         return
     names = {
         node.attr for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)

@@ -92,7 +92,7 @@ class Loader:
         options.setdefault("generator", torch.Generator().manual_seed(order.seed % 2**63))
         options["worker_init_fn"] = _IgnoreStopSignals(options.get("worker_init_fn"))
         self.sampler = sampler
-        self._reader = _Reader(dataset, order.seed, collate or default_collate)
+        self._reader = Reader(dataset, order.seed, collate or default_collate)
         self._slices = _SlicesWithIds(sampler, order)
         self._loader: DataLoader[Any] = DataLoader(
             cast("Dataset[Any]", self._reader),
@@ -145,7 +145,7 @@ class _SlicesWithIds:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class Reader:
     """Runs in the workers: reads and collates one micro batch."""
 
     dataset: MapDataset

@@ -1,0 +1,89 @@
+"""Does a loss add up? The mean loss of a micro batch, compared with those of its halves, recombined by their weights.
+
+A loss that is a weighted mean over samples passes at any split. One with in-batch negatives, or a sum where a mean is
+expected, does not: no scaling of micro batches gives the gradient of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchwright.core.errors import RunError
+from batchwright.runtime.check.switches import Deterministic, freeze_statistics, without_dropout
+
+# How far apart the two may be, relative to the loss: rounding, measured at 1e-7 (fp32) and 3e-3 (bf16) on tiny models. A
+# loss over pairs differs by the logarithm of two.
+FP32, HALF = 1e-3, 5e-2
+
+
+def labels_that_count(shifted: bool) -> Callable[[Any], float]:
+    """The default weight: labels that are not -100; those of a causal language model without the first of each row.
+
+    >>> labels_that_count(shifted=True)({"labels": torch.tensor([[5, -100, 7], [5, 6, -100]])})
+    2.0
+    """
+
+    def weight(batch: Any) -> float:
+        labels = batch.get("shift_labels") if hasattr(batch, "get") else None
+        if labels is None:
+            labels = batch.get("labels") if hasattr(batch, "get") else None
+            if not torch.is_tensor(labels):
+                raise RunError(
+                    "the batch has no tensor `labels`, so the weight of a micro batch is unknown. Pass weight=, a function "
+                    'of the batch: what its loss is a mean over, such as weight=lambda batch: len(batch["input_ids"]).',
+                    field="weight",
+                )
+            labels = labels[..., 1:] if shifted else labels
+        return float((labels != -100).sum())
+
+    return weight
+
+
+@contextmanager
+def without_draws(model: nn.Module) -> Generator[None]:
+    """Run the model in training mode, but without dropout, other random draws and gradients."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    modes = {module: module.training for module in model.modules()}
+    recurrent = {module: module.dropout for module in model.modules() if isinstance(module, nn.RNNBase)}
+    model.train()
+    without_dropout(model)
+    freeze_statistics(model)
+    try:
+        with torch.no_grad(), Deterministic(random=True, statistics=True, device=device):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for module, dropout in recurrent.items():
+            module.dropout = dropout
+
+
+def difference(loss: Callable[[Any], float], weight: Callable[[Any], float], whole: Any, parts: Sequence[Any]) -> float:
+    """How far the mean of the parts' losses, by weight, is from the loss of the whole, relative to it.
+
+    >>> mean = lambda rows: sum(rows) / len(rows)
+    >>> difference(mean, len, [1.0, 2.0, 6.0], ([1.0], [2.0, 6.0])), difference(sum, len, [1.0, 1.0], ([1.0], [1.0]))
+    (0.0, 0.5)
+    """
+    # Every part is run, also one without weight: other ranks wait for its collectives.
+    losses, weights = [loss(part) for part in parts], [weight(part) for part in parts]
+    full = loss(whole)
+    joined = sum(x * w for x, w in zip(losses, weights, strict=True) if w) / (sum(weights) or 1.0)
+    return abs(joined - full) / abs(full) if full else abs(joined)
+
+
+def refuse(found: float, tolerance: float) -> None:
+    """Raise if a loss does not add up."""
+    if not found <= tolerance:
+        raise RunError(
+            f"the loss does not add up: for one micro batch it is {found:.2%} away from that of its two halves, recombined by "
+            "weight. No split can give the gradient of the whole batch. It must be a mean over what weight= counts; a loss "
+            "with in-batch negatives is not. If it is a sum, divide it by its weight. additive=False skips this test.",
+            field="loss",
+            given=found,
+        )

@@ -1,0 +1,302 @@
+"""The part that all adapters share: the micro batches of each optimizer step, their weights, and the files of the run.
+
+    seat = Seat(course, dataset, rank=0, ranks=2, directory="out")
+    seat.open(state_of_the_checkpoint)                 # None: from the start
+    for group in seat.groups(collate=collate):         # one optimizer step: the list of this rank's micro batches
+        scales, stop = seat.weigh(group, weight)       # collective
+        for micro, scale in zip(group, scales):        # all but the last without synchronisation
+            (mean_loss(micro.data) * scale).backward()
+        optimizer.step()
+        seat.applied(group)
+        if stop or seat.done or …:
+            seat.before_save()                         # collective
+            save(…, seat.state())
+            seat.saved()
+
+The loss of a framework is a mean over the micro batch. `scale` is its weight / the weight of the step × ranks: summed over
+the micro batches and averaged over the ranks, as DDP does, the gradient is that of the whole batch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from batchwright.core.codec import SCHEMA
+from batchwright.core.errors import RunError
+from batchwright.core.ramp.schedule import Step
+from batchwright.rundir import names
+from batchwright.rundir.checkpoint import MANIFEST, STATE, listing
+from batchwright.rundir.fence import Fence
+from batchwright.rundir.files import write_json
+from batchwright.rundir.status import claim_launch
+from batchwright.runtime.data.loader import Loader, MapDataset, Micro, Reader, default_collate
+from batchwright.runtime.data.order import GlobalOrder
+from batchwright.runtime.data.sampler import Slice, StepSampler
+from batchwright.runtime.device import to_device
+from batchwright.runtime.state.ledger import Ledger
+
+from .course import Course, UnderRun
+
+T = TypeVar("T")
+Weight = Callable[[Any], float]
+
+
+class Group(list[Micro]):
+    """This rank's micro batches of one optimizer step."""
+
+    @property
+    def step(self) -> Step:
+        """The step, which is the same on all ranks."""
+        return self[0].step
+
+    def to(self, device: torch.device | str, **_: Any) -> Group:
+        """The same group with its data on a device; frameworks call this on a batch."""
+        there = torch.device(device)
+        return Group(replace(micro, data=to_device(micro.data, there)) for micro in self)
+
+
+class Seat:
+    """One run inside another trainer: its position, its ledger, its right to save."""
+
+    def __init__(
+        self,
+        course: Course,
+        dataset: MapDataset,
+        *,
+        rank: int,
+        ranks: int,
+        directory: Path | str,
+        seed: int = 0,
+        shuffle: bool = True,
+        run: UnderRun | None = None,
+    ) -> None:
+        self.course, self.dataset, self.rank, self.ranks, self.run = course, dataset, rank, ranks, run
+        self.order = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle)
+        self.directory = run.directory if run else Path(directory)
+        self.end = min(course.samples, run.end_sample) if run else course.samples
+        self.position = 0
+        self.launch: int | None = None
+        self.sampler()  # refuses batches that do not divide, before anything is built
+        self._ledger: Ledger | None = None
+        self._spare: Any = None  # the last data with a weight
+        self._stop = threading.Event()
+        self._handler: Any = None
+
+    # -- a launch
+
+    def open(self, state: Mapping[str, Any] | None = None) -> None:
+        """Start a launch from the state of a checkpoint, or from sample 0. Collective."""
+        self.position, parent = self._resumed(state) if state is not None else (0, None)
+        if self.run and state is None and self.run.start_sample:
+            raise RunError(
+                f"batchwright run continues at sample {self.run.start_sample:,}, but no complete checkpoint was found. "
+                "Resume from the checkpoints of the launch before: is the output directory the same in every launch?",
+                field="checkpoint",
+                given=self.run.start_sample,
+            )
+        self.launch = self.from_first(lambda: self.run.launch if self.run else claim_launch(self.directory))
+        self.from_first(lambda: Fence(self.directory, self.launch or 0).claim() and None)
+        self._ledger = Ledger(
+            self.directory / names.LEDGER,
+            self.order,
+            launch=self.launch,
+            rank=self.rank,
+            ranks=self.ranks,
+            start=(self.course.step_at(self.position), self.position),
+            parent=parent,
+        )
+        if self.run:
+            self._report()
+            if threading.current_thread() is threading.main_thread():
+                self._handler = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+
+    def close(self) -> None:
+        """End the launch."""
+        if self._ledger is not None:
+            self._ledger.finish()
+            self._ledger = None
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+            self._handler = None
+
+    @property
+    def done(self) -> bool:
+        """Whether this launch has trained all its samples."""
+        return self.position >= self.end
+
+    # -- a step
+
+    def sampler(self) -> StepSampler:
+        """This rank's micro batches from the position on."""
+        return StepSampler(
+            self.course.schedule,
+            self.course.micro,
+            self.rank,
+            self.ranks,
+            self.position,
+            allow_ragged=self.course.allow_ragged,
+        )
+
+    def groups(self, collate: Callable[[list[Any]], Any] | None = None, **options: Any) -> Iterator[Group]:
+        """One group per optimizer step, from the position to the end of the launch; `options` are those of `Loader`."""
+        group = Group()
+        if self.done:
+            return
+        for micro in Loader(self.dataset, self.order, self.sampler(), collate=collate, **options):
+            group.append(micro)
+            if micro.index == micro.count - 1:
+                yield group
+                if group.step.end_sample >= self.end:
+                    return
+                group = Group()
+
+    def weigh(self, group: Group, weight: Weight, device: torch.device | str = "cpu") -> tuple[list[float], bool]:
+        """The scale of each micro batch's mean loss, and whether a signal asks to save and stop. Collective.
+
+        A micro batch without weight has the scale 0. Its data are replaced by those of a micro batch with weight: the mean
+        of nothing is NaN, and so is its gradient, also after a multiplication by 0. It is still run, since other ranks
+        wait for its collectives.
+        """
+        weights: list[float] = []
+        for index, micro in enumerate(group):
+            known = float(weight(micro.data))
+            if known:
+                self._spare = micro.data
+            else:
+                group[index] = replace(micro, data=self._stand_in(group, weight, micro))
+            weights.append(0.0 if micro.filler else known)
+        total, stop = sum(weights), float(self._stop.is_set())
+        if self.ranks > 1:
+            sums = torch.tensor([total, stop], dtype=torch.float64, device=device)
+            dist.all_reduce(sums)
+            total, stop = sums.tolist()
+        if not 0 < total < float("inf"):
+            raise RunError(
+                f"the weights of step {group.step.step:,} add up to {total:g}: its samples {group.step.start_sample:,} to "
+                f"{group.step.end_sample:,} have no label that counts. Remove such samples, or pass another weight.",
+                field="weight",
+                given=total,
+            )
+        return [self.ranks * own / total for own in weights], bool(stop)
+
+    def applied(self, group: Group, outcome: str = "applied") -> None:
+        """Record a step after the optimizer applied it, or `skipped` it because of an overflow in fp16."""
+        step = group.step
+        if self._ledger is not None:
+            for micro in group:
+                if not micro.filler:
+                    self._ledger.fed(micro.ids)
+            self._ledger.applied(step.step, step.start_sample, step.global_batch_size, outcome)
+        self.position = step.end_sample
+
+    def halves(self, micro: Micro, collate: Callable[[list[Any]], Any] | None = None) -> tuple[Any, Any] | None:
+        """The two halves of a micro batch, read again; None if it has one sample."""
+        reader, middle = Reader(self.dataset, self.order.seed, collate or default_collate), len(micro.positions) // 2
+        if not middle:
+            return None
+        first, second = (
+            reader[Slice(micro.step, 0, 1, micro.positions[part]), micro.ids[part]][2]
+            for part in (slice(middle), slice(middle, None))
+        )
+        return first, second
+
+    # -- a save
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the weights."""
+        order = {"size": self.order.size, "seed": self.order.seed, "shuffle": self.order.shuffle}
+        step = self.course.step_at(self.position)
+        return {"position": self.position, "step": step, "launch": self.launch, "order": order}
+
+    def before_save(self) -> None:
+        """Make the ledger durable, and refuse to save if another launch has taken over. Collective."""
+        if self._ledger is not None:
+            self._ledger.close()
+        if not self.from_first(lambda: Fence(self.directory, self.launch or 0)()):
+            raise RunError(
+                f"launch {self.launch} does not save: another launch has taken over {self.directory}.", field="launch"
+            )
+
+    def saved(self) -> None:
+        """Report a complete checkpoint at this position, to the audit and to `batchwright run`."""
+        if self.rank:
+            return
+        folder = self.directory / names.CHECKPOINTS
+        made = names.checkpoint(self.course.step_at(self.position), self.launch or 0)
+        write_json(folder / made / STATE, {"schema": SCHEMA, **self.state()})
+        for name, _, _ in listing(folder):
+            if name != made and not (folder / name / MANIFEST).exists():  # the audit needs the newest record only
+                shutil.rmtree(folder / name, ignore_errors=True)
+        self._report()
+
+    # -- the ranks
+
+    def from_first(self, ask: Callable[[], T]) -> T:
+        """What `ask` returns on rank 0, on all ranks; an error there is an error everywhere."""
+        if self.ranks == 1:
+            return ask()
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = ask()
+            except Exception as error:
+                answer[1] = error
+        dist.broadcast_object_list(answer, src=0)
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]
+
+    def _report(self) -> None:
+        if self.run and self.rank == 0:
+            write_json(self.run.status_file, {"schema": SCHEMA, "consumed_samples": self.position})
+
+    def _stand_in(self, group: Group, weight: Weight, micro: Micro) -> Any:
+        """Data with a weight, in place of data without."""
+        found = next((m.data for m in group if weight(m.data)), self._spare)
+        if found is None and isinstance(micro.data, Mapping) and torch.is_tensor(micro.data.get("labels")):
+            # The first step of this rank has no weight at all. Class 0 exists in every model.
+            made = {**micro.data, "labels": torch.zeros_like(micro.data["labels"])}
+            found = made if weight(made) else None
+        if found is None:
+            raise RunError(
+                f"rank {self.rank} has no sample with a weight in its first step, so its loss is undefined. Shuffle the "
+                "dataset, or remove samples without a label that counts.",
+                field="weight",
+            )
+        return found
+
+    def _resumed(self, state: Mapping[str, Any]) -> tuple[int, int | None]:
+        """The position and the launch of a checkpoint, if it belongs to this schedule and this dataset."""
+        known = self.state()["order"]
+        try:
+            position, step, order = int(state["position"]), int(state["step"]), dict(state["order"])
+        except (KeyError, TypeError, ValueError):
+            raise RunError(
+                "the checkpoint has no position, so it cannot be continued exactly. It was saved without batchwright.",
+                field="checkpoint",
+            ) from None
+        if order != known:
+            raise RunError(
+                f"the checkpoint was trained in another order of samples: {order}, and now it is {known}. Use the same "
+                "dataset and seed.",
+                field="order",
+                given=str(order),
+            )
+        if position > self.course.samples or self.course.step_at(position) != step:
+            now = self.course.step_at(min(position, self.course.samples))
+            raise RunError(
+                f"the checkpoint is at step {step:,}, sample {position:,}; in this schedule that sample is at step {now:,}. "
+                "The steps that were trained cannot change: continue the schedule from the checkpoint's position.",
+                field="schedule",
+                given=position,
+            )
+        return position, state.get("launch")

@@ -1,0 +1,189 @@
+"""The part that all adapters share, without a framework: groups, weights, the run's files, complete checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import batchwright
+from batchwright.adapters import sealed
+from batchwright.adapters.additive import difference, labels_that_count, refuse, without_draws
+from batchwright.adapters.course import UnderRun, course
+from batchwright.adapters.seat import Seat
+from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
+from batchwright.rundir.fence import Fence
+from batchwright.runtime import audit
+
+pytestmark = pytest.mark.torch
+
+RAMP = batchwright.Thresholds([(0, 8), (16, 16)])
+ROWS = [{"labels": torch.tensor([i, i])} for i in range(64)]
+
+
+def never(schedule):
+    raise AssertionError("the schedule has an end")
+
+
+def seat(directory, *, start=None, samples=64, rank=0, ranks=1, micro=4, run=None, rows=ROWS):
+    made = course(RAMP.compile().until(samples), micro_batch_size=micro, budget=never)
+    found = Seat(made, rows, rank=rank, ranks=ranks, directory=directory, run=run)
+    found.open(start)
+    return found
+
+
+def weight(batch):
+    return float(batch["labels"].numel())
+
+
+def train(one, steps=99):
+    ids = []
+    for group in one.groups():
+        one.weigh(group, weight)
+        one.applied(group)
+        ids.append([i for micro in group for i in micro.ids.tolist()])
+        steps -= 1
+        if not steps:
+            break
+    return ids
+
+
+def test_a_group_is_one_optimizer_step(tmp_path):
+    one = seat(tmp_path)
+    groups = list(one.groups())
+    assert [[len(micro.ids) for micro in group] for group in groups] == [[4, 4], [4, 4], *[[4] * 4] * 3]
+    assert [group.step.start_sample for group in groups] == [0, 8, 16, 32, 48]
+    assert groups[0].to("cpu")[0].data is groups[0][0].data
+    one.close()
+
+
+@given(st.lists(st.integers(0, 5), min_size=8, max_size=8))
+def test_scales_recombine_means_to_the_mean_of_the_whole(tmp_path_factory, counts):
+    rows = [{"labels": torch.tensor([1.0] * n + [-100.0] * (5 - n))} for n in counts]
+    one = seat(tmp_path_factory.mktemp("s"), samples=8, rows=rows, micro=2)
+    (group,) = one.groups()
+    count = labels_that_count(shifted=False)
+    if not sum(counts):
+        with pytest.raises(RunError, match="add up to 0"):
+            one.weigh(group, count)
+    else:
+        own = [count(micro.data) for micro in group]
+        scales, stop = one.weigh(group, count)
+        assert scales == [pytest.approx(w / sum(counts)) for w in own] and not stop
+        assert all(count(micro.data) for micro in group)  # none is run without weight
+    one.close()
+
+
+def test_stop_and_resume_are_audited_and_a_seat_cannot_change_its_past(tmp_path):
+    one = seat(tmp_path)
+    first = train(one, steps=3)
+    one.before_save()
+    one.saved()
+    state = one.state()
+    train(one, steps=1)  # lost: not saved
+    one.close()
+    two = seat(tmp_path, start=state, micro=8)
+    rest = train(two)
+    two.before_save()
+    two.saved()
+    two.close()
+    assert two.done and sorted(i for step in first + rest for i in step) == list(range(64))
+    found = audit(tmp_path)
+    assert (found.ok, found.samples, found.gaps, found.repeats, found.discarded_samples) == (True, 64, 0, 0, 16)
+    with pytest.raises(RunError, match="step 3, sample 32; in this schedule that sample is at step 2"):
+        made = course(batchwright.Constant(16).compile().until(64), micro_batch_size=4, budget=never)
+        Seat(made, ROWS, rank=0, ranks=1, directory=tmp_path).open(state)
+    with pytest.raises(RunError, match="another order"):
+        Seat(one.course, ROWS, rank=0, ranks=1, directory=tmp_path, seed=7).open(state)
+    with pytest.raises(RunError, match="has no position"):
+        Seat(one.course, ROWS, rank=0, ranks=1, directory=tmp_path).open({})
+
+
+def test_only_the_launch_of_the_fence_saves(tmp_path):
+    old, new = seat(tmp_path), seat(tmp_path)
+    assert (old.launch, new.launch) == (0, 1)
+    with pytest.raises(RunError, match="launch 0 does not save"):
+        old.before_save()
+    new.before_save()
+    old.close(), new.close()
+
+
+def test_under_run_the_plan_decides_and_the_position_is_reported(tmp_path):
+    done = batchwright.run(
+        ["true"], thresholds="0:8 16:16", samples=64, micro_batch_size=4, devices=1, dir=tmp_path / "r", progress=False,
+        max_retries=0,
+    )  # fmt: skip
+    assert done.state == "failed"  # it reported nothing, and left a plan
+    Fence(tmp_path / "r", 7).claim()
+    run = UnderRun(tmp_path / "r", 7, tmp_path / "status.json", 0, 32)
+    made = course(None, micro_batch_size=99, budget=never, run=run)
+    assert (made.steps, made.samples, made.micro_batch_sizes) == (5, 64, (4, 4))
+    assert course(RAMP.compile().until(64), micro_batch_size=1, budget=never, run=run) == made
+    with pytest.raises(ConfigError, match="Leave schedule out"):
+        course(RAMP.compile().until(48), micro_batch_size=1, budget=never, run=run)
+    one = Seat(made, ROWS, rank=0, ranks=1, directory="elsewhere", run=run)
+    one.open()
+    assert json.loads(run.status_file.read_text())["consumed_samples"] == 0
+    assert len(train(one)) == 3 and one.done and one.position == 32
+    one.before_save()
+    one.saved()
+    one.close()
+    assert json.loads(run.status_file.read_text())["consumed_samples"] == 32
+    assert audit(tmp_path / "r").samples == 32
+    with pytest.raises(RunError, match="continues at sample 32, but no complete checkpoint"):
+        Seat(made, ROWS, rank=0, ranks=1, directory="", run=UnderRun(tmp_path / "r", 8, run.status_file, 32, 64)).open()
+
+
+def test_a_course_comes_from_a_plan_or_a_ramp():
+    plan = batchwright.plan(global_batch_size=32, micro_batch_size=4, devices=2)
+    assert course(plan, micro_batch_size=1, budget=lambda s: 96).micro_batch_sizes == (4,)
+    ramp = batchwright.ramp(thresholds="0:8 16:16", samples=64, micro_batch_size=4, devices=1)
+    assert course(ramp, micro_batch_size=1, budget=never).micro_batch_sizes == (4, 4)
+    with pytest.raises(ConfigError, match="under batchwright run only"):
+        course(None, micro_batch_size=1, budget=never)
+
+
+def test_numbers_of_the_environment_are_checked():
+    from batchwright.adapters.course import under_run
+
+    with pytest.raises(EnvironmentFault, match="BATCHWRIGHT_LAUNCH='x'"):
+        under_run({"BATCHWRIGHT_STATUS_FILE": "s", "BATCHWRIGHT_LAUNCH": "x"})
+
+
+def test_only_a_sealed_checkpoint_counts(tmp_path: Path):
+    for launch, position in ((0, 8), (0, 16), (1, 12)):
+        folder = tmp_path / f"{launch}-{position}"
+        folder.mkdir()
+        (folder / "weights").write_bytes(b"123")
+        sealed.seal(folder, {"launch": launch, "position": position})
+    found = sealed.newest(tmp_path.iterdir())
+    assert found and found[1]["position"] == 12
+    (tmp_path / "1-12" / "weights").write_bytes(b"12")  # cut off
+    sealed.unseal(tmp_path / "0-16")
+    found = sealed.newest(tmp_path.iterdir())
+    assert found and found[1]["position"] == 8
+    assert sealed.newest([]) is None
+
+
+def test_a_loss_over_pairs_does_not_add_up():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).double()
+    rows = torch.randn(8, 4, dtype=torch.float64)
+
+    def mean(x):
+        return float(model(x).square().mean())
+
+    def contrastive(x):
+        return float(torch.nn.functional.cross_entropy(model(x) @ x.T, torch.arange(len(x))))
+
+    with without_draws(model):
+        assert difference(mean, len, rows, (rows[:3], rows[3:])) < 1e-12
+        assert difference(contrastive, len, rows, (rows[:4], rows[4:])) > 1e-2
+    assert model[1].training
+    with pytest.raises(RunError, match="in-batch negatives"):
+        refuse(0.5, 1e-3)
+    with pytest.raises(RunError):
+        refuse(float("nan"), 1e-3)
