@@ -291,7 +291,8 @@ class Exact:
         super().on_train_batch_end(outputs, batch, batch_idx)
         seat, trainer = self._steps.seat, self.trainer
         if seat.done or batch.stop:
-            trainer.should_stop = True
+            # At the end of the schedule the epoch ends by itself, and Lightning validates if it is time.
+            trainer.should_stop = trainer.should_stop or seat.position < seat.course.samples
             if seat.run is not None:
                 callback = _saves_last(trainer)
                 callback.last_model_path = str(_last_path(callback))
