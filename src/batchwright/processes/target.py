@@ -99,8 +99,14 @@ def check_arguments(target: str, function: Callable[..., Any], arguments: Mappin
     raise_violations(ConfigError, wrong)
 
 
-def call_target(target: str, arguments: dict[str, Any], kind: type[T], name_of_kind: str) -> T:
-    """Import the file, call the function with `arguments`, and return its result, which must be a `kind`."""
+def call_target(
+    target: str,
+    arguments: dict[str, Any],
+    kind: type[T],
+    name_of_kind: str,
+    convert: Callable[[object], object] = lambda made: made,
+) -> T:
+    """Import the file, call the function with `arguments`, and return its result, which must be a `kind` once converted."""
     path, name = task_file(target)
     file, module = split_target(target)[0], _import(path.resolve())
     function = getattr(module, name, None)
@@ -109,7 +115,7 @@ def call_target(target: str, arguments: dict[str, Any], kind: type[T], name_of_k
         raise no_function(target, file, name, own)
     check_arguments(f"{file}:{name}", function, arguments)
     with users_code(f"{file}:{name} failed", str(path)):
-        made = function(**arguments)
+        made = convert(function(**arguments))
     if not isinstance(made, kind):
         raise RunError(
             f"{file}:{name} returned {type(made).__name__}, not a {name_of_kind}.",

@@ -48,6 +48,7 @@ class Task:
     optimizer: Callable[[Any], Optimizer]
     collate: Callable[[list[Any]], Any] | None = None  # None: torch's default_collate
     example_batch: Callable[[int], Any] | None = None  # micro_batch_size -> a batch, to probe without the dataset
+    framework: str | None = None  # whose loss it is, where a trainer was given: `check` then says what to change there
 
     def __post_init__(self) -> None:
         map_style = hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")
@@ -75,6 +76,13 @@ class Task:
                 for name, kind, wanted in faults
             ],
         )
+
+    @classmethod
+    def from_trainer(cls, trainer: Any) -> Task:
+        """What a Trainer of transformers trains, with the loss as that Trainer scales it."""
+        from batchwright.adapters.huggingface import task_of
+
+        return task_of(trainer)
 
     def build_model(self, seed: int) -> nn.Module:
         """Return the model; if it is a function, seed torch, numpy and random, then call it."""
@@ -121,10 +129,16 @@ class Task:
 
 
 def load_task(target: str, args: Mapping[str, Any] | None = None) -> Task:
-    """Call the function that `FILE.py:function` names (default: `task`) and return its Task.
+    """Call the function that `FILE.py:function` names (default: `task`) and return its Task, or that of its Trainer.
 
     >>> load_task("missing.py:task")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     batchwright.core.errors.ConfigError: task file missing.py does not exist (looked for it at ...).
     """
-    return call_target(target, dict(args or {}), Task, "batchwright.runtime.Task")
+    return call_target(target, dict(args or {}), Task, "batchwright.runtime.Task", _as_task)
+
+
+def _as_task(made: object) -> object:
+    """A trainer as a task; anything else as it is. Nothing is imported that the user's file did not import."""
+    classes = {(c.__module__.partition(".")[0], c.__name__) for c in type(made).__mro__}
+    return Task.from_trainer(made) if ("transformers", "Trainer") in classes else made

@@ -148,7 +148,7 @@ class CauseSearch:
             variant = replace(variant, auxiliary=False)
             scales = self._scales(variant) if facts.loss != "zero" else []
         if scales and max(s.error for s in scales) > self.tolerance:
-            found += self._loss(facts, scales)
+            found += [_advised(finding, rig.task.framework) for finding in self._loss(facts, scales)]
         return found or [self._unexplained(variant, worst)]
 
     def _unexplained(self, variant: Variant, worst: Scale) -> Finding:
@@ -171,6 +171,8 @@ class CauseSearch:
             return [Finding("mean-of-means", "error", mean_of_means(worst))]
         if facts.loss == "mean" and counts:
             found = [Finding("scaled-by-accumulation", "error", mean_with_count(facts, worst))]
+            if self.rig.task.framework == "transformers":
+                found = [Finding("ignores-num-items-in-batch", "error", ignores_count(worst))]
             if any(s.rest > 100 * tolerance for s in scales if not s.ragged):
                 found.append(
                     Finding("mean-of-means", "error", mean_of_means(max(scales, key=lambda s: s.rest), rest=True))
@@ -220,6 +222,15 @@ def scale_of(gradient: Gradient, reference: Gradient, micro_batch_size: int, siz
 _SUM = (
     'Return the sum and its weight: `return F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum()`.'
 )
+
+# What to change instead where the loss is that of a framework.
+_ADVICE = {
+    "transformers": "Train with `exact(Trainer)` of batchwright.adapters.huggingface, which weighs each micro batch itself.",
+}
+
+
+def _advised(finding: Finding, framework: str | None) -> Finding:
+    return replace(finding, message=finding.message.replace(_SUM, _ADVICE.get(framework or "", _SUM)))
 
 
 def number(value: float) -> str:
@@ -282,6 +293,14 @@ def mean_with_count(facts: Structure, worst: Scale) -> str:
         f"the gradient grows with the number of micro batches: {number(worst.factor)}× the full batch's at {_at(worst)}. "
         f"For twice the samples the returned loss stays the same ({number(facts.loss_factor)}×: a mean) while its weight grows "
         f"({number(facts.weight_factor)}×), so {worst.accumulation_steps} means are added and divided by one count. {_SUM}"
+    )
+
+
+def ignores_count(worst: Scale) -> str:
+    return (
+        f"the gradient is {number(worst.factor)}× the full batch's at {_at(worst)}: the Trainer passes num_items_in_batch, so it "
+        "adds the losses of the micro batches and does not divide by their number, but the loss ignores num_items_in_batch "
+        f"and is a mean. {_SUM} Or set `loss_is_scaled_for_ga = False` in the Trainer class: a mean of means."
     )
 
 

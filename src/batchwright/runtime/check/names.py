@@ -10,6 +10,7 @@ from batchwright.core.errors import Violation
 
 Cause = Literal[
     "scaled-by-accumulation",
+    "ignores-num-items-in-batch",
     "mean-of-means",
     "ragged-tail",
     "padding",

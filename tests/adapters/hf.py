@@ -1,0 +1,150 @@
+"""Tiny models, data and trainers for the tests of `adapters/huggingface.py`; its main function trains two runs on two ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import batchwright
+from batchwright.adapters.huggingface import exact
+
+RAMP = batchwright.Thresholds([(0, 8), (16, 16)])
+VOCABULARY = 32
+
+
+def rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Sequences of 3 to 24 tokens; each row knows its number."""
+    drawn = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 25, (count,), generator=drawn).tolist()
+    tokens = [torch.randint(1, VOCABULARY, (n,), generator=drawn).tolist() for n in lengths]
+    return [{"input_ids": t, "labels": t[1:] + t[:1]} for t in tokens]
+
+
+def collate(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["input_ids"]) for row in batch)
+
+    def padded(name: str, fill: int) -> torch.Tensor:
+        return torch.tensor([list(row[name]) + [fill] * (longest - len(row[name])) for row in batch])
+
+    ids = padded("input_ids", 0)
+    return {"input_ids": ids, "labels": padded("labels", -100), "attention_mask": (ids != 0).long()}
+
+
+class Bare(nn.Module):
+    """A model whose forward takes no further keywords: the Trainer divides by the number of micro batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        logits = self.head(torch.tanh(self.embedding(input_ids)))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Ignoring(Bare):
+    """It takes keywords, and ignores `num_items_in_batch`: as BERT, RoBERTa, T5 and BART do."""
+
+    def forward(self, input_ids, labels=None, attention_mask=None, **kwargs):
+        return super().forward(input_ids, labels)
+
+
+class Dividing(Ignoring):
+    """Its loss divides by the number of labels in a way of its own: without labels, loss and gradient are NaN."""
+
+    def forward(self, input_ids, labels=None, attention_mask=None, **kwargs):
+        logits = self.head(torch.tanh(self.embedding(input_ids)))
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(min=0), reduction="none")
+        kept = (labels.flatten() != -100).to(each.dtype)
+        return {"loss": (each * kept).sum() / kept.sum(), "logits": logits}
+
+
+class Contrastive(Ignoring):
+    """In-batch negatives: the loss of a row depends on the others in its micro batch."""
+
+    def forward(self, input_ids, labels=None, attention_mask=None, **kwargs):
+        one, two = self.embedding(input_ids).mean(1), self.head(self.embedding(labels.clamp(min=0)).mean(1))[:, :8]
+        return {"loss": F.cross_entropy(one @ two.T, torch.arange(len(one)))}
+
+
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+
+
+class OwnLoss(Trainer):
+    """A user's class with a loss of its own: a mean."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        logits = model(**inputs, labels=labels)["logits"]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class Watch(TrainerCallback):
+    """Keeps the gradient that reaches the optimizer in each step, and the ids of the step on this rank."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.ids: list[list[int]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        model = getattr(model, "module", model)
+        self.gradients.append({n: p.grad.double().clone() for n, p in model.named_parameters() if p.grad is not None})
+        group = getattr(self.trainer, "_group", None)
+        if group is not None:
+            self.ids.append([i for micro in group if not micro.filler for i in micro.ids.tolist()])
+
+
+def arguments(out: Path | str, **given: Any) -> TrainingArguments:
+    return TrainingArguments(
+        **{
+            "output_dir": str(out), "use_cpu": True, "report_to": [], "disable_tqdm": True, "max_grad_norm": 0.0,
+            "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 1, **given,
+        }
+    )  # fmt: skip
+
+
+def trained(kind: type, model: nn.Module, data: Any, args: TrainingArguments, resume: Any = None, **given: Any):
+    """Train, and return the trainer and what was watched."""
+    watch = Watch()
+    made = kind(model, args=args, train_dataset=data, data_collator=collate, callbacks=[watch], **given)
+    watch.trainer = made
+    made.train(resume_from_checkpoint=resume)
+    return made, watch
+
+
+def half_way(out: Path, end: int, resume: bool = False):
+    """The run of the tests of resume: 8 -> 16 samples per step, 64 samples, up to sample `end`."""
+    torch.manual_seed(3)
+    whole = RAMP.compile().until(64)
+    schedule = whole if end == 64 else RAMP.compile().until(end)
+    return trained(
+        exact(Trainer), llama(), rows(64), arguments(out, save_strategy="steps", save_steps=1, lr_scheduler_type="constant"),
+        resume=resume, schedule=schedule,
+    )  # fmt: skip
+
+
+def main() -> None:
+    """On each of two ranks: the first half of run `a`, and the second half of run `b`."""
+    folder = Path(sys.argv[1])
+    first, seen = half_way(folder / "a", 32)
+    second, rest = half_way(folder / "b", 64, resume=True)
+    found = {"a": seen.ids, "b": rest.ids, "step": second.state.global_step}
+    (folder / f"rank-{first.args.process_index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

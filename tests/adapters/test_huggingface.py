@@ -1,0 +1,355 @@
+"""A seat inside transformers' Trainer: each test of the gradient fails with the Trainer alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import batchwright
+from batchwright.core.errors import PlanError, RunError
+from batchwright.runtime import Task, audit
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def hf():
+    pytest.importorskip("transformers")
+    import warnings
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tests.adapters import hf
+
+        yield hf
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def whole(model, batch):
+    """The gradient of a batch in one piece, in float64."""
+    model = copy.deepcopy(model).double().train()
+    model.zero_grad()
+    found = model(**batch)
+    (found["loss"] if isinstance(found, dict) else found.loss).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def error(found, reference):
+    difference = sum(float((found[name] - g).square().sum()) for name, g in reference.items())
+    return (difference / sum(float(g.square().sum()) for g in reference.values())) ** 0.5
+
+
+def bert(hf):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=hf.VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def classified(hf):
+    return [{**row, "labels": [row["input_ids"][0] % 3]} for row in hf.rows(32)]
+
+
+def one_label(hf):
+    def collate(batch):
+        made = hf.collate([{**row, "labels": row["input_ids"]} for row in batch])
+        return {**made, "labels": torch.tensor([row["labels"][0] for row in batch])}
+
+    return collate
+
+
+CASES = {  # what the Trainer alone gives, at 8 micro batches of 4
+    "Llama": (lambda hf: hf.llama(), None, (0.0, 1e-5)),
+    "no keywords": (lambda hf: hf.Bare(), None, (0.01, 0.5)),
+    "keywords ignored": (lambda hf: hf.Ignoring(), None, (6.5, 7.5)),
+    "own compute_loss": (lambda hf: hf.Ignoring(), "OwnLoss", (6.5, 7.5)),
+    "BERT": (bert, None, (6.9, 7.1)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradient_is_that_of_the_whole_batch(hf, tmp_path, case):
+    from transformers import Trainer
+
+    build, kind, (least, most) = CASES[case]
+    kind = getattr(hf, kind) if kind else Trainer
+    data, collate = (classified(hf), one_label(hf)) if case == "BERT" else (hf.rows(32), hf.collate)
+    model = build(hf)
+    reference = whole(model, collate(data))
+
+    def gradient(kind, args, **given):
+        watch = hf.Watch()
+        copied = copy.deepcopy(model)
+        kind(copied, args=args, train_dataset=data, data_collator=collate, callbacks=[watch], **given).train()
+        (found,) = watch.gradients
+        return error(found, reference)
+
+    stock = gradient(kind, hf.arguments(tmp_path / "stock", gradient_accumulation_steps=8, max_steps=1))
+    assert least <= stock <= most
+    from batchwright.adapters.huggingface import exact
+
+    seated = gradient(
+        exact(kind), hf.arguments(tmp_path / "seat"), schedule=batchwright.Constant(32).compile().until(32)
+    )
+    assert seated <= 1e-5
+
+
+def test_every_step_of_a_ramp_with_ragged_batches_and_a_learning_rate_in_samples(hf, tmp_path):
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    data = hf.rows(60)
+    schedule = batchwright.Thresholds([(0, 6), (12, 13)]).compile().until(60)
+    model = hf.llama()
+    args = hf.arguments(
+        tmp_path, learning_rate=1e-9, lr_scheduler_type="linear", warmup_steps=2, eval_strategy="steps", eval_steps=2
+    )
+    trainer, watch = hf.trained(
+        exact(Trainer), model, data, args, schedule=schedule, allow_ragged=True, eval_dataset=data[:8]
+    )
+    assert [len(ids) for ids in watch.ids] == [6, 6, 13, 13, 13, 9]
+    assert sorted(i for ids in watch.ids for i in ids) == list(range(60))
+    for ids, gradient in zip(watch.ids, watch.gradients, strict=True):
+        assert error(gradient, whole(model, hf.collate([data[i] for i in ids]))) <= 1e-5
+    history = trainer.state.log_history
+    rates = [entry["learning_rate"] / 1e-9 for entry in history if "learning_rate" in entry]
+    # Warm-up over the 12 samples of two steps, then linear to 0 at sample 60; each step uses the rate at its first sample.
+    assert rates == pytest.approx([0, 0.5, 1, 35 / 48, 22 / 48, 9 / 48])
+    assert [entry["epoch"] for entry in history if "loss" in entry] == pytest.approx(
+        [p / 60 for p in (6, 12, 25, 38, 51, 60)]
+    )
+    assert sum("eval_loss" in entry for entry in history) == 3
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    first = hf.collate([data[i] for i in watch.ids[0]])
+    assert losses[0] == pytest.approx(model(**first).loss.item(), rel=1e-4)
+    found = audit(tmp_path)
+    assert found.ok and found.unsaved_samples == 60  # nothing was saved
+
+
+def test_packed_sequences_of_sft(hf, tmp_path):
+    pytest.importorskip("trl")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    from batchwright.adapters.huggingface import exact
+
+    words = {f"w{i}": i for i in range(hf.VOCABULARY - 2)} | {"<pad>": hf.VOCABULARY - 2, "<eos>": hf.VOCABULARY - 1}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="<pad>", eos_token="<eos>"
+    )
+    data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in hf.rows(64)])
+    config = SFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_grad_norm=0.0, learning_rate=1e-9,
+        per_device_train_batch_size=2, save_strategy="no", packing=True, max_length=24, logging_steps=1, bf16=False,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    watch, model = hf.Watch(), hf.llama()
+    trainer = exact(SFTTrainer)(
+        model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[watch],
+        schedule=batchwright.Thresholds([(0, 4), (8, 8)]).compile().until(24),
+    )  # fmt: skip
+    packed = len(trainer.train_dataset)
+    assert 24 <= packed < 64
+    watch.trainer = trainer
+    before = hf.llama()  # not a copy: SFTTrainer has changed the model's forward
+    before.load_state_dict(model.state_dict())
+    trainer.train()
+    assert [len(ids) for ids in watch.ids] == [4, 4, 8, 8]
+    for ids, gradient in zip(watch.ids, watch.gradients, strict=True):
+        batch = trainer.data_collator([trainer.seat.dataset[i] for i in ids])
+        assert error(gradient, whole(before, batch)) <= 1e-5
+    tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    lengths = [len(row["input_ids"]) for row in trainer.seat.dataset]
+    assert tokens[-1] == sum(lengths[i] for ids in watch.ids for i in ids)  # the test of the loss is not counted
+
+
+def test_micro_batches_without_a_label_do_not_make_weights_nan(hf, tmp_path):
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    data = [{**row, "labels": [-100] * len(row["labels"])} if i % 3 else row for i, row in enumerate(hf.rows(32))]
+    model = hf.Dividing()
+    reference = whole(model, hf.collate(data))
+    args = hf.arguments(tmp_path, per_device_train_batch_size=1)
+    trainer, watch = hf.trained(
+        exact(Trainer), model, data, args, schedule=batchwright.Constant(32).compile().until(32)
+    )
+    assert error(watch.gradients[0], reference) <= 1e-5
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            return []
+
+    schedule = batchwright.Constant(8).compile().until(32)
+
+    def made(kind=Trainer, data=None, schedule=schedule, **given):
+        args = hf.arguments(tmp_path, **given)
+        return exact(kind)(
+            hf.Bare(),
+            args=args,
+            train_dataset=hf.rows(32) if data is None else data,
+            data_collator=hf.collate,
+            schedule=schedule,
+        )
+
+    with pytest.raises(PlanError) as refused:
+        made(
+            Own, gradient_accumulation_steps=4, train_sampling_strategy="group_by_length", auto_find_batch_size=True,
+            save_strategy="epoch", dataloader_drop_last=True, save_only_model=True, optim="adalomo",
+            lr_scheduler_kwargs={"num_decay_steps": 4},
+        )  # fmt: skip
+    fields = {violation.field for violation in refused.value.violations}
+    assert fields == {
+        "gradient_accumulation_steps", "train_sampling_strategy", "auto_find_batch_size", "save_strategy", "optim",
+        "dataloader_drop_last", "save_only_model", "lr_scheduler_kwargs", "trainer",
+    }  # fmt: skip
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(hf.rows(4))
+
+    with pytest.raises(PlanError, match="map-style"):
+        made(data=Stream(), max_steps=4)
+    with pytest.raises(PlanError, match="max_steps=3, but the schedule ends after 4 steps"):
+        made(max_steps=3)
+    with pytest.raises(PlanError, match="whole number of accumulation steps"):
+        made(schedule=batchwright.Constant(10).compile().until(30))
+    # A schedule without an end ends where the arguments say, as with the Trainer.
+    assert made(schedule=batchwright.Constant(8), max_steps=3).seat.course.samples == 24
+    assert made(schedule=batchwright.Constant(8), num_train_epochs=2).seat.course.samples == 64
+    plan = batchwright.plan(global_batch_size=16, micro_batch_size=2, devices=1)
+    planned = made(schedule=plan, num_train_epochs=1)
+    assert (planned.args.per_device_train_batch_size, planned.seat.course.steps) == (2, 2)
+
+
+def test_a_loss_that_does_not_add_up_is_refused_and_a_router_is_named(hf, tmp_path, caplog):
+    from transformers import MixtralConfig, MixtralForCausalLM, Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    schedule = batchwright.Constant(8).compile().until(16)
+    with pytest.raises(RunError, match="in-batch negatives"):
+        hf.trained(exact(Trainer), hf.Contrastive(), hf.rows(16), hf.arguments(tmp_path / "c"), schedule=schedule)
+    config = MixtralConfig(
+        vocab_size=hf.VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(100 if ".gate." in name else 1)  # a router that has decided
+    with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
+        trainer, _ = hf.trained(exact(Trainer), model, hf.rows(16), hf.arguments(tmp_path / "m"), schedule=schedule)
+    assert trainer.seat.position == 16
+    assert any("balance loss" in record.message for record in caplog.records)
+
+
+def test_an_interrupted_save_does_not_count(hf, tmp_path):
+    hf.half_way(tmp_path, 32)
+    newest = tmp_path / "checkpoint-3"
+    (newest / "batchwright.json").unlink()  # killed before the save was complete
+    with pytest.raises(RunError, match="is not a complete checkpoint"):
+        hf.half_way(tmp_path, 64, resume=str(newest))
+    state = tmp_path / "checkpoint-2" / "trainer_state.json"
+    found, watch = hf.half_way(tmp_path, 64, resume=True)
+    assert [len(ids) for ids in watch.ids] == [16, 16, 16] and found.state.global_step == 5
+    result = audit(tmp_path)
+    assert (result.ok, result.samples, result.discarded_samples) == (True, 64, 16)
+    stored = json.loads(state.read_text())["stateful_callbacks"]["batchwright"]["attributes"]
+    assert (stored["position"], stored["step"]) == (16, 2)
+    # Weights of one save with the position of another are refused.
+    state.write_text(state.read_text().replace('"position": 16', '"position": 32'))  # of the same size
+    with pytest.raises(RunError, match="position 32, batchwright"):
+        hf.half_way(tmp_path, 64, resume=str(state.parent))
+
+
+@pytest.fixture(scope="module")
+def resumed(hf, tmp_path_factory):
+    """Run `a`: two ranks, then one. Run `b`: one rank, then two. Run `c`: one rank, never stopped."""
+    folder = tmp_path_factory.mktemp("resume")
+    alone, all_ids = hf.half_way(folder / "c", 64)
+    _, first = hf.half_way(folder / "b", 32)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.adapters.hf", folder],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [json.loads((folder / f"rank-{r}.json").read_text()) for r in (0, 1)]
+    last, rest = hf.half_way(folder / "a", 64, resume=True)
+    return folder, alone, all_ids.ids, first.ids, ranks, last, rest.ids
+
+
+def test_a_resume_on_another_number_of_ranks_has_equal_ids_and_weights(resumed):
+    folder, alone, expected, first, ranks, last, rest = resumed
+    joined = {name: [[*one, *two] for one, two in zip(*(r[name] for r in ranks), strict=True)] for name in ("a", "b")}
+    assert joined["a"] + rest == expected
+    assert first + joined["b"] == expected
+    for name in ("a", "b", "c"):
+        found = audit(folder / name)
+        assert (found.ok, found.samples, found.gaps, found.repeats, found.discarded_samples) == (True, 64, 0, 0, 0)
+    from safetensors.torch import load_file
+
+    reference = {name: p.detach() for name, p in alone.model.named_parameters()}
+    for weights in (
+        load_file(folder / "b" / "checkpoint-5" / "model.safetensors"),
+        dict(last.model.named_parameters()),
+    ):
+        for name, p in reference.items():
+            if name in weights:
+                assert torch.allclose(weights[name], p, atol=2e-5)
+
+
+def test_check_names_what_the_trainer_does(hf, tmp_path):
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    def causes(kind, model, **given):
+        args = hf.arguments(tmp_path, gradient_accumulation_steps=1 if given else 8)
+        trainer = kind(model, args=args, train_dataset=hf.rows(32), data_collator=hf.collate, **given)
+        report = batchwright.check(Task.from_trainer(trainer), global_batch_size=16, micro_batch_sizes=(2,))
+        return report.ok, [finding.cause for finding in report.findings], report
+
+    schedule = batchwright.Constant(16).compile().until(16)
+    ok, found, report = causes(Trainer, hf.Ignoring())
+    assert (ok, found[0]) == (False, "ignores-num-items-in-batch") and "exact(Trainer)" in report.findings[0].message
+    assert report.splits[0].relative_error == pytest.approx(7, rel=0.2)
+    assert causes(Trainer, hf.Bare())[:2] == (False, ["mean-of-means"])
+    assert causes(hf.OwnLoss, hf.Ignoring())[1][0] == "ignores-num-items-in-batch"
+    assert causes(Trainer, hf.llama())[0]
+    for model in (hf.Ignoring(), hf.Bare(), hf.llama()):
+        assert causes(exact(Trainer), model, schedule=schedule)[:2] == (True, [])
