@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from batchwright import Thresholds
-
-warnings.filterwarnings("ignore", module="lightning")
-warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-
-import lightning as L
 
 SCHEDULE = Thresholds(((0, 8), (32, 16), (96, 32))).compile().until(samples=256)
 

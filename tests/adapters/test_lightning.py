@@ -140,7 +140,9 @@ def test_hooks_of_the_module_get_micro_batches(lit, tmp_path):
 
     module = fit(lit, tmp_path, Hooked)
     assert max(errors(lit, module, lit.rows(), lit.SCHEDULE)) <= 1e-5
-    assert seen == [4, 4, 2, 2] + [4] * (256 // 4 - 2)  # the halves of the first micro batch, once, for the test of the loss
+    assert seen == [4, 4, 2, 2] + [4] * (
+        256 // 4 - 2
+    )  # the halves of the first micro batch, once, for the test of the loss
 
 
 def test_a_loss_that_does_not_add_up_is_refused(lit, tmp_path):
@@ -271,3 +273,52 @@ def test_two_ranks_are_exact_and_a_resume_changes_the_number_of_ranks(lit, tmp_p
     for a, b in zip(whole.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
+
+def causes(lit: Any, kind: Any, data: Any = None) -> tuple[Any, dict[str, str]]:
+    """What `check` finds on a module and its loader, as a user's function returns them."""
+    from batchwright.runtime import Task
+    from batchwright.runtime.check import check
+
+    loader = torch.utils.data.DataLoader(lit.rows(32), batch_size=4, collate_fn=lit.collate)
+    report = check(Task.from_lightning(kind(), data or loader), global_batch_size=16, micro_batch_sizes=(4, 8))
+    return report, {finding.cause: finding.message for finding in report.findings if finding.severity == "error"}
+
+
+def test_check_names_what_lightning_does_to_a_module_as_it_is(lit):
+    report, found = causes(lit, lit.Small)
+    assert set(found) == {"mean-of-means", "partial-window"} and not report.ok
+    assert "0.5× that of the micro batch" in found["partial-window"]
+    assert "exact(MyModule)" in found["mean-of-means"] and "exact(MyModule)" in found["partial-window"]
+
+    class Sum(lit.Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self.network(batch["tokens"])
+            total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+            return total + 30 * self.network[1].weight.square().mean()  # an auxiliary mean in a sum
+
+    assert "auxiliary-scaled" in causes(lit, Sum)[1]
+
+
+def test_check_finds_nothing_in_an_exact_module(lit):
+    import lightning as L
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return lit.Steps(lit.rows(32), lit.SCHEDULE, micro_batch_size=4, collate=lit.collate)
+
+    report, found = causes(lit, lit.exact(lit.Small), Data())
+    assert report.ok and not found
+    assert max(split.relative_error for split in report.splits) < 1e-6
+
+
+def test_a_function_may_return_a_module_and_its_data(lit, tmp_path):
+    from batchwright.runtime import load_task
+
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom tests.adapters.lit_cases import Learns, collate, rows\n\n"
+        "def pair():\n    return Learns(), torch.utils.data.DataLoader(rows(8), batch_size=4, collate_fn=collate)\n"
+    )
+    task = load_task(f"{tmp_path / 'mine.py'}:pair")
+    assert (task.framework, len(task.dataset)) == ("lightning", 8)
+    optimizer = task.optimizer(task.build_model(0).parameters())
+    assert type(optimizer) is torch.optim.SGD and optimizer.param_groups[0]["lr"] == 0.5

@@ -235,7 +235,7 @@ class Exact:
         output: Any = None
         for micro, scale in zip(batch.group, batch.scales, strict=True):
             output = run(micro.data)
-            loss = _loss_of(output) * scale
+            loss = loss_of(output) * scale
             total = total + loss.detach()
             if micro.index < micro.count - 1:
                 # Within DDP's forward, its reducer waits for the forward to end: this backward is not synchronised. It must
@@ -263,7 +263,7 @@ class Exact:
         self.log = lambda *_, **__: None  # these runs are no training
         try:
             with without_draws(self):
-                found = difference(lambda data: float(_loss_of(run(data))), steps.weight, micro.data, parts)
+                found = difference(lambda data: float(loss_of(run(data))), steps.weight, micro.data, parts)
         finally:
             del self.log
         for metric in (m for m in self.modules() if isinstance(m, Metric)):
@@ -341,7 +341,8 @@ def exact(module: type[LightningModule]) -> type[Any]:
     return type(f"Exact{module.__name__}", (Exact, module), {"__doc__": module.__doc__})
 
 
-def _loss_of(output: Any) -> Tensor:
+def loss_of(output: Any) -> Tensor:
+    """The loss in what `training_step` returned."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise RunError(
