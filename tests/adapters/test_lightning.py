@@ -210,6 +210,35 @@ def part(lit: Any, folder: Path, stop: int = -1, **options: Any) -> Any:
     return fit(lit, folder, lit.Learns, **{**settings, **options})
 
 
+def fabric(lit: Any, **ranks: Any) -> list[float]:
+    """The error of the gradient of every step in Fabric, with the pieces of batchwright as they are."""
+    import lightning as L
+
+    from batchwright.runtime import Loader, StepSampler, accumulate
+
+    data, order = lit.rows(), GlobalOrder(256, seed=SEED)
+    runner = L.Fabric(accelerator="cpu", **{"devices": 1, **ranks})
+    runner.launch()
+    model = lit.Small().network
+    model, optimizer = runner.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    sampler = StepSampler(lit.SCHEDULE, 4, rank=runner.global_rank, ranks=runner.world_size)
+    found = []
+    for step in accumulate(Loader(data, order, sampler, collate=lit.collate), model):
+        for micro in step:
+            logits, labels = model(micro.data["tokens"]), micro.data["labels"].flatten()
+            total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+            step.backward(total, (labels != -100).sum())
+        step.apply(optimizer)
+        ids = order.ids(range(step.plan.start_sample, step.plan.end_sample))
+        found.append(lit.error(lit.flat(model), lit.truth(ids, data)[0]))
+    assert len(found) == 13
+    return found
+
+
+def test_fabric_takes_the_pieces_as_they_are(lit):
+    assert max(fabric(lit)) <= 1e-5
+
+
 class Branch(torch.nn.Module):
     """A parameter that only the first micro batch of a step uses."""
 
@@ -251,7 +280,7 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
     )
     logged = float(module.trainer.callback_metrics["exact_loss"])
     return {
-        "errors": errors(lit, module, data, lit.SCHEDULE),
+        "errors": errors(lit, module, data, lit.SCHEDULE) + fabric(lit, **ranks),
         "loss": logged,
         "scale": float(used.branch.scale.detach()),
     }

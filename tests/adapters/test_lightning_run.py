@@ -65,5 +65,8 @@ def test_a_kill_between_the_two_files_of_a_save(tmp_path):
 @pytest.mark.rounds
 def test_a_request_to_stop_saves_and_the_run_continues(tmp_path):
     status = run(tmp_path / "run", "stop@40")
-    assert (status.state, status.consumed_samples, status.restarts) == ("complete", 128, 0)
-    assert checked(tmp_path / "run").discarded_samples == 0
+    assert (status.state, status.consumed_samples) == ("complete", 128)
+    found = checked(tmp_path / "run")
+    assert (found.discarded_samples, found.launches) == (0, 3)  # saved at 40, where it stopped
+    ledger = (tmp_path / "run" / "ledger" / "launch-00002-rank-00000.jsonl").read_text(encoding="utf-8")
+    assert json.loads(ledger.splitlines()[0])["position"] == 40
