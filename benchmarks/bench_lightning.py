@@ -11,12 +11,13 @@ import argparse
 import logging
 import tempfile
 import warnings
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import lightning as L
 import torch
-from bench_order import ratio, table
+from bench_order import ratio, seconds, table
 from bench_step import ACCUMULATION, MICRO, SIZES, Model, Sentences, TimedSGD, collate
 from torch.utils.data import DataLoader
 
@@ -65,27 +66,27 @@ def round_of(size: tuple[int, int], data: Sentences, seat: bool) -> float:
             loader = DataLoader(data, batch_size=MICRO, collate_fn=collate)
         trainer.fit(module, loader)
     times = module.timed.times[FIRST:]
-    return median(b - a for a, b in zip(times, times[1:], strict=False)) / ACCUMULATION
+    return median(b - a for a, b in pairwise(times)) / ACCUMULATION
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--models", type=int, default=len(SIZES), help="the first N models")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     data = Sentences(MICRO * ACCUMULATION * args.steps)
-    rows = []
-    for name, size in SIZES.items():
+    rows: list[list[str]] = []
+    for name, size in list(SIZES.items())[: args.models]:
         round_of(size, data, seat=True)
         rounds = [[round_of(size, data, seat) for seat in (False, True, False)] for _ in range(args.pairs)]
-        stock = median(first for first, _, _ in rounds)
-        seat = ratio([seat / first for first, seat, _ in rounds])
-        floor = ratio([second / first for first, _, second in rounds])
-        rows.append((name, f"{stock * 1e3:.2f} ms", seat, floor))
-    print(table(("model", "Lightning, per micro step", "seat / Lightning", "Lightning / Lightning"), rows))
+        first, seat, second = (list(times) for times in zip(*rounds, strict=True))
+        rows.append([name, seconds(first), ratio(first, seat), ratio(first, second)])
+    title = f"{args.pairs} interleaved pairs, median and 95% interval"
+    table(title, ["model", "Lightning, per micro step", "seat / Lightning", "Lightning / Lightning"], rows)
 
 
 if __name__ == "__main__":

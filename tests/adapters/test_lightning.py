@@ -301,6 +301,16 @@ def test_two_ranks_are_exact_and_a_resume_changes_the_number_of_ranks(lit, tmp_p
         assert found.samples == 256 - 32, name  # the last save was at step 12
     for a, b in zip(whole.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    # The weights alone are another run, from its first sample on; a checkpoint of Lightning alone has no position.
+    tuned = lit.exact(lit.Learns).load_from_checkpoint(tmp_path / "whole" / "last.ckpt")
+    steps = lit.Steps(lit.rows(), lit.SCHEDULE, micro_batch_size=4, collate=lit.collate)
+    lit.trainer(tmp_path / "tuned", max_steps=1).fit(tuned, steps)
+    assert steps.seat.position == 8
+    plain = lit.trainer(tmp_path / "plain", max_steps=1)
+    plain.fit(lit.Learns(), torch.utils.data.DataLoader(lit.rows(8), batch_size=4, collate_fn=lit.collate))
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(RunError, match="the checkpoint has no position"):
+        fit(lit, tmp_path / "refused", lit.Learns, ckpt_path=str(tmp_path / "plain.ckpt"))
 
 
 def causes(lit: Any, kind: Any, data: Any = None) -> tuple[Any, dict[str, str]]:

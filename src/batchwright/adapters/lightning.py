@@ -172,6 +172,8 @@ class Exact:
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
+        if self._trainer is None:  # load_from_checkpoint: the weights alone
+            return
         loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         states = loops.get("combined_loader", [])
         # An empty state has no position: the seat refuses to continue from it.

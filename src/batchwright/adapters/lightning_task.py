@@ -43,7 +43,10 @@ class Training(nn.Module):
         own: Any = super(Exact, self.module) if isinstance(self.module, Exact) else self.module
         run: Callable[..., Any] = own.training_step
         self.module.log = _unlogged  # there is no Trainer to log to
-        return run(batch, 0) if len(signature(run).parameters) > 1 else run(batch)
+        try:
+            return run(batch, 0) if len(signature(run).parameters) > 1 else run(batch)
+        finally:
+            del self.module.log
 
 
 def task_of(module: LightningModule, data: Any) -> Task:
