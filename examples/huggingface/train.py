@@ -52,7 +52,8 @@ def trainer(out: str = "runs/llama", samples: int = 1024, stock: bool = False, *
     )
     arguments = TrainingArguments(
         output_dir=out, per_device_train_batch_size=4, learning_rate=3e-3, lr_scheduler_type="cosine", warmup_steps=0.1,
-        logging_steps=5, save_steps=5, save_total_limit=2, report_to=[], disable_tqdm=True, **options,
+        logging_steps=5, save_steps=5, save_total_limit=2, report_to=[], disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(), **options,
     )  # fmt: skip
     given = {"args": arguments, "train_dataset": Documents(length=64, files=20), "data_collator": collate}
     model = LlamaForCausalLM(config)

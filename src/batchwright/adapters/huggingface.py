@@ -36,6 +36,7 @@ from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
 from batchwright.core.ramp.ramp import Ramp
 from batchwright.core.ramp.schedule import Rule, Schedule
+from batchwright.runtime.ranks import discover
 from batchwright.runtime.task import Task
 
 from .additive import FP32, HALF, difference, labels_that_count, refuse, without_draws
@@ -396,6 +397,9 @@ def _refused(trainer: Any) -> list[Violation]:
         (args.auto_find_batch_size, "auto_find_batch_size", True,
          "must be False: use batchwright probe to find the micro batch"),
         (args.dataloader_drop_last, "dataloader_drop_last", True, "must be False: the schedule decides where the run ends"),
+        (discover().size != args.world_size, "world_size", args.world_size,
+         f"but the launcher started {discover().size} processes, which would train alone: without an accelerator, set "
+         "use_cpu=True"),
         (args.n_gpu > 1, "n_gpu", args.n_gpu, "must be at most 1 per process: start one process per GPU, with torchrun"),
         (args.save_only_model, "save_only_model", True, "must be False: without the optimizer no checkpoint can be continued"),
         (args.load_best_model_at_end and args.save_total_limit == 1, "save_total_limit", 1,
