@@ -32,7 +32,12 @@ install oldest "$python" -r constraints-oldest.txt
 bin=.venv-versions/oldest/bin/python
 "$bin" -m pytest "${fast[@]}"
 "$bin" -m pytest -q -n 2 --dist loadfile tests/estimate/test_jax_step.py tests/estimate/test_fake.py tests/runtime
+echo "== the oldest Lightning"
+grep -v lightning== constraints.txt > .venv-versions/constraints-lightning.txt
+install lightning "$python" -c .venv-versions/constraints-lightning.txt \
+  torch numpy click PyYAML rich plotext hypothesis pytest pytest-xdist lightning==2.6.0
+.venv-versions/lightning/bin/python -m pytest -q -n 2 tests/adapters/test_lightning.py
 echo "== the oldest transformers"
 install oldest-hf "$python" torch==2.13.0 numpy transformers==5.20.0 accelerate==1.15.0 click PyYAML rich \
   plotext hypothesis pytest pytest-xdist
-.venv-versions/oldest-hf/bin/python -m pytest -q -n 2 --dist loadfile tests/adapters
+.venv-versions/oldest-hf/bin/python -m pytest -q -n 2 --dist loadfile tests/adapters/test_seat.py tests/adapters/test_huggingface*.py

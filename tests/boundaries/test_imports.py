@@ -42,7 +42,11 @@ THIRD_PARTY = {
     "launch": {"rich"},
 }
 # One framework per adapter; what they share imports none.
-FRAMEWORKS = {"adapters/huggingface.py": {"transformers"}}
+FRAMEWORKS = {
+    "adapters/huggingface.py": {"transformers"},
+    "adapters/lightning.py": {"lightning", "torchmetrics"},  # Lightning installs torchmetrics
+    "adapters/lightning_task.py": {"lightning"},
+}
 
 
 def imports(path: Path) -> set[str]:

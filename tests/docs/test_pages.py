@@ -23,6 +23,10 @@ def test_console_blocks_show_the_real_output(page):
     assert render.render(text) == text, "run `make docs`"
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The `srun` command is available:UserWarning"
+)  # of Lightning, where Slurm is installed
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch deprecates what Lightning uses
 @by_name
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

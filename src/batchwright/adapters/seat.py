@@ -116,8 +116,13 @@ class Seat:
         )
         if self.run:
             self._report()
-            if threading.current_thread() is threading.main_thread():
-                self._handler = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+        self.listen()
+
+    def listen(self) -> None:
+        """Under `batchwright run`, take SIGTERM as a request to save and stop; again if a framework has replaced the handler."""
+        if self.run and threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+            self._handler = self._handler or before
 
     def close(self) -> None:
         """End the launch."""

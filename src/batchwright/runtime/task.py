@@ -50,6 +50,8 @@ class Task:
     example_batch: Callable[[int], Any] | None = None  # micro_batch_size -> a batch, to probe without the dataset
     framework: str | None = None  # whose loss it is, where a trainer was given: `check` then says what to change there
 
+    partial_window: Callable[[], float] | None = None  # the gradient of a step with 1 of 2 micro batches, as a factor
+
     def __post_init__(self) -> None:
         map_style = hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")
         checks = (
@@ -83,6 +85,13 @@ class Task:
         from batchwright.adapters.huggingface import task_of
 
         return task_of(trainer)
+
+    @classmethod
+    def from_lightning(cls, module: Any, data: Any) -> Task:
+        """What a LightningModule trains on a loader or a LightningDataModule, with the loss as Lightning scales it."""
+        from batchwright.adapters.lightning_task import task_of
+
+        return task_of(module, data)
 
     def build_model(self, seed: int) -> nn.Module:
         """Return the model; if it is a function, seed torch, numpy and random, then call it."""
@@ -129,7 +138,7 @@ class Task:
 
 
 def load_task(target: str, args: Mapping[str, Any] | None = None) -> Task:
-    """Call the function that `FILE.py:function` names (default: `task`) and return its Task, or that of its Trainer.
+    """Call the function that `FILE.py:function` names (default: `task`) and return its Task, or that of a trainer.
 
     >>> load_task("missing.py:task")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -139,6 +148,17 @@ def load_task(target: str, args: Mapping[str, Any] | None = None) -> Task:
 
 
 def _as_task(made: object) -> object:
-    """A trainer as a task; anything else as it is. Nothing is imported that the user's file did not import."""
-    classes = {(c.__module__.partition(".")[0], c.__name__) for c in type(made).__mro__}
-    return Task.from_trainer(made) if ("transformers", "Trainer") in classes else made
+    """A trainer, or a LightningModule and its data, as a task; anything else as it is.
+
+    Nothing is imported that the user's file did not import.
+    """
+    several = cast("tuple[object, ...]", made) if isinstance(made, tuple) else ()
+    if len(several) == 2 and ("lightning", "LightningModule") in _classes(several[0]):
+        return Task.from_lightning(*several)
+    other = cast(object, made)
+    return Task.from_trainer(other) if ("transformers", "Trainer") in _classes(other) else other
+
+
+def _classes(made: object) -> set[tuple[str, str]]:
+    """The top package and the name of every class that an object is of."""
+    return {(c.__module__.partition(".")[0], c.__name__) for c in type(made).__mro__}

@@ -226,6 +226,7 @@ _SUM = (
 # What to change instead where the loss is that of a framework.
 _ADVICE = {
     "transformers": "Train with `exact(Trainer)` of batchwright.adapters.huggingface, which weighs each micro batch itself.",
+    "lightning": "Train with `exact(MyModule)` and `Steps` of batchwright.adapters.lightning, which weigh each micro batch.",
 }
 
 

@@ -24,7 +24,7 @@ from batchwright.runtime.task import Task
 from .causes import CauseSearch, Finding, SplitResult, number, scale_of
 from .gradients import Gradient, Rig, Variant, group_errors, norm, relative_error
 from .names import unknown_causes
-from .optimizer import accumulator, step_counted
+from .optimizer import accumulator, partial_window, step_counted
 
 DEFAULT_BATCH = 16
 MOST_RANKS = 1024
@@ -92,6 +92,7 @@ def check(
         more, wrong = _on_ranks(rig, source, ranks, sizes, reference, search, findings)
         splits, findings = splits + more, findings + wrong
     findings += accumulator(rig, max(s.accumulation_steps for s in splits))
+    findings += partial_window(rig)
     findings += step_counted(rig, ramp, lr_horizon_steps, budget_samples)
     findings = [replace(f, severity="note") if f.cause in allow else f for f in findings]
     findings.sort(key=lambda f: f.severity != "error")

@@ -12,6 +12,7 @@ Cause = Literal[
     "scaled-by-accumulation",
     "ignores-num-items-in-batch",
     "mean-of-means",
+    "partial-window",
     "ragged-tail",
     "padding",
     "in-batch-negatives",

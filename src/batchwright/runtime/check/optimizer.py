@@ -1,4 +1,4 @@
-"""Two checks beyond the loss: gradients that are added in half precision, and a learning rate that counts steps."""
+"""Checks beyond the loss: gradients added in half precision, a learning rate that counts steps, a step that ends early."""
 
 # pyright: reportUnknownMemberType=false
 # torch's annotations are incomplete.
@@ -103,3 +103,21 @@ def _rates(rig: Rig) -> tuple[list[float], list[float]]:
         except TypeError:  # the optimizer needs a closure (LBFGS)
             return before, before
         return before, [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def partial_window(rig: Rig) -> list[Finding]:
+    """Whether a framework divides a step that ends early by the micro batches that it should have had."""
+    ask = rig.task.partial_window
+    if ask is None:
+        return []
+    with users_code("training one micro batch in the framework's own Trainer failed"):
+        factor = ask()
+    if abs(factor - 1) <= 1e-3:
+        return []
+    message = (
+        f"a step that ends early has the wrong size: with 1 of 2 micro batches, the Trainer's gradient is {number(factor)}× that "
+        "of the micro batch. Every loss is divided by accumulate_grad_batches, also in the last window of an epoch: with r micro "
+        "batches left over for K, the gradient is r/K times the right one. Train with `exact(MyModule)` and `Steps` of "
+        "batchwright.adapters.lightning, or accumulate a number that divides the micro batches of an epoch."
+    )
+    return [Finding("partial-window", "error", message)]

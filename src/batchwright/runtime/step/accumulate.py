@@ -289,7 +289,7 @@ class GradientStep:
             raise _misuse(self, f"has no weight: its {micro_steps} sum to 0", "is every token masked?", "weight")
         else:
             if learning_rate is not None:
-                rate = _set_learning_rate(optimizers, learning_rate(self.plan.start_sample))
+                rate = set_learning_rate(optimizers, learning_rate(self.plan.start_sample))
             ready = ready or self._complete(optimizers)
             numbers = iter(totals.also or [float(number) for number in ready.read])
             scale = next(numbers) if owner.scaler is not None else 1.0
@@ -367,7 +367,8 @@ def _advance(optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler | Non
     return "skipped" if scaler.get_scale() < scale else "applied"  # the scale falls exactly after an overflow
 
 
-def _set_learning_rate(optimizers: Iterable[Optimizer], factor: float) -> float:
+def set_learning_rate(optimizers: Iterable[Optimizer], factor: float) -> float:
+    """Set the rate of each parameter group to its own rate (torch's `initial_lr`) times `factor`."""
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         held = group["lr"]
         # torch's schedulers keep the base rate under the same key. Reading a rate that is on a device waits for it.

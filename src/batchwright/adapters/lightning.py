@@ -1,0 +1,404 @@
+"""A seat inside Lightning's Trainer.
+
+    from batchwright.adapters.lightning import Steps, exact
+
+    schedule = batchwright.Thresholds([(0, 256), (500_000, 512)]).compile().until(1_000_000)
+    trainer = L.Trainer(max_epochs=1)
+    trainer.fit(exact(MyModule)(…), Steps(dataset, schedule, micro_batch_size=4), ckpt_path="last")  # on any number of ranks
+
+One item of the loader is one optimizer step, and `accumulate_grad_batches` stays at 1, so clipping, precision, validation
+intervals, loggers and checkpoints of Lightning count optimizer steps. `training_step` of the module keeps returning a mean over
+one micro batch; the seat runs it for every micro batch and scales it by weight / weight of the step × ranks.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
+# `Exact` is a mixin: the class behind it has what it calls.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+from torchmetrics import Metric
+
+from batchwright.core.batch.plan import BatchPlan
+from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
+from batchwright.core.ramp.ramp import Ramp
+from batchwright.core.ramp.schedule import Rule, Schedule
+from batchwright.runtime.data.loader import MapDataset, Micro
+from batchwright.runtime.data.windows import leading_size
+from batchwright.runtime.step.accumulate import set_learning_rate
+
+from .additive import FP32, HALF, difference, labels_that_count, refuse, without_draws
+from .course import Course, course, under_run
+from .seat import Group, Seat, Weight
+
+_TUNERS = (BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging)
+
+
+def counted(batch: Any) -> float:
+    """The default weight: labels that are not -100 if the batch has `labels` for single tokens, else samples.
+
+    >>> counted({"labels": torch.tensor([[5, -100], [5, 6]])}), counted((torch.ones(4, 2), torch.ones(4)))
+    (3.0, 4.0)
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return (
+        labels_that_count(False)(batch) if torch.is_tensor(labels) and labels.ndim > 1 else float(leading_size(batch))
+    )
+
+
+class Steps:
+    """The train loader of an `exact` module: one item is one optimizer step. Lightning saves and restores its position.
+
+    - `schedule`: a rule, a compiled schedule, a plan or a ramp; under `batchwright run` that of the run, and may be left out.
+      Without an end it trains every sample once.
+    - `weight`: a function of a batch: what its loss is a mean over. The default counts labels that are not -100, or samples.
+    - `learning_rate`: a function of a step's first sample, such as `SampleSchedule(…).at`. It multiplies the rate of each
+      parameter group.
+    - `additive=False` skips the test whether the loss adds up. `directory` holds the ledger; the default is `batchwright` in
+      the Trainer's `default_root_dir`.
+    - `collate` and further options (`num_workers`, `pin_memory`, …) are those of `batchwright.runtime.Loader`.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        schedule: Schedule | Rule | Ramp | BatchPlan | None = None,
+        *,
+        micro_batch_size: int = 1,
+        weight: Weight = counted,
+        learning_rate: Callable[[int], float] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        allow_ragged: bool = False,
+        additive: bool = True,
+        directory: Path | str | None = None,
+        **options: Any,
+    ) -> None:
+        self.run = under_run()
+        self.course: Course = course(
+            schedule,
+            micro_batch_size=micro_batch_size,
+            budget=lambda _: len(dataset),
+            allow_ragged=allow_ragged,
+            run=self.run,
+        )
+        self.dataset, self.weight, self.learning_rate, self.collate = dataset, weight, learning_rate, collate
+        self.order = {"seed": seed, "shuffle": shuffle}
+        self.additive, self.directory, self.options = additive, directory, options
+        self.seat: Seat | None = None
+        self._state: Mapping[str, Any] | None = None
+
+    def __len__(self) -> int:
+        """Optimizer steps of the whole run, also after a resume: Lightning counts those before it."""
+        return self.course.steps
+
+    def __iter__(self) -> Iterator[Item]:
+        """The items of this launch; nothing is read before the first one is asked for."""
+        if self.seat is None:
+            raise RunError(
+                "Steps yields whole optimizer steps, which only an exact module can train: trainer.fit(exact(MyModule)(…), "
+                "Steps(…)).",
+                field="module",
+            )
+        yield from map(Item, self.seat.groups(self.collate, **self.options))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, for Lightning's checkpoint."""
+        return self.seat.state() if self.seat is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing: the module has read the position already, also where Lightning does not call this."""
+
+    def open(self, trainer: Any, state: Mapping[str, Any] | None) -> Seat:
+        """Take the seat in a trainer, at the position of a checkpoint or at the start. Collective."""
+        self.seat = Seat(
+            self.course,
+            self.dataset,
+            rank=trainer.global_rank,
+            ranks=trainer.world_size,
+            directory=self.directory or Path(trainer.default_root_dir) / "batchwright",
+            run=self.run,
+            **self.order,
+        )
+        self.seat.open(state)
+        return self.seat
+
+
+class Item:
+    """One optimizer step on this rank. Neither a list nor a dataclass: Lightning would take those apart."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.scales: list[float] = []
+        self.stop = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """One micro batch, whose size Lightning uses where the module logs means of an epoch."""
+        yield self.group[0].data
+
+    def map(self, function: Callable[[Any], Any]) -> Item:
+        """Replace the data of every micro batch."""
+        self.group = Group(Micro(**{**vars(micro), "data": function(micro.data)}) for micro in self.group)
+        return self
+
+
+class Exact:
+    """The mixin of `exact`: it stands before a LightningModule."""
+
+    _steps: Steps | None = None
+    _item: Item | None = None  # the present step
+    _resumed: Mapping[str, Any] | None = None
+    _written: tuple[int, int] | None = None  # inode and time of the checkpoint that was reported last
+
+    # -- the start
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self._trainer is None:  # load_from_checkpoint: the weights alone
+            return
+        loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        states = loops.get("combined_loader", [])
+        # An empty state has no position: the seat refuses to continue from it.
+        self._resumed = states[0] if states and "optimizer_states" in checkpoint else {}
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        trainer = self.trainer
+        trainer.fit_loop.setup_data()  # Lightning would ask for the loader only after the sanity check
+        steps = trainer.train_dataloader
+        raise_violations(PlanError, _refused(self, trainer, steps))
+        self._steps = steps
+        seat = steps.open(trainer, self._resumed)
+        self._written, self._resumed = self._last_file(), None
+        if seat.done:
+            trainer.should_stop = True
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._steps.seat.listen()  # not Lightning's handler of SIGTERM: it calls a collective wherever the process is
+
+    def on_fit_end(self) -> None:
+        super().on_fit_end()
+        self._steps.seat.close()
+
+    # -- the data of a step; hooks of the module or the datamodule get micro batches
+
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        one = super()._on_before_batch_transfer
+        if not isinstance(batch, Item):
+            return one(batch, dataloader_idx)
+        batch.scales, batch.stop = self._steps.seat.weigh(batch.group, self._steps.weight, self.device)
+        convert = self.trainer.precision_plugin.convert_input
+        return batch.map(lambda data: one(convert(data), dataloader_idx))
+
+    def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        one = super()._apply_batch_transfer_handler
+        if not isinstance(batch, Item):
+            return one(batch, device, dataloader_idx)
+        return batch.map(lambda data: one(data, device, dataloader_idx))
+
+    # -- the gradient of a step
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Nothing: Lightning calls it after `training_step`, where all but the last micro batch have their gradients."""
+
+    def training_step(self, batch: Item, batch_idx: int) -> Any:
+        one, trainer = super().training_step, self.trainer
+        several = len(signature(one).parameters) > 1
+        self._item = batch
+
+        def run(data: Any) -> Any:
+            return one(data, batch_idx) if several else one(data)
+
+        if self._steps.additive and self._steps.seat.position == 0:
+            self._test_loss(run, batch)
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
+        total: Any = 0.0
+        loss: Any = None
+        output: Any = None
+        for micro, scale in zip(batch.group, batch.scales, strict=True):
+            output = run(micro.data)
+            loss = loss_of(output) * scale
+            total = total + loss.detach()
+            if micro.index < micro.count - 1:
+                # Within DDP's forward, its reducer waits for the forward to end: this backward is not synchronised. It must
+                # not run under the autocast of the forward.
+                with torch.autocast(self.device.type, enabled=False):
+                    trainer.strategy.backward(loss, None)
+        step = batch.group.step
+        total = trainer.strategy.reduce(total, reduce_op="mean")
+        samples = {"global_batch_size": float(step.global_batch_size), "consumed_samples": float(step.end_sample)}
+        self.log("exact_loss", total, prog_bar=True, batch_size=step.global_batch_size)
+        self.log_dict(samples, batch_size=step.global_batch_size)
+        # The value is the exact loss of the step, for callbacks; the gradient is that of the last micro batch.
+        exact_loss = loss + (total - loss.detach())
+        return {**output, "loss": exact_loss} if isinstance(output, Mapping) else exact_loss
+
+    def _test_loss(self, run: Callable[[Any], Any], item: Item) -> None:
+        """Refuse a loss that does not add up. Every rank runs the step three times, since its forward may be collective."""
+        steps, trainer = self._steps, self.trainer
+        index = next((index for index, scale in enumerate(item.scales) if scale), None)
+        micro = item.group[index or 0]
+        halves = None if index is None else steps.seat.halves(micro, steps.collate)
+        convert = trainer.precision_plugin.convert_input
+        before, move = super()._on_before_batch_transfer, super()._apply_batch_transfer_handler
+        parts = [move(before(convert(part), 0), self.device, 0) for part in halves or ()] or [micro.data, micro.data]
+        self.log = lambda *_, **__: None  # these runs are no training
+        try:
+            with without_draws(self):
+                found = difference(lambda data: float(loss_of(run(data))), steps.weight, micro.data, parts)
+        finally:
+            del self.log
+        for metric in (m for m in self.modules() if isinstance(m, Metric)):
+            metric.reset()
+        worst = trainer.strategy.reduce(torch.tensor(found, device=self.device), reduce_op="max")
+        refuse(float(worst), FP32 if str(trainer.precision).startswith(("32", "64")) else HALF)
+
+    # -- after a step
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Apply the step, and then advance: callbacks that save come before `on_train_batch_end` of the module."""
+        steps, scaler = self._steps, getattr(self.trainer.precision_plugin, "scaler", None)
+        scale = scaler.get_scale() if scaler is not None else 0.0
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        skipped = scaler is not None and scaler.get_scale() < scale
+        steps.seat.applied(self._item.group, "skipped" if skipped else "applied")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        self._report()
+        if self._steps.learning_rate is not None:
+            set_learning_rate(self.trainer.optimizers, self._steps.learning_rate(batch.group.step.start_sample))
+        return super().on_train_batch_start(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        seat, trainer = self._steps.seat, self.trainer
+        if seat.done or batch.stop:
+            # At the end of the schedule the epoch ends by itself, and Lightning validates if it is time.
+            trainer.should_stop = trainer.should_stop or seat.position < seat.course.samples
+            if seat.run is not None:
+                callback = _saves_last(trainer)
+                callback.last_model_path = str(_last_path(callback))
+                trainer.save_checkpoint(callback.last_model_path)
+                self._report()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._report()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        seat = self._steps.seat if self._steps is not None else None
+        if seat is None or seat.launch is None:
+            return
+        seat.before_save()
+        if seat.position < seat.course.samples:
+            # The run is one epoch. If a launch stops within it, Lightning saves it as complete, and would not continue.
+            for progress in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
+                if isinstance(progress, dict):
+                    progress["processed"] = progress["completed"] = max(0, progress["ready"] - 1)
+
+    def _report(self) -> None:
+        """Report the position once the file is there from which the next launch continues.
+
+        Lightning writes a checkpoint and then `last.ckpt`. After a kill between the two, the next launch continues from the
+        older one: so the position is reported when the second has changed, and both have the position of the present step.
+        """
+        written = self._last_file()
+        if written is not None and written != self._written:
+            self._written = written
+            self._steps.seat.saved()
+
+    def _last_file(self) -> tuple[int, int] | None:
+        callback = _saves_last(self.trainer)
+        try:
+            found = _last_path(callback).stat() if callback is not None else None
+        except FileNotFoundError:
+            return None
+        return None if found is None else (found.st_ino, found.st_mtime_ns)
+
+
+@cache
+def exact(module: type[LightningModule]) -> type[Any]:
+    """The LightningModule class with exact accumulation, ramps and exact resume; its train loader is `Steps`."""
+    return type(f"Exact{module.__name__}", (Exact, module), {"__doc__": module.__doc__})
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what `training_step` returned."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise RunError(
+            f"training_step returned {type(loss).__name__}, not a loss: a micro batch cannot be left out of a step. Give it the "
+            "weight 0 instead.",
+            field="training_step",
+            given=type(loss).__name__,
+        )
+    return loss
+
+
+def _saves_last(trainer: Any) -> ModelCheckpoint | None:
+    """The callback whose `last.ckpt` a launch continues from."""
+    return next((c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.save_last), None)
+
+
+def _last_path(callback: ModelCheckpoint) -> Path:
+    if callback.last_model_path:
+        return Path(callback.last_model_path)
+    return Path(callback.dirpath or "") / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+
+
+def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
+    """Everything about a trainer and a module that cannot be exact, or was not tested."""
+    strategy = trainer.strategy
+    tested = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not strategy.handles_gradient_accumulation
+    own = signature(super(Exact, module).training_step).parameters
+    tuners = [type(c).__name__ for c in trainer.callbacks if isinstance(c, _TUNERS)]
+    scheduled = isinstance(steps, Steps) and steps.learning_rate is not None and bool(trainer.lr_scheduler_configs)
+    checks: list[tuple[bool, str, Any, str]] = [
+        (not isinstance(steps, Steps), "train_dataloaders", type(steps).__name__,
+         "must be batchwright.adapters.lightning.Steps: one item is one optimizer step"),
+        (trainer.accumulate_grad_batches != 1, "accumulate_grad_batches", trainer.accumulate_grad_batches,
+         "must be 1: the schedule decides how many micro batches a step has"),
+        (trainer.fit_loop.max_epochs != 1, "max_epochs", trainer.fit_loop.max_epochs,
+         "must be 1: the schedule says how many samples are trained, and Lightning counts that as one epoch"),
+        (trainer.overfit_batches > 0, "overfit_batches", trainer.overfit_batches, "must be 0: give a smaller dataset"),
+        (not module.automatic_optimization, "automatic_optimization", False,
+         "must be True: a step of manual optimization ends where its code says"),
+        (len(trainer.optimizers) != 1, "configure_optimizers", f"{len(trainer.optimizers)} optimizers",
+         "must return one optimizer"),
+        ("dataloader_iter" in own, "training_step", "dataloader_iter",
+         "must take a batch: a step of its own reading has no position"),
+        (not tested, "strategy", type(strategy).__name__, "was not tested, and is refused: use one device, or ddp"),
+        (bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph")), "static_graph", True,
+         "must be False: DDP would record the backward of one micro batch as that of the step"),
+        (bool(tuners), "callbacks", ", ".join(tuners), "must not be used: it trains steps or changes accumulation by itself"),
+        (getattr(module, "_compiler_ctx", None) is not None, "module", "torch.compile(module)",
+         "must not be compiled as a whole: compile the network inside it"),
+        (scheduled, "learning_rate", "a scheduler",
+         "must be one of the two: learning_rate of Steps, or the scheduler of configure_optimizers"),
+        (isinstance(strategy.checkpoint_io, AsyncCheckpointIO), "plugins", "AsyncCheckpointIO",
+         "must not be used: a position would be reported before its checkpoint exists"),
+        (isinstance(steps, Steps) and steps.run is not None and _saves_last(trainer) is None, "callbacks", "no last.ckpt",
+         "must have ModelCheckpoint(dirpath, save_last=True) under batchwright run: the next launch continues from it"),
+    ]  # fmt: skip
+    return [Violation(f"{name}={given}: {text}.", name, given) for wrong, name, given, text in checks if wrong]

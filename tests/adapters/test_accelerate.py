@@ -1,0 +1,137 @@
+"""docs/accelerate.md on one process and on two: what Accelerate does, and what the loop of the page does."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchwright.runtime import Loader, StepSampler, accumulate, audit
+from tests.runtime.conftest import _run_ranks as run_ranks
+
+pytestmark = pytest.mark.torch
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "accelerate.md"
+
+
+def page() -> dict[str, Any]:
+    """The names that the first block of the page defines."""
+    names: dict[str, Any] = {"__name__": "page"}
+    block = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[0]
+    exec(compile(block, str(PAGE), "exec"), names)
+    return names
+
+
+def network(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 64)
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def truth(names: dict[str, Any], positions: range) -> torch.Tensor:
+    """The gradient of these samples as one batch, in float64."""
+    model = network(torch.float64)
+    total, weight = names["loss"](model, names["collate"]([names["dataset"][i] for i in names["order"].ids(positions)]))
+    (total / weight).backward()
+    return flat(model)
+
+
+def error(gradient: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((gradient - wanted).norm() / wanted.norm())
+
+
+def theirs(names: dict[str, Any], positions: range) -> list[torch.Tensor]:
+    """The gradients with which Accelerate's own accumulation over 8 micro batches of 4 reaches the optimizer."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=8)
+    rows = [names["dataset"][i] for i in names["order"].ids(positions)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=names["collate"])
+    model = network()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), loader)
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            total, weight = names["loss"](model, batch)
+            accelerator.backward(total / weight)  # the mean that a model returns
+            if accelerator.sync_gradients:
+                found.append(flat(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def ours(names: dict[str, Any], accelerator: Any) -> list[tuple[range, torch.Tensor]]:
+    """The gradient of every step of the ramp, with which the loop of the page reaches the optimizer."""
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    sampler = StepSampler(names["schedule"], 4, rank=rank, ranks=ranks)
+    found = []
+    for step in accumulate(Loader(names["dataset"], names["order"], sampler, collate=names["collate"]), model):
+        for micro in step:
+            step.backward(*names["loss"](model, micro.data))
+        step.apply(optimizer)
+        found.append((range(step.plan.start_sample, step.plan.end_sample), flat(model)))
+    return found
+
+
+def test_accelerate_alone_is_a_mean_of_means_and_divides_a_partial_window_by_k():
+    names = page()
+    full, partial = theirs(names, range(40))
+    wanted = truth(names, range(32, 40))
+    assert error(full, truth(names, range(32))) > 0.05
+    along = float(partial @ wanted / wanted.norm() ** 2)
+    assert 0.2 < along < 0.3  # 2 of 8 micro batches
+
+
+def test_the_loop_has_the_gradient_of_the_whole_batch_in_every_step_of_the_ramp():
+    from accelerate import Accelerator
+
+    names = page()
+    steps = ours(names, Accelerator(cpu=True))
+    assert [len(span) for span, _ in steps] == [8] * 4 + [16] * 4 + [32] * 5
+    assert max(error(gradient, truth(names, span)) for span, gradient in steps) <= 1e-5
+
+
+def test_the_loop_refuses_an_accumulation_of_its_own(tmp_path):
+    from accelerate import Accelerator
+
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4: must be 1"):
+        page()["train"](tmp_path, Accelerator(cpu=True, gradient_accumulation_steps=4))
+
+
+def on_two(rank: int, folder: str) -> list[float]:
+    """On two processes: the gradients, a run that one process continues, and one that continues that of one process."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    from accelerate import Accelerator
+
+    names, accelerator = page(), Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    errors = [error(gradient, truth(names, span)) for span, gradient in ours(names, accelerator)]
+    names["train"](Path(folder) / "2-to-1", Accelerator(cpu=True), stop_after=6)
+    names["train"](Path(folder) / "1-to-2", Accelerator(cpu=True), micro_batch_size=2)
+    return errors
+
+
+def test_two_processes_are_exact_and_resume_changes_the_number_of_processes(tmp_path):
+    from accelerate import Accelerator
+
+    names = page()
+    whole = names["train"](tmp_path / "whole", Accelerator(cpu=True))
+    names["train"](tmp_path / "1-to-2", Accelerator(cpu=True), stop_after=6)
+    assert max(max(errors) for errors in run_ranks(on_two, 2, str(tmp_path))) <= 1e-5
+    again = names["train"](tmp_path / "2-to-1", Accelerator(cpu=True), micro_batch_size=2)
+    for name in ("2-to-1", "1-to-2"):  # the audit compares the id of every sample with the order
+        found = audit(tmp_path / name)
+        assert (found.ok, found.samples, found.gaps, found.repeats) == (True, 256, 0, 0), found
+        assert found.discarded_samples == 32  # steps 5 and 6 were trained after the save, and again after the resume
+    for a, b in zip(whole.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)

@@ -1,0 +1,363 @@
+"""A seat inside Lightning: what Lightning does alone, and what it does with the seat."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchwright.core.errors import PlanError, RunError
+from batchwright.runtime import GlobalOrder, audit
+from tests.runtime.conftest import _run_ranks as run_ranks
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+SEED = 0
+
+
+@pytest.fixture(scope="module")
+def lit() -> Any:
+    """The cases and the adapter; importing Lightning takes seconds, so not while tests are collected."""
+    torch.set_num_threads(1)
+    return importable()
+
+
+def importable() -> Any:
+    from types import SimpleNamespace
+
+    from batchwright.adapters.lightning import Steps, exact
+    from tests.adapters import lit_cases
+
+    return SimpleNamespace(**vars(lit_cases), Steps=Steps, exact=exact)
+
+
+def errors(lit: Any, module: Any, data: Any, schedule: Any) -> list[float]:
+    """The error of the gradient of every step, against the whole batch in float64."""
+    order = GlobalOrder(len(data), seed=SEED)
+    assert len(module.gradients) == schedule.total_steps
+    steps = [schedule.at_step(k) for k in range(schedule.total_steps)]
+    spans = [order.ids(range(s.start_sample, s.end_sample)) for s in steps]
+    return [lit.error(g, lit.truth(ids, data)[0]) for g, ids in zip(module.gradients, spans, strict=True)]
+
+
+def fit(lit: Any, folder: Path, kind: Any = None, *, data: Any = None, schedule: Any = None, **options: Any) -> Any:
+    """Train an exact module; options of the loader are `loader`, all others those of the Trainer."""
+    loader, checkpoint = options.pop("loader", {}), options.pop("ckpt_path", None)
+    validation = options.pop("validation", None)
+    module = lit.exact(kind or lit.Small)()
+    trainer = lit.trainer(folder, **options)
+    settings = {"micro_batch_size": 4, "collate": lit.collate, "seed": SEED, **loader}
+    steps = lit.Steps(data or lit.rows(), schedule or lit.SCHEDULE, **settings)
+    trainer.fit(module, steps, validation, ckpt_path=checkpoint)
+    return module
+
+
+def test_lightning_alone_is_a_mean_of_means_and_divides_a_partial_window_by_k(lit, tmp_path):
+    data = lit.rows(40)
+    module = lit.Small()
+    loader = torch.utils.data.DataLoader(data, batch_size=4, collate_fn=lit.collate)
+    lit.trainer(tmp_path, accumulate_grad_batches=8).fit(module, loader)
+    full, partial = module.gradients
+    assert lit.error(full, lit.truth(range(32), data)[0]) > 0.05
+    wanted = lit.truth(range(32, 40), data)[0]
+    assert 0.2 < float(partial @ wanted / wanted.norm() ** 2) < 0.3  # 2 of 8 micro batches
+
+
+def test_every_step_of_a_ramp_has_the_gradient_of_the_whole_batch(lit, tmp_path):
+    module = fit(lit, tmp_path)
+    data = lit.rows()
+    assert max(errors(lit, module, data, lit.SCHEDULE)) <= 1e-5
+    last = GlobalOrder(256, seed=SEED).ids(range(224, 256))
+    logged = module.trainer.callback_metrics
+    assert float(logged["exact_loss"]) == pytest.approx(lit.truth(last, data)[1], abs=1e-5)
+    assert (float(logged["global_batch_size"]), float(logged["consumed_samples"])) == (32, 256)
+    assert float(logged["train_loss"]) != pytest.approx(float(logged["exact_loss"]), abs=1e-5)  # the last micro batch's
+    assert module.trainer.estimated_stepping_batches == lit.SCHEDULE.total_steps == 13
+
+
+def test_clipping_validation_intervals_workers_and_ragged_steps(lit, tmp_path):
+    from batchwright import Thresholds
+
+    class Clipped(lit.Small):
+        def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
+            super().configure_gradient_clipping(optimizer, **options)
+            self.norms = [*getattr(self, "norms", []), float(lit.flat(self).norm())]
+
+    schedule = Thresholds(((0, 6), (36, 13), (88, 26))).compile().until(samples=256)
+    module = fit(
+        lit,
+        tmp_path,
+        Clipped,
+        schedule=schedule,
+        gradient_clip_val=0.01,
+        val_check_interval=4,
+        validation=torch.utils.data.DataLoader(lit.rows(8), batch_size=4, collate_fn=lit.collate),
+        loader={"num_workers": 2, "allow_ragged": True},
+    )
+    assert max(errors(lit, module, lit.rows(), schedule)) <= 1e-5
+    assert module.norms == pytest.approx([0.01] * schedule.total_steps, rel=1e-3)
+    assert module.validated == [4, 8, 12, 16]
+
+
+def test_samples_without_weight_do_not_make_nan(lit, tmp_path):
+    data = [row[:1] if i % 3 else row for i, row in enumerate(lit.rows(48))]  # two of three have no label
+    schedule = lit.Thresholds(((0, 8), (16, 16))).compile().until(samples=48)
+    module = fit(lit, tmp_path, data=data, schedule=schedule, loader={"micro_batch_size": 1})
+    assert max(errors(lit, module, data, schedule)) <= 1e-5
+
+
+def test_half_precision_runs_every_micro_batch_in_it(lit, tmp_path):
+    module = fit(lit, tmp_path, precision="bf16-mixed")
+    assert max(errors(lit, module, lit.rows(), lit.SCHEDULE)) < 0.05  # bf16 has 8 bits
+
+
+def test_the_learning_rate_counts_samples(lit, tmp_path):
+    rates = []
+
+    class Recorded(lit.Learns):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    fit(lit, tmp_path, Recorded, loader={"learning_rate": lambda sample: 1 - sample / 256})
+    starts = [lit.SCHEDULE.at_step(k).start_sample for k in range(13)]
+    assert rates == [0.5 * (1 - start / 256) for start in starts]
+
+
+def test_hooks_of_the_module_get_micro_batches(lit, tmp_path):
+    seen = []
+
+    class Hooked(lit.Small):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            seen.append(len(batch["tokens"]))
+            return batch
+
+        def training_step(self, batch: Any) -> Any:  # one argument, and a dict
+            loss = self.loss(batch)
+            self.log("epoch_loss", loss, on_epoch=True)
+            return {"loss": loss, "other": 1}
+
+    module = fit(lit, tmp_path, Hooked)
+    assert max(errors(lit, module, lit.rows(), lit.SCHEDULE)) <= 1e-5
+    assert seen == [4, 4, 2, 2] + [4] * (
+        256 // 4 - 2
+    )  # the halves of the first micro batch, once, for the test of the loss
+
+
+def test_a_loss_that_does_not_add_up_is_refused(lit, tmp_path):
+    class Pairs(lit.Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            states = self.network(batch["tokens"]).mean(1)
+            return torch.nn.functional.cross_entropy(states @ states.T, torch.arange(len(states)))
+
+    with pytest.raises(RunError, match="the loss does not add up"):
+        fit(lit, tmp_path, Pairs)
+
+
+def test_everything_that_cannot_be_exact_is_refused_at_once(lit, tmp_path):
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    class Another(SingleDeviceStrategy):
+        handles_gradient_accumulation = True  # as DeepSpeed's, which needs a GPU
+
+    class Manual(lit.Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+        def training_step(self, dataloader_iter: Any) -> None: ...
+
+    with pytest.raises(PlanError) as caught:
+        fit(lit, tmp_path, Manual, max_epochs=3)
+    text = str(caught.value)
+    for part in ("max_epochs=3", "automatic_optimization=False", "2 optimizers", "dataloader_iter"):
+        assert part in text
+    with pytest.raises(PlanError, match="accumulate_grad_batches=2: must be 1"):
+        fit(lit, tmp_path, accumulate_grad_batches=2)
+    with pytest.raises(PlanError, match="GradientAccumulationScheduler"):
+        fit(lit, tmp_path, callbacks=[GradientAccumulationScheduler({0: 1})])
+    with pytest.raises(PlanError, match="strategy=Another: was not tested"):
+        fit(lit, tmp_path, strategy=Another(device="cpu"))
+    with pytest.raises(PlanError, match="train_dataloaders=DataLoader: must be batchwright"):
+        lit.trainer(tmp_path).fit(
+            lit.exact(lit.Small)(), torch.utils.data.DataLoader(lit.rows(8), collate_fn=lit.collate)
+        )
+    with pytest.raises(RunError, match="only an exact module can train"):
+        lit.trainer(tmp_path).fit(lit.Small(), lit.Steps(lit.rows(), lit.SCHEDULE, micro_batch_size=4))
+
+    class Nothing(lit.Small):
+        def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    with pytest.raises(RunError, match="training_step returned NoneType"):
+        fit(lit, tmp_path, Nothing)
+
+
+def saving(lit: Any, folder: Path) -> list[Any]:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    return [ModelCheckpoint(folder, every_n_train_steps=4, save_last=True, save_top_k=1)]
+
+
+def part(lit: Any, folder: Path, stop: int = -1, **options: Any) -> Any:
+    """A launch that continues from the last checkpoint; with `stop` it ends after that step, and loses what was not saved."""
+    resume = "last" if (folder / "last.ckpt").exists() else None
+    settings = {"max_steps": stop, "enable_checkpointing": True, "callbacks": saving(lit, folder), "ckpt_path": resume}
+    return fit(lit, folder, lit.Learns, **{**settings, **options})
+
+
+def fabric(lit: Any, **ranks: Any) -> list[float]:
+    """The error of the gradient of every step in Fabric, with the pieces of batchwright as they are."""
+    import lightning as L
+
+    from batchwright.runtime import Loader, StepSampler, accumulate
+
+    data, order = lit.rows(), GlobalOrder(256, seed=SEED)
+    runner = L.Fabric(accelerator="cpu", **{"devices": 1, **ranks})
+    runner.launch()
+    model = lit.Small().network
+    model, optimizer = runner.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    sampler = StepSampler(lit.SCHEDULE, 4, rank=runner.global_rank, ranks=runner.world_size)
+    found = []
+    for step in accumulate(Loader(data, order, sampler, collate=lit.collate), model):
+        for micro in step:
+            logits, labels = model(micro.data["tokens"]), micro.data["labels"].flatten()
+            total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+            step.backward(total, (labels != -100).sum())
+        step.apply(optimizer)
+        ids = order.ids(range(step.plan.start_sample, step.plan.end_sample))
+        found.append(lit.error(lit.flat(model), lit.truth(ids, data)[0]))
+    assert len(found) == 13
+    return found
+
+
+def test_fabric_takes_the_pieces_as_they_are(lit):
+    assert max(fabric(lit)) <= 1e-5
+
+
+class Branch(torch.nn.Module):
+    """A parameter that only the first micro batch of a step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.scale if self.calls % 2 == 1 else x
+
+
+def on_two(rank: int, folder: str) -> dict[str, Any]:
+    """On two ranks: the gradients, a run that one rank continues, and one that continues that of one rank."""
+    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+    lit, root = importable(), Path(folder)
+    ranks = {"strategy": "ddp", "devices": 2}
+    data = [row[:1] if i % 5 == 0 else row for i, row in enumerate(lit.rows())]
+    module = fit(lit, root / "gradients", data=data, loader={"micro_batch_size": 2}, **ranks)
+    part(lit, root / "2-to-1", 6, **ranks)
+    part(lit, root / "1-to-2", loader={"micro_batch_size": 2}, **ranks)
+
+    class Sometimes(lit.Learns):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branch = Branch()
+
+        def loss(self, batch: Any) -> Any:
+            return self.branch(super().loss(batch))
+
+    used = fit(
+        lit,
+        root / "unused",
+        Sometimes,
+        schedule=lit.Thresholds(((0, 16),)).compile().until(samples=32),
+        loader={"additive": False},
+        **{**ranks, "strategy": "ddp_find_unused_parameters_true"},
+    )
+    logged = float(module.trainer.callback_metrics["exact_loss"])
+    return {
+        "errors": errors(lit, module, data, lit.SCHEDULE) + fabric(lit, **ranks),
+        "loss": logged,
+        "scale": float(used.branch.scale.detach()),
+    }
+
+
+def test_two_ranks_are_exact_and_a_resume_changes_the_number_of_ranks(lit, tmp_path):
+    whole = part(lit, tmp_path / "whole")
+    part(lit, tmp_path / "1-to-2", 6)
+    first, second = run_ranks(on_two, 2, str(tmp_path))
+    assert max(first["errors"] + second["errors"]) <= 1e-5
+    assert first["loss"] == second["loss"]
+    assert first["scale"] == second["scale"] != 1.0  # synchronised, though the last micro batch does not use it
+    again = part(lit, tmp_path / "2-to-1", loader={"micro_batch_size": 2})
+    for name, discarded in (("whole", 0), ("2-to-1", 32), ("1-to-2", 32)):
+        found = audit(tmp_path / name / "batchwright")  # compares the id of every sample with the order
+        expected = (True, 0, 0, discarded)
+        assert (found.ok, found.gaps, found.repeats, found.discarded_samples) == expected, (name, found)
+        assert found.samples == 256 - 32, name  # the last save was at step 12
+    for a, b in zip(whole.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    # The weights alone are another run, from its first sample on; a checkpoint of Lightning alone has no position.
+    tuned = lit.exact(lit.Learns).load_from_checkpoint(tmp_path / "whole" / "last.ckpt")
+    steps = lit.Steps(lit.rows(), lit.SCHEDULE, micro_batch_size=4, collate=lit.collate)
+    lit.trainer(tmp_path / "tuned", max_steps=1).fit(tuned, steps)
+    assert steps.seat.position == 8
+    plain = lit.trainer(tmp_path / "plain", max_steps=1)
+    plain.fit(lit.Learns(), torch.utils.data.DataLoader(lit.rows(8), batch_size=4, collate_fn=lit.collate))
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(RunError, match="the checkpoint has no position"):
+        fit(lit, tmp_path / "refused", lit.Learns, ckpt_path=str(tmp_path / "plain.ckpt"))
+
+
+def causes(lit: Any, kind: Any, data: Any = None) -> tuple[Any, dict[str, str]]:
+    """What `check` finds on a module and its loader, as a user's function returns them."""
+    from batchwright.runtime import Task
+    from batchwright.runtime.check import check
+
+    loader = torch.utils.data.DataLoader(lit.rows(32), batch_size=4, collate_fn=lit.collate)
+    report = check(Task.from_lightning(kind(), data or loader), global_batch_size=16, micro_batch_sizes=(4, 8))
+    return report, {finding.cause: finding.message for finding in report.findings if finding.severity == "error"}
+
+
+def test_check_names_what_lightning_does_to_a_module_as_it_is(lit):
+    report, found = causes(lit, lit.Small)
+    assert set(found) == {"mean-of-means", "partial-window"} and not report.ok
+    assert "0.5× that of the micro batch" in found["partial-window"]
+    assert "exact(MyModule)" in found["mean-of-means"] and "exact(MyModule)" in found["partial-window"]
+
+    class Sum(lit.Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self.network(batch["tokens"])
+            total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+            return total + 30 * self.network[1].weight.square().mean()  # an auxiliary mean in a sum
+
+    assert "auxiliary-scaled" in causes(lit, Sum)[1]
+
+
+def test_check_finds_nothing_in_an_exact_module(lit):
+    import lightning as L
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return lit.Steps(lit.rows(32), lit.SCHEDULE, micro_batch_size=4, collate=lit.collate)
+
+    report, found = causes(lit, lit.exact(lit.Small), Data())
+    assert report.ok and not found
+    assert max(split.relative_error for split in report.splits) < 1e-6
+
+
+def test_a_function_may_return_a_module_and_its_data(lit, tmp_path):
+    from batchwright.runtime import load_task
+
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom tests.adapters.lit_cases import Learns, collate, rows\n\n"
+        "def pair():\n    return Learns(), torch.utils.data.DataLoader(rows(8), batch_size=4, collate_fn=collate)\n"
+    )
+    task = load_task(f"{tmp_path / 'mine.py'}:pair")
+    assert (task.framework, len(task.dataset)) == ("lightning", 8)
+    optimizer = task.optimizer(task.build_model(0).parameters())
+    assert type(optimizer) is torch.optim.SGD and optimizer.param_groups[0]["lr"] == 0.5
