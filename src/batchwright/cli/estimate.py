@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 @training_options
 @click.option("--checkpoint-activations", is_flag=True, help="Recompute each repeated block in the backward pass.")
 @click.option("--quantize-frozen", is_flag=True, help="Count frozen linear layers at 4 bits (QLoRA), by rule.")
-@click.option("--quantize-frozen", is_flag=True, help="Count frozen linear layers at 4 bits (QLoRA), by rule.")
 @number("--ranks", "Shard over this many ranks with FSDP2, and estimate one rank.  [default: 1]")
 @number("--tensor-parallel", "With --model: devices that split each layer, by rule.  [default: 1]")
 @number("--accumulation-steps", "Above 1, gradients stay in memory during the forward pass.  [default: 1]")

@@ -139,7 +139,7 @@ def _names(ctx: click.Context) -> Names:
             flags[name] = flag
             if (value := ctx.params.get(option.name)) not in (None, False, ()):
                 given[name] = (value, flag)
-    if "from_probe" in flags:
+    if "from_probe" in flags and ("probe" not in flags or ctx.params.get("from_probe")):
         flags["probe"] = flags["from_probe"]  # the library takes the record, the flag names its file
     return Names(flags, given | ctx.meta.get(_GIVEN, {}))
 

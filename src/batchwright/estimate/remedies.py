@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from .records import EstimateRequest, Remedy
@@ -46,7 +46,7 @@ def _variants(request: EstimateRequest) -> Iterator[tuple[tuple[str, ...], Estim
             yield _named(together), replace(request, **together)
 
 
-def _named(changes: dict[str, object]) -> tuple[str, ...]:
+def _named(changes: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(name if value is True else f"{name}={value}" for name, value in changes.items())
 
 

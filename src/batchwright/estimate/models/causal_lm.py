@@ -137,7 +137,7 @@ def optimizers(real: bool) -> dict[str, Callable[[Any], Optimizer]]:
 
 
 def _bitsandbytes(params: Any) -> Optimizer:
-    from bitsandbytes.optim import AdamW8bit
+    from bitsandbytes.optim.adamw import AdamW8bit
 
     return AdamW8bit(params, lr=1e-5)
 
@@ -148,7 +148,7 @@ class AdamW8bit(Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__([p for p in params if p.requires_grad], {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Make the states of parameters that have a gradient."""
         for group in self.param_groups:
             for p in group["params"]:
