@@ -36,6 +36,7 @@ from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
 from batchwright.core.ramp.ramp import Ramp
 from batchwright.core.ramp.schedule import Rule, Schedule
+from batchwright.runtime.device import pins, widest_float
 from batchwright.runtime.ranks import discover
 from batchwright.runtime.task import Task
 
@@ -206,7 +207,7 @@ class Exact:
 
         def measured() -> float:
             found = difference(loss, self._weight, micro.data, parts or (micro.data, micro.data))
-            worst = torch.tensor(found, dtype=torch.float64, device=self.args.device)
+            worst = torch.tensor(found, dtype=widest_float(self.args.device), device=self.args.device)
             if self.seat.ranks > 1:
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             return float(worst)
@@ -330,7 +331,7 @@ class _Steps:
         return self._trainer.seat.groups(
             self._trainer._collate,
             num_workers=workers,
-            pin_memory=arguments.dataloader_pin_memory and torch.cuda.is_available(),
+            pin_memory=arguments.dataloader_pin_memory and pins(arguments.device),
             **(options if workers else {}),
         )
 

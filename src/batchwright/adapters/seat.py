@@ -41,7 +41,7 @@ from batchwright.rundir.status import claim_launch
 from batchwright.runtime.data.loader import Loader, MapDataset, Micro, Reader, default_collate
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import Slice, StepSampler
-from batchwright.runtime.device import to_device
+from batchwright.runtime.device import to_device, widest_float
 from batchwright.runtime.state.ledger import Ledger
 
 from .course import Course, UnderRun
@@ -181,7 +181,7 @@ class Seat:
             weights.append(0.0 if micro.filler else known)
         total, stop = sum(weights), float(self._stop.is_set())
         if self.ranks > 1:
-            sums = torch.tensor([total, stop], dtype=torch.float64, device=device)
+            sums = torch.tensor([total, stop], dtype=widest_float(torch.device(device)), device=device)
             dist.all_reduce(sums)
             total, stop = sums.tolist()
         if not 0 < total < float("inf"):
