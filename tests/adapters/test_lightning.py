@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ def fit(lit: Any, folder: Path, kind: Any = None, *, data: Any = None, schedule:
     steps = lit.Steps(data or lit.rows(), schedule or lit.SCHEDULE, **settings)
     trainer.fit(module, steps, validation, ckpt_path=checkpoint)
     return module
+
+
+def test_the_examples_in_the_adapter(lit):
+    from batchwright.adapters import lightning
+
+    assert doctest.testmod(lightning) == (0, 1)
 
 
 def test_lightning_alone_is_a_mean_of_means_and_divides_a_partial_window_by_k(lit, tmp_path):
