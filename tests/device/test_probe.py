@@ -32,7 +32,7 @@ def trial(folder: str, size: int, mode: str = "limit", **changes: Any) -> dict[s
         "ranks": ranks,
         "memory": BUDGET + outside_allocator(ranks),
         "margin": 0,
-        "device": None,
+        "on": None,
         "longest": False,
         "workers": 0,
         "seconds": 0.05,

@@ -156,7 +156,7 @@ def test_the_device_is_set_before_the_process_group(cuda, monkeypatch, by):
         if by == "the loop":
             joined("auto", "ddp").__enter__()
         else:
-            spec = {"micro_batch_size": 1, "result": "nothing", "device": None, "limited": False}
+            spec = {"micro_batch_size": 1, "result": "nothing", "on": None, "limited": False}
             worker = Worker(spec)
             monkeypatch.setattr(worker, "write", lambda **_: None)
             worker.run()
@@ -172,7 +172,7 @@ def test_a_probe_limits_the_memory_of_the_only_gpu(cuda, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *arguments: limits.append(arguments), raising=False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * GIB, 8 * GIB))
     worker = object.__new__(Worker)
-    worker.spec = {"device": None, "limited": True, "memory": None, "margin": 2 * GIB - outside_allocator(1)}
+    worker.spec = {"on": None, "limited": True, "memory": None, "margin": 2 * GIB - outside_allocator(1)}
     worker.ranks, worker.result = Ranks(), {}
     worker.device = choose("auto", worker.ranks)
     worker._set_limit()
@@ -182,7 +182,7 @@ def test_a_probe_limits_the_memory_of_the_only_gpu(cuda, monkeypatch):
 def test_a_device_whose_memory_torch_cannot_limit_takes_no_budget(monkeypatch):
     """Of MPS torch has no `mem_get_info`. Peaks are unknown there, not those of the host."""
     worker = object.__new__(Worker)
-    worker.spec = {"device": None, "limited": True, "memory": None, "margin": 0}
+    worker.spec = {"on": None, "limited": True, "memory": None, "margin": 0}
     worker.ranks, worker.result, worker.device = Ranks(), {}, torch.device("mps", 0)
     worker._set_limit()
     assert worker.result == {} and worker._peaks() == {"peak_memory_bytes": None}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batchwright.core.codec import encode
 from batchwright.core.errors import BatchwrightError
 from batchwright.core.numbers import format_bytes
 
@@ -93,7 +94,7 @@ def _devices(as_json: bool) -> None:
     from batchwright.estimate.devices import DEVICES
 
     if as_json:
-        print_json({"schema": 1, "devices": [vars(d) for d in DEVICES.values()]})
+        print_json({"schema": 1, "devices": encode(list(DEVICES.values()))})
         return
     click.echo(
         "\n".join(text.table([(d.name, format_bytes(d.memory_bytes), d.source) for d in DEVICES.values()], right=[1]))
