@@ -50,8 +50,10 @@ class Walks:
         rest = self.layers - FEW
         parts = {k: v + (more.breakdown.get(k, 0) - v) * rest // (MORE - FEW) for k, v in few.breakdown.items()}
         peak = few.peak_memory_bytes + (more.peak_memory_bytes - few.peak_memory_bytes) * rest // (MORE - FEW)
-        # What a whole walk found to be missing in this line.
-        peak += self.corrections.get(_key(request), 0)
+        # What a whole walk found to be missing in this line; in a part, so that it is divided as the others are.
+        missing = self.corrections.get(_key(request), 0)
+        parts["activations"] = parts.get("activations", 0) + missing
+        peak += missing
         return replace(few, peak_memory_bytes=peak, breakdown=parts, source="extrapolated").split(
             request.tensor_parallel
         )
