@@ -17,7 +17,7 @@ from batchwright.core.numbers import divisors
 
 from .fit import largest
 from .records import MOST, Candidate, EstimateRequest, Point
-from .walks import Walks
+from .walks import CLOSED, Walks
 
 # Assumptions: recomputation is one more forward pass of three; gathering parameters is not hidden completely; a micro batch
 # of so many tokens runs at half of the speed of a large one (the same constant as for pipelines).
@@ -51,7 +51,8 @@ def ways(
     ranks = resolve_ranks(batch) or 1
     shards = [1] if ranks == 1 or shard is False else [ranks] if shard else [1, ranks]
     recomputed = [False, True] if checkpoint is None else [checkpoint]
-    return [replace(base, ranks=r, checkpoint_activations=c) for r in shards for c in recomputed]
+    made = [replace(base, ranks=r, checkpoint_activations=c) for r in shards for c in recomputed]
+    return [replace(way, replicas=ranks if way.ranks == 1 else 1) for way in made]
 
 
 def choose(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int, walks: Walks) -> Choice | None:
@@ -102,15 +103,18 @@ def _least(batch: BatchRequest, request: EstimateRequest, walks: Walks) -> tuple
 
 
 def _each(open_ways: Sequence[EstimateRequest], walk: Callable[[EstimateRequest], T]) -> list[T]:
-    """`walk` of every way. Recomputation is no way for a model without blocks to recompute, unless nothing else is open."""
+    """`walk` of every way that the model allows; an error if it allows none."""
     found: list[T] = []
+    closed: list[PlanError] = []
     for way in open_ways:
         try:
             found.append(walk(way))
         except PlanError as error:
-            only = all(w.checkpoint_activations for w in open_ways)
-            if only or error.field != "checkpoint_activations":
+            closed.append(error)
+            if error.field not in CLOSED:
                 raise
+    if not found:
+        raise closed[0]
     return found
 
 

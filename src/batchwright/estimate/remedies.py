@@ -8,7 +8,7 @@ from dataclasses import replace
 from batchwright.core.errors import PlanError
 
 from .records import EstimateRequest, Point, Remedy
-from .walks import Walks
+from .walks import CLOSED, Walks
 
 LORA_RANK = 16  # the usual one; the memory hardly depends on it
 MOST_TRIED = 2**10  # ranks
@@ -33,11 +33,11 @@ def _remedy(names: tuple[str, ...], point: Point, limit: int) -> Remedy:
 
 
 def _point(variant: EstimateRequest, size: int, limit: int, walks: Walks) -> Point | None:
-    """The peak, from all layers where it fits; None if the model has no blocks to recompute."""
+    """The peak, from all layers where it fits; None if the model cannot be trained in this way."""
     try:
         point = walks.point(variant, size)
     except PlanError as error:
-        if error.field == "checkpoint_activations":
+        if error.field in CLOSED:
             return None
         raise
     return walks.point(variant, size, whole=True) if point.peak_memory_bytes <= limit else point
@@ -71,7 +71,8 @@ def _named(changes: Mapping[str, object]) -> tuple[str, ...]:
 
 def _ranks(names: tuple[str, ...], variant: EstimateRequest, size: int, limit: int, walks: Walks) -> Iterator[Remedy]:
     """The fewest ranks, in doublings, over which a variant fits: solved from one sharded walk, then walked."""
-    first = max(variant.ranks, 1) * 2
+    variant = replace(variant, replicas=1)
+    first = variant.ranks * 2
     point = _point(replace(variant, ranks=first), size, limit, walks)
     if point is None:
         return

@@ -14,6 +14,8 @@ from typing import Any
 from .records import EstimateRequest, Point
 
 FEW, MORE = 2, 4
+# The fields of errors that say: this model cannot be recomputed, or sharded. Then that is no way to train it.
+CLOSED = ("checkpoint_activations", "ranks")
 Runs = Callable[[EstimateRequest, int | None], Any]  # FakeRuns: each `point` is two fake steps at one size
 
 
@@ -66,6 +68,10 @@ class Walks:
             key = _key(request)
             self.corrections[key] = self.corrections.get(key, 0) + max(0, missing)
         return point
+
+    def said(self, what: str) -> list[str]:
+        """The `rules` or `notes` of the model: those of the first walk."""
+        return list(getattr(next(iter(self.runners.values())), what, ()))
 
     def _walk(self, request: EstimateRequest, size: int) -> Point:
         key = repr(replace(request, tensor_parallel=1, memory_bytes=None))
