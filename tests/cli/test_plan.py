@@ -521,5 +521,8 @@ def test_a_probed_plan_uses_no_size_that_did_not_run(cli, monkeypatch, tmp_path)
     assert any("DDP's buckets" in note for note in ran.json["notes"])
     assert set(ran.json["settings"]) == {"per_device_train_batch_size", "gradient_accumulation_steps"}
     assert cli("plan", *line, "--micro-batch-size", "16").code == 2
-    pure = cli("plan", *line, "--max-micro-batch-size", "8")
-    assert "per_device_train_batch_size=8," in pure.out and "LoraConfig" not in pure.out
+    monkeypatch.setattr("batchwright.estimate.model.find_spec", lambda name: True)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    model = f"--model {tmp_path} --sequence-length 8 --lora 4 --precision bf16-pure --probe --global-batch-size 8"
+    shown = cli("plan", *model.split()).out
+    assert "peft.LoraConfig(r=4" in shown and 'from_pretrained(..., dtype="bfloat16")' in shown

@@ -86,17 +86,17 @@ def test_layers_that_differ_are_walked_as_a_whole(tmp_path):
 @pytest.mark.usefixtures("in_process")
 def test_a_model_and_memory_become_a_plan_whose_winner_was_walked_as_a_whole(tiny):
     given = {"model": tiny, "global_batch_size": 16, "devices": 2, "sequence_length": 64, "shard": False}
-    made = batchwright.plan(memory_bytes=8 * 2**20, **given)
+    made = batchwright.plan(memory_bytes=10 * 2**20, **given)
     placed = made.memory
     assert made.micro_batch_size * made.accumulation_steps * 2 == 16
     assert made.sources["max_micro_batch_size"] == placed.source == placed.candidates[0].source == "estimated"
-    options = {"checkpoint_activations": placed.checkpoint_activations, "accumulation_steps": 2}
+    options = {"checkpoint_activations": placed.checkpoint_activations, "accumulation_steps": 2, "replicas": 2}
     request = EstimateRequest(
         "", model=find_config(tiny), sequence_lengths=(64,), micro_batch_sizes=(made.micro_batch_size,), **options
     )
     if made.accumulation_steps > 1:
         whole = worker.answer("estimate", request)["points"][0]
-        assert placed.peak_memory_bytes == whole["peak_memory_bytes"] <= 8 * 2**20
+        assert placed.peak_memory_bytes == whole["peak_memory_bytes"] <= 10 * 2**20
     assert made.settings["per_device_train_batch_size"] == made.micro_batch_size
     assert made.settings["gradient_accumulation_steps"] == made.accumulation_steps
     assert json.loads(json.dumps(made.to_json()))["memory"]["candidates"]
