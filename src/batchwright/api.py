@@ -159,14 +159,26 @@ def _probed(
     if model is not None:
         base = replace(base, model=find_config(model, lora))
     target, arguments = probe_target(base, bool(checkpoint_activations))
+    sizes = [size for size in (request.max_micro_batch_size, request.micro_batch_size) if size is not None]
     measured = probe(
         target,
         args=arguments,
+        max=min(sizes, default=None),
         **{name: value for name, value in {"progress": progress, "timeout": timeout}.items() if value is not None},
         **({} if room.memory_bytes is None else {"memory": room.memory_bytes, "margin": margin_bytes or None}),
     )
     record = measured.to_json()
-    made = _plan(within_probe(request, record), Throughput.from_probe(record))
+    # Sizes up to the largest that ran, also where the request allows larger ones.
+    within = within_probe(replace(request, max_micro_batch_size=None), record)
+    if measured.max_micro_batch_size == request.max_micro_batch_size:
+        within = replace(within, origins=request.origins)
+    made = _plan(within, Throughput.from_probe(record))
+    if made.data_parallel_size > 1:
+        ddp = (
+            f"The probe ran one process without DDP. On {made.data_parallel_size} ranks, DDP's buckets need as much memory "
+            "again as the gradients (gradient_as_bucket_view=False)."
+        )
+        made = replace(made, notes=(*made.notes, ddp))
     settings = training_arguments(
         made.micro_batch_size,
         made.accumulation_steps,
@@ -174,6 +186,8 @@ def _probed(
         optimizer=base.optimizer if model else None,
         checkpoint_activations=bool(checkpoint_activations),
     )
+    if model is None:  # the task decides
+        del settings["gradient_checkpointing"]
     return replace(_as_plan(made), settings=settings)
 
 

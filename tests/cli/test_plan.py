@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 
@@ -485,3 +487,42 @@ def test_megatrons_expert_flags_as_they_are(cli):
     assert cli("plan", *line.split(), "1", "--json").json["accumulation_steps"] == 8
     refused = cli("plan", *line.split(), "2")
     assert refused.code == 0 and "Megatron refuses 8 devices" in refused.out
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--no-shard --no-checkpoint-activations", "--checkpoint-activations, --no-shard: needs --model or --task"),
+        ("--device h100 --probe", "--device, --probe: needs --model or --task"),
+        ("--model m --probe --context 5MiB --no-shard", "--context has no effect with probe"),
+    ],
+)
+def test_flags_of_a_model_are_refused_where_they_have_no_effect(cli, line, named):
+    ran = cli("plan", "--global-batch-size", "8", *line.split())
+    assert ran.code == 2 and named.replace("--checkpoint", "--no-checkpoint") in ran.err, ran.err
+
+
+def test_a_probed_plan_uses_no_size_that_did_not_run(cli, monkeypatch, tmp_path):
+    asked: dict[str, object] = {}
+
+    def probe(target, **options):
+        asked.update(options)
+        trials = [{"micro_batch_size": 8, "status": "fits", "step_seconds": 1.0}]
+        record = {"max_micro_batch_size": 8, "ranks": 1, "trials": trials}
+        return SimpleNamespace(max_micro_batch_size=8, to_json=lambda: record)
+
+    monkeypatch.setattr(import_module("batchwright.probe.prober"), "probe", probe)
+    (tmp_path / "train.py").write_text("def task(): ...")
+    line = f"--task {tmp_path / 'train.py'}:task --probe --global-batch-size 1024 --devices 2".split()
+    ran = cli("plan", *line, "--max-micro-batch-size", "512", "--json")
+    assert ran.code == 0, ran.out + ran.err
+    assert asked["max"] == 512 and ran.json["micro_batch_size"] == 8
+    assert ran.json["sources"]["max_micro_batch_size"] == "probed"
+    assert any("DDP's buckets" in note for note in ran.json["notes"])
+    assert set(ran.json["settings"]) == {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    assert cli("plan", *line, "--micro-batch-size", "16").code == 2
+    monkeypatch.setattr("batchwright.estimate.model.find_spec", lambda name: True)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    model = f"--model {tmp_path} --sequence-length 8 --lora 4 --precision bf16-pure --probe --global-batch-size 8"
+    shown = cli("plan", *model.split()).out
+    assert "peft.LoraConfig(r=4" in shown and 'from_pretrained(..., dtype="bfloat16")' in shown

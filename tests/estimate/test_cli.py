@@ -16,9 +16,9 @@ pytestmark = pytest.mark.usefixtures("in_process")
 
 @pytest.fixture
 def run(capfd):
-    def of(*arguments: str) -> tuple[int, str, str]:
+    def of(*arguments: str, verb: str = "estimate") -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
-            main(["estimate", *arguments])
+            main([verb, *arguments])
         out, err = capfd.readouterr()
         return ended.value.code, out, err
 
@@ -91,3 +91,31 @@ def test_arguments_are_what_they_look_like():
     assert task_arguments(("a=1", "b=x=y", "c=null", "d=1e-3")) == {"a": 1, "b": "x=y", "c": None, "d": 0.001}
     with pytest.raises(ConfigError, match="not KEY=VALUE"):
         task_arguments(("layers",))
+
+
+@pytest.mark.torch
+def test_a_task_without_blocks_becomes_a_plan_in_text(run, tasks):
+    batch = ("--memory", "1MiB", "--global-batch-size", "64", "--devices", "2")
+    code, out, err = run("--task", f"{tasks}:small", *batch, "--no-shard", verb="plan")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0] == "64 = 32 micro × 1 accumulation × 2 data-parallel"
+    table = lines.index("ways to train, best first:")
+    # One way: nothing can be recomputed, and sharding is forbidden.
+    assert lines[table + 2].split()[:4] == ["no", "no", "32", "1"] and not lines[table + 3]
+    assert "  per_device_train_batch_size=32," in lines and "  gradient_accumulation_steps=1," in lines
+    assert re.search(r"buckets 2\.1 KiB", out) and "DDP's buckets" in out  # 2 × (16² + 16) parameters of 4 bytes
+
+
+@pytest.mark.torch
+def test_notes_about_a_model_reach_its_plan_and_what_is_too_small_says_which_way(run, tasks):
+    task = ("--task", f"{tasks}:recurrent", "--global-batch-size", "4")
+    code, out, err = run(*task, "--memory", "1MiB", "--json", verb="plan")
+    assert code == 0, err
+    assert any("recurrent kernels" in note for note in json.loads(out)["notes"])
+    code, out, err = run(*task, "--memory", "4KiB", verb="plan")
+    flat = " ".join(err.split())
+    assert code == 3 and "not recomputed and not sharded, needs an estimated" in flat
+    assert "--precision bf16" in out and "ranks" not in out  # a ModuleList cannot be sharded
+    code, out, err = run("--task", f"{tasks}:small", "--global-batch-size", "4", "--memory", "4KiB", verb="plan")
+    assert code == 3 and re.search(r"--shard --devices \d+", out) and "ranks=" not in out + err

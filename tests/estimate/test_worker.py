@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from batchwright.core.batch.request import BatchRequest
 from batchwright.core.errors import RunError
 from batchwright.estimate import worker
-from batchwright.estimate.records import EstimateRequest
+from batchwright.estimate.records import ChoiceRequest, EstimateRequest
 
 COMMAND = [sys.executable, "-m", "batchwright", "estimate"]
 
@@ -69,6 +70,8 @@ def test_a_timeout_ends_the_process(tasks, tmp_path):
     request = EstimateRequest(f"{tasks}:sleeps", {"pid_file": str(tmp_path / "pid")})
     with pytest.raises(RunError, match=r"did not finish within 0\.2 s"):
         worker.run("estimate", request, timeout=0.2)
+    with pytest.raises(RunError, match=r"^plan did not finish within 0\.2 s\. Give a micro batch"):
+        worker.run("choose", ChoiceRequest(BatchRequest(), request), timeout=0.2)
 
 
 @pytest.mark.torch

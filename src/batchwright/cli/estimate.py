@@ -123,7 +123,8 @@ def show_remedies(error: BatchwrightError, as_json: bool) -> None:
     """The changes that were estimated because nothing fits."""
     tried = getattr(error, "remedies", ())
     if tried and not as_json:
-        flag = {"precision=": "--precision ", "lora=": "--lora ", "optimizer=": "--optimizer ", "ranks=": "--ranks "}
+        names = ("precision", "lora", "optimizer", "ranks", "devices", "nodes")
+        flag = {f"{name}=": f"--{name} " for name in names} | {"shard": "--shard"}
         rows: list[tuple[str, ...]] = []
         for change in tried:
             spelled = change["change"].replace("checkpoint_activations", "--checkpoint-activations")

@@ -132,13 +132,13 @@ def command(
     """
     left_out: tuple[str, ...] = ctx.meta["left_out"]
     memory = {name: flags.pop(name) for name in _MEMORY}
-    if named := {name: value for name, value in memory.items() if value not in (None, False, ())}:
+    if named := {name: value for name, value in memory.items() if value != _NOT_GIVEN.get(name)}:
         if not left_out:
             unused = {"from_probe": from_probe, "tolerance": tolerance}
             _planned(gather(arguments, flags), memory, unused, as_json)
             return
         # In a pasted line, --model and --device are the program's.
-        left_out += tuple(word for name, value in named.items() for word in (f"--{name}", str(value)))
+        left_out += tuple(word for name, value in named.items() for word in _typed(name, value))
     request = gather(arguments, flags, left_out).request()
     times = None
     if from_probe:
@@ -178,8 +178,14 @@ def _planned(gathered: Gathered, memory: dict[str, Any], unused: dict[str, Any],
         if value is not None
     ]
     if memory["model"] is None and memory["task"] is None:
-        named = [f"--{n.replace('_', '-')}" for n, v in memory.items() if v not in (None, False, ())]
+        named = [_typed(n, v)[0] for n, v in memory.items() if v != _NOT_GIVEN.get(n)]
         wrong.append(Violation(f"{', '.join(named)}: needs --model or --task.", "model"))
+    if memory["probe"]:
+        wrong += [
+            Violation(f"{name} has no effect with probe: what runs is measured.", name, memory[name])
+            for name in ("context", "workspaces", "fragmentation", "shard")
+            if memory[name] is not None
+        ]
     task, arguments = memory["task"], dict[str, Any]()
     readers = (
         lambda: gathered.request(),
@@ -196,7 +202,6 @@ def _planned(gathered: Gathered, memory: dict[str, Any], unused: dict[str, Any],
     request, given, (task, arguments) = read
     given |= {name: memory[name] for name in ("model", "checkpoint_activations", "shard", "probe")}
     if memory["probe"]:
-        given |= {} if memory["shard"] is None else {"shard": memory["shard"]}
         from batchwright.probe.display import TrialLines
 
         given["progress"] = TrialLines()
@@ -209,7 +214,28 @@ def _planned(gathered: Gathered, memory: dict[str, Any], unused: dict[str, Any],
     if as_json:
         print_json(made.to_json())
     else:
-        click.echo("\n".join([*render(made), *_memory(made)]))
+        lines = [
+            *render(made),
+            *_memory(made),
+            *_beside(memory["precision"], given.get("lora", 0), made.tensor_parallel),
+        ]
+        if made.memory is not None:
+            lines += ["", "assumptions:", *text.bullets(spell(line) for line in made.memory.assumptions)]
+        click.echo("\n".join(lines))
+
+
+def _beside(precision: str | None, lora: int, tensor_parallel: int) -> list[str]:
+    """What TrainingArguments do not contain."""
+    lines: list[str] = []
+    if precision and precision.endswith("-pure"):
+        kind = {"bf16": "bfloat16", "fp16": "float16"}[precision.partition("-")[0]]
+        lines.append(f'  and load the model in {kind}: from_pretrained(..., dtype="{kind}")')
+    if lora:
+        lines.append(f'  and train adapters: peft.LoraConfig(r={lora}, target_modules="all-linear")')
+    if tensor_parallel > 1:
+        size = tensor_parallel
+        lines.append(f"  and split each layer over {size} devices: ParallelismConfig(tp_size={size})")
+    return lines
 
 
 def _memory(made: Plan) -> list[str]:
@@ -244,16 +270,6 @@ def _memory(made: Plan) -> list[str]:
         ]
     lines += ["", "Hugging Face TrainingArguments:"]
     lines += [f"  {name}={value!r}," for name, value in made.settings.items()]
-    if placed:
-        if placed.precision.endswith("-pure"):
-            kind = {"bf16": "bfloat16", "fp16": "float16"}[placed.precision.partition("-")[0]]
-            lines.append(f'  and load the model in {kind}: from_pretrained(..., dtype="{kind}")')
-        if placed.lora:
-            lines.append(f'  and train adapters: peft.LoraConfig(r={placed.lora}, target_modules="all-linear")')
-        if placed.tensor_parallel > 1:
-            size = placed.tensor_parallel
-            lines.append(f"  and split each layer over {size} devices: ParallelismConfig(tp_size={size})")
-        lines += ["", "assumptions:", *text.bullets(spell(line) for line in placed.assumptions)]
     return lines
 
 
@@ -261,6 +277,19 @@ _MEMORY = (
     "model", "task", "args", "device", "memory", "margin", "context", "workspaces", "fragmentation", "precision",
     "optimizer", "lora", "checkpoint_activations", "shard", "probe",
 )  # fmt: skip
+_NOT_GIVEN: dict[str, Any] = {"args": (), "probe": False}
+
+
+def _typed(name: str, value: Any) -> tuple[str, ...]:
+    """The flag of a value, as it was typed.
+
+    >>> _typed("shard", False), _typed("device", "h100")
+    (('--no-shard',), ('--device', 'h100'))
+    """
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return (f"--{flag}" if value else f"--no-{flag}",)
+    return (f"--{flag}", str(value))
 
 
 def _probed(request: BatchRequest, path: str) -> tuple[BatchRequest, Throughput]:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from batchwright.core.batch.plan import BatchPlan, plan
 from batchwright.core.batch.request import BatchRequest, resolve_ranks
+from batchwright.core.errors import PlanError
 from batchwright.core.numbers import divisors
 
 from .fit import largest
 from .records import MOST, Candidate, EstimateRequest, Point
-from .walks import Walks
+from .walks import CLOSED, Walks
 
 # Assumptions: recomputation is one more forward pass of three; gathering parameters is not hidden completely; a micro batch
 # of so many tokens runs at half of the speed of a large one (the same constant as for pipelines).
 RECOMPUTED, SHARDED, HALF_SPEED_TOKENS = 4 / 3, 1.1, 512
 # So many winners that a whole walk refutes, and all ways are walked as a whole.
 MISSES = 4
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ def ways(
     ranks = resolve_ranks(batch) or 1
     shards = [1] if ranks == 1 or shard is False else [ranks] if shard else [1, ranks]
     recomputed = [False, True] if checkpoint is None else [checkpoint]
-    return [replace(base, ranks=r, checkpoint_activations=c) for r in shards for c in recomputed]
+    made = [replace(base, ranks=r, checkpoint_activations=c) for r in shards for c in recomputed]
+    return [replace(way, replicas=ranks if way.ranks == 1 else 1) for way in made]
 
 
 def choose(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int, walks: Walks) -> Choice | None:
@@ -57,17 +61,17 @@ def choose(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int
     misses = 0
     while True:
         fitting = [way for way in found if way.plan is not None]
-        if not fitting or misses == MISSES:
-            # A line from fewer layers is not believed where it says that nothing fits, or where it is often wrong.
-            if walks.layers is None:
-                return None
-            request, _, size = closest(batch, open_ways, walks)
-            smallest = walks.point(request, size, whole=True)
-            if not fitting and smallest.peak_memory_bytes > limit:
-                return None
+        # A line from fewer layers is not believed where it says that nothing fits, or where it is often wrong.
+        if walks.layers is not None and (not fitting or misses == MISSES):
+            if not fitting and not misses:  # no line was raised: each is below the peak of its way
+                request, _, size = closest(batch, open_ways, walks)
+                if walks.point(request, size, whole=True).peak_memory_bytes > limit:
+                    return None
             walks.whole_only()
             found = _all(batch, open_ways, limit, walks)
             continue
+        if not fitting:
+            return None
         best = min(fitting, key=lambda way: way.candidate.relative_time or 0.0)
         assert best.plan is not None
         micro, steps = best.plan.micro_batch_size, best.plan.accumulation_steps
@@ -84,11 +88,34 @@ def choose(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int
 def closest(
     batch: BatchRequest, open_ways: Sequence[EstimateRequest], walks: Walks
 ) -> tuple[EstimateRequest, Point, int]:
-    """The way that needs least at the smallest micro batch, its peak, and that micro batch."""
-    size = _fixed(batch) or 1
-    points = [(walks.point(way := _accumulating(batch, w), size), way) for w in open_ways]
-    point, request = min(points, key=lambda one: one[0].peak_memory_bytes)
-    return request, point, size
+    """The way and the micro batch that need least, and their peak."""
+    found = _each(open_ways, lambda way: _least(batch, way, walks))
+    return min(found, key=lambda one: one[1].peak_memory_bytes)
+
+
+def _least(batch: BatchRequest, request: EstimateRequest, walks: Walks) -> tuple[EstimateRequest, Point, int]:
+    """The micro batch of one way that needs least: the smallest, or the whole share, which does not accumulate."""
+    fixed, share = _fixed(batch), _share(batch)
+    whole = () if share is None or share > (batch.max_micro_batch_size or MOST) else (share,)
+    sizes = (fixed,) if fixed else (1, *whole)
+    points = [(at := _at(batch, request, size), walks.point(at, size), size) for size in sizes]
+    return min(points, key=lambda one: one[1].peak_memory_bytes)
+
+
+def _each(open_ways: Sequence[EstimateRequest], walk: Callable[[EstimateRequest], T]) -> list[T]:
+    """`walk` of every way that the model allows; an error if it allows none."""
+    found: list[T] = []
+    closed: list[PlanError] = []
+    for way in open_ways:
+        try:
+            found.append(walk(way))
+        except PlanError as error:
+            closed.append(error)
+            if error.field not in CLOSED:
+                raise
+    if not found:
+        raise closed[0]
+    return found
 
 
 def _order(way: _Way) -> tuple[bool, float]:
@@ -105,17 +132,26 @@ def _fixed(batch: BatchRequest) -> int | None:
     return None if made.alternatives else made.micro_batch_size
 
 
-def _accumulating(batch: BatchRequest, request: EstimateRequest) -> EstimateRequest:
-    """Gradients exist during the forward unless one micro batch is the whole step."""
-    known = batch.global_batch_size is not None or batch.global_batch_size_tokens is not None
-    steps = batch.accumulation_steps or (2 if known else 1)
+def _share(batch: BatchRequest) -> int | None:
+    """The samples of one rank in a step; None if the global batch is open."""
+    if batch.global_batch_size is None and batch.global_batch_size_tokens is None:
+        return None
+    whole = plan(replace(batch, max_micro_batch_size=None))
+    return -(-whole.global_batch_size // whole.data_parallel_size)
+
+
+def _at(batch: BatchRequest, request: EstimateRequest, size: int) -> EstimateRequest:
+    """The request at a micro batch. Gradients exist during the forward unless one micro batch is the whole step."""
+    share = _share(batch)
+    steps = batch.accumulation_steps or (1 if share is None or size >= share else 2)
     return replace(request, accumulation_steps=min(steps, 2))
 
 
 def _all(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int, walks: Walks) -> list[_Way]:
     """Every way. What fits without recomputation or sharding also fits with it: the search starts there."""
     found: list[_Way] = []
-    for request in open_ways:
+
+    def walk(request: EstimateRequest) -> None:
         below = [
             way.candidate.max_micro_batch_size
             for way in found
@@ -123,33 +159,31 @@ def _all(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int, 
             and way.request.ranks <= request.ranks
         ]
         found.append(_way(batch, request, limit, walks, max(below, default=0)))
+
+    _each(open_ways, walk)
     return found
 
 
 def _way(batch: BatchRequest, request: EstimateRequest, limit: int, walks: Walks, least: int = 0) -> _Way:
     """The largest micro batch of one way; sizes up to `least` are expected to fit."""
-    accumulating = _accumulating(batch, request)
 
-    def fits(size: int) -> bool:
-        # One micro batch is the step: no gradients exist in the forward.
-        single = whole is not None and size == share and batch.accumulation_steps in (None, 1)
-        used = replace(accumulating, accumulation_steps=1) if single else accumulating
-        return walks.point(used, size).peak_memory_bytes <= limit
+    def peak(size: int) -> int:
+        return walks.point(_at(batch, request, size), size).peak_memory_bytes
 
-    known = batch.global_batch_size is not None or batch.global_batch_size_tokens is not None
-    whole = plan(replace(batch, max_micro_batch_size=None)) if known else None
-    share = -(-whole.global_batch_size // whole.data_parallel_size) if whole else MOST
-    most = min(share, batch.max_micro_batch_size or MOST)
-    fixed = _fixed(batch)
+    fixed, share = _fixed(batch), _share(batch)
+    most = min(share or MOST, batch.max_micro_batch_size or MOST)
     if fixed is not None:
-        size = fixed if fits(fixed) else 0
-    elif whole is not None:
-        sizes = [d for d in (range(1, most + 1) if whole.ragged else divisors(share)) if d <= most]
-        size = _last(sizes, fits, least)
+        size = fixed if peak(fixed) <= limit else 0
+    elif share is None:
+        size = largest(peak, limit, most=most)
+    elif most == share and peak(share) <= limit:  # without accumulation, it may need less than a smaller size
+        size = share
     else:
-        size = largest(lambda b: walks.point(accumulating, b).peak_memory_bytes, limit, most=most)
+        ragged = plan(replace(batch, max_micro_batch_size=None)).ragged
+        sizes = [d for d in (range(1, most + 1) if ragged else divisors(share)) if d <= most and d < share]
+        size = _last(sizes, lambda size: peak(size) <= limit, least)
     if size == 0:
-        point = walks.point(accumulating, fixed or 1)
+        _, point, _ = _least(batch, request, walks)
         return _Way(request, _candidate(request, 0, None, point, None), None)
     origins = batch.origins
     if size != batch.max_micro_batch_size:
@@ -163,14 +197,14 @@ def _way(batch: BatchRequest, request: EstimateRequest, limit: int, walks: Walks
 
 
 def _last(sizes: Sequence[int], fits: Callable[[int], bool], least: int) -> int:
-    """The largest size that fits, by bisection; 0 if the smallest does not. Sizes up to `least` are taken to fit.
+    """The largest size that fits, by bisection; 0 if none does. Sizes up to `least` are taken to fit.
 
     >>> _last([1, 2, 4, 8], lambda size: size <= 5, 0), _last([1, 2], lambda size: False, 0)
     (4, 0)
     """
     low = sum(size <= least for size in sizes) - 1
     if low < 0:
-        if not fits(sizes[0]):
+        if not sizes or not fits(sizes[0]):
             return 0
         low = 0
     high = len(sizes)

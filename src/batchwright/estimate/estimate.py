@@ -214,9 +214,9 @@ def check_request(r: EstimateRequest, optimizer: str | None, calibrate: bool = F
         message = f"optimizer={r.optimizer!r} is not one of {', '.join(OPTIMIZERS)}."
         wrong.append(Violation(message, "optimizer", r.optimizer, OPTIMIZERS))
     if r.model is None:
-        own = {"optimizer": optimizer, "lora": r.lora or None, "tensor_parallel": r.tensor_parallel}
-        for name, value in own.items():
-            if value not in (None, 1):
+        own = {"optimizer": (optimizer, None), "lora": (r.lora, 0), "tensor_parallel": (r.tensor_parallel, 1)}
+        for name, (value, neutral) in own.items():
+            if value != neutral:
                 message = f"{name}={value} needs model: a task decides itself."
                 wrong.append(Violation(message, name, value))
     elif not r.sequence_lengths:
@@ -274,20 +274,22 @@ def _slope(points: Sequence[Point], limit: Mapping[str, Any], framework: str) ->
     return line(chosen) if len(chosen) > 1 else None
 
 
-def nothing_fits(room: Room, smallest: Point, changes: Sequence[Mapping[str, Any]]) -> NothingFitsError:
-    """The error for a model that fits at no size, with what would make it fit."""
+def nothing_fits(room: Room, smallest: Point, changes: Sequence[Mapping[str, Any]], way: str = "") -> NothingFitsError:
+    """The error for a model that fits at no size, with what would make it fit; `way`: how it is trained at that peak."""
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in smallest.breakdown.items() if size)
     where = "" if smallest.sequence_length is None else f" at sequence_length={smallest.sequence_length}"
     usable = room.usable_bytes or 0
     safely = room.memory_bytes is not None and smallest.peak_memory_bytes <= room.memory_bytes
     found = [codec.decode(Remedy, change) for change in changes]
     fitting = [f"{r.change} ({format_bytes(r.peak_memory_bytes)})" for r in found if r.fits]
-    would = f"These would fit: {'; '.join(fitting)}." if fitting else "Use a shorter sequence or a smaller model."
-    if found and not fitting:
-        would = f"None of {len(found)} changes alone would fit: {'; '.join(r.change for r in found)}. {would}"
+    would = "Use a shorter sequence or a smaller model."
+    if fitting:
+        would = f"{len(fitting)} of {len(found)} changes would fit. Nearest: {fitting[0]}."
+    elif found:
+        would = f"None of {len(found)} changes would fit: {'; '.join(r.change for r in found)}. {would}"
     kept = "" if usable == room.memory_bytes else f" of {format_bytes(room.memory_bytes)}"
     error = NothingFitsError(
-        f"nothing fits{' safely' if safely else ''}: micro_batch_size={smallest.micro_batch_size}{where} needs an estimated "
+        f"nothing fits{' safely' if safely else ''}: micro_batch_size={smallest.micro_batch_size}{where}{way} needs an estimated "
         f"{format_bytes(smallest.peak_memory_bytes)} ({parts}), and {room.device.name if room.device else 'the memory given'} "
         f"has {format_bytes(usable)}{kept} for it. {would}",
         field="memory",
@@ -359,8 +361,13 @@ def assumptions(request: EstimateRequest, framework: str, room: Room) -> tuple[s
         lines.append("Every layer is computed again in the backward pass (gradient checkpointing of transformers).")
     if request.tensor_parallel > 1:
         lines.append(
-            f"By rule: tensor parallelism over {request.tensor_parallel} devices, with sequence parallelism, divides "
-            "parameters, gradients, optimizer state and activations evenly."
+            f"By rule: tensor parallelism over {request.tensor_parallel} devices divides parameters, gradients, optimizer "
+            "state and activations evenly. Sequence parallelism must be on: without it, activations are not divided."
+        )
+    if request.replicas > 1:
+        lines.append(
+            f"By rule: on {request.replicas} ranks that are not sharded, DDP's buckets are as large as the gradients that are "
+            "trained (gradient_as_bucket_view=False)."
         )
     if request.ranks > 1:
         lines.append(f"Sharded by FSDP2 over {request.ranks} ranks: every repeated block, then the rest. Per rank.")

@@ -32,7 +32,7 @@ from batchwright.processes.endings import is_users, sentence, users_frames
 from batchwright.runtime.task import Task, load_task
 
 from .records import EstimateRequest, Point
-from .rules import FourBits, four_bits, route_uniformly
+from .rules import FourBits, bucket_bytes, four_bits, route_uniformly
 from .steps import (
     AUTOCAST,
     Batches,
@@ -127,6 +127,9 @@ class FakeRuns:
             parts["parameters"] -= saved
             parts["other"] += self.four_bits.largest_bytes
             peak += self.four_bits.largest_bytes - saved
+        if self.model is not None and self.request.replicas > 1:
+            parts["buckets"] = bucket_bytes(self.model)
+            peak += parts["buckets"]
         return Point(micro_batch_size, self.sequence_length, peak, parts)
 
     def _load(self) -> tuple[Task, Batches]:
@@ -236,9 +239,17 @@ def _shard(model: nn.Module, ranks: int, precision: str) -> None:
     policy = MixedPrecisionPolicy()
     if precision in AUTOCAST:
         policy = MixedPrecisionPolicy(param_dtype=AUTOCAST[precision], reduce_dtype=torch.float32)
-    for block in blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    try:
+        for block in blocks(model):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    except ValueError as error:  # such as a ModuleList, which has no forward
+        raise PlanError(
+            f"ranks={ranks}: FSDP2 cannot shard this model: {str(error).splitlines()[0]}",
+            field="ranks",
+            given=ranks,
+            nearest=(1,),
+        ) from None
 
 
 def destroy_fake_group() -> None:

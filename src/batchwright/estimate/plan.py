@@ -55,7 +55,9 @@ def plan_memory(
     request = ChoiceRequest(batch, base, checkpoint_activations, shard)
     result = worker.run("choose", request, timeout=timeout)
     if "remedies" in result:
-        raise nothing_fits(room, codec.decode(Point, result["point"]), result["remedies"])
+        way = codec.decode(EstimateRequest, result["way"])
+        changes = [{**r, "change": _on_devices(r["change"], batch)} for r in result["remedies"]]
+        raise nothing_fits(room, codec.decode(Point, result["point"]), changes, _trained(way))
     made = codec.decode(Choice, result)
     way = replace(made.request, accumulation_steps=made.plan.accumulation_steps)
     rule = (
@@ -64,7 +66,8 @@ def plan_memory(
     )
     few = ("`extrapolated`: from two and four layers, since all are the same. The first row is from all layers.",)
     extrapolated = any(c.source == "extrapolated" for c in made.candidates)
-    return made.plan, Placement(
+    planned = replace(made.plan, notes=(*made.plan.notes, *result["notes"]))
+    return planned, Placement(
         task=task,
         model=model,
         device=room.device,
@@ -82,8 +85,34 @@ def plan_memory(
         breakdown=made.point.breakdown,
         source=made.candidates[0].source,
         candidates=made.candidates,
-        assumptions=(*assumptions(way, "torch", room), *rule, *(few if extrapolated else ())),
+        assumptions=(*assumptions(way, "torch", room), *result["rules"], *rule, *(few if extrapolated else ())),
     )
+
+
+def _trained(way: EstimateRequest) -> str:
+    """How a way trains, for an error.
+
+    >>> _trained(EstimateRequest("", checkpoint_activations=True, ranks=8))
+    ', recomputed and sharded over 8 ranks,'
+    """
+    recomputed = "recomputed" if way.checkpoint_activations else "not recomputed"
+    return f", {recomputed} and {f'sharded over {way.ranks} ranks' if way.ranks > 1 else 'not sharded'},"
+
+
+def _on_devices(change: str, batch: BatchRequest) -> str:
+    """A change of the ranks, as plan takes it.
+
+    >>> _on_devices("lora=16 + ranks=8", BatchRequest(tensor_parallel=2))
+    'lora=16 + shard + devices=16'
+    >>> _on_devices("ranks=8", BatchRequest(devices_per_node=4))
+    'shard + nodes=2'
+    """
+    names, found, ranks = change.rpartition("ranks=")
+    if not found:
+        return change
+    devices = int(ranks) * batch.tensor_parallel
+    each = batch.devices_per_node
+    return f"{names}shard + " + (f"nodes={devices // each}" if each and devices % each == 0 else f"devices={devices}")
 
 
 def described(

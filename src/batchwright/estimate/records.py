@@ -41,6 +41,7 @@ class EstimateRequest:
     lora: int = 0  # the rank of the adapters; 0: all parameters are trained
     tensor_parallel: int = 1  # by rule
     layers: int | None = None  # build only so many; None: all
+    replicas: int = 1  # above 1, and not sharded: DDP's buckets, by rule
 
     def as_task(self) -> EstimateRequest:
         """The request with the task of its model: transformers and peft do what the estimate does for other tasks."""

@@ -5,23 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from .records import EstimateRequest, Remedy
-from .walks import Walks
+from batchwright.core.errors import PlanError
+
+from .records import EstimateRequest, Point, Remedy
+from .walks import CLOSED, Walks
 
 LORA_RANK = 16  # the usual one; the memory hardly depends on it
-MOST_RANKS = 2**10
+MOST_TRIED = 2**10  # ranks
+STATES = ("parameters", "gradients", "optimizer")
 
 
 def remedies(request: EstimateRequest, size: int, limit: int, walks: Walks) -> tuple[Remedy, ...]:
     """The changes that were tried at this size, those that fit first, then by memory."""
-    found: list[Remedy] = []
-    for names, variant in _variants(request):
-        point = walks.point(variant, size)
-        found.append(Remedy(" + ".join(names), point.peak_memory_bytes, point.peak_memory_bytes <= limit, point.source))
-    for variant in (request, replace(request, checkpoint_activations=True)):
-        if variant is request or variant != request:
-            found += _ranks(request, variant, size, limit, walks)
+    found = [
+        _remedy(names, point, limit)
+        for names, variant in _variants(request)
+        if (point := _point(variant, size, limit, walks)) is not None
+    ]
+    found += _ranks((), request, size, limit, walks)
+    if not request.checkpoint_activations:
+        found += _ranks(("checkpoint_activations",), replace(request, checkpoint_activations=True), size, limit, walks)
     return tuple(sorted(found, key=lambda r: (not r.fits, r.change.count("+"), r.peak_memory_bytes)))
+
+
+def _remedy(names: tuple[str, ...], point: Point, limit: int) -> Remedy:
+    return Remedy(" + ".join(names), point.peak_memory_bytes, point.peak_memory_bytes <= limit, point.source)
+
+
+def _point(variant: EstimateRequest, size: int, limit: int, walks: Walks) -> Point | None:
+    """The peak, from all layers where it fits; None if the model cannot be trained in this way."""
+    try:
+        point = walks.point(variant, size)
+    except PlanError as error:
+        if error.field in CLOSED:
+            return None
+        raise
+    return walks.point(variant, size, whole=True) if point.peak_memory_bytes <= limit else point
 
 
 def _variants(request: EstimateRequest) -> Iterator[tuple[tuple[str, ...], EstimateRequest]]:
@@ -50,30 +69,25 @@ def _named(changes: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(name if value is True else f"{name}={value}" for name, value in changes.items())
 
 
-def _ranks(request: EstimateRequest, variant: EstimateRequest, size: int, limit: int, walks: Walks) -> Iterator[Remedy]:
-    """The fewest ranks, in doublings, over which a sharded variant fits: a part of the peak is divided, a part stays."""
-    extra = ("checkpoint_activations",) if variant.checkpoint_activations != request.checkpoint_activations else ()
-    ranks = request.ranks * 2
-    last = None
-    while ranks <= MOST_RANKS:
-        point = walks.point(replace(variant, ranks=ranks), size)
-        last = Remedy(
-            " + ".join((*extra, f"ranks={ranks}")),
-            point.peak_memory_bytes,
-            point.peak_memory_bytes <= limit,
-            point.source,
-        )
-        if last.fits:
-            break
-        divided = point.breakdown.get("parameters", 0) + point.breakdown.get("gradients", 0)
-        divided += point.breakdown.get("optimizer", 0)
+def _ranks(names: tuple[str, ...], variant: EstimateRequest, size: int, limit: int, walks: Walks) -> Iterator[Remedy]:
+    """The fewest ranks, in doublings, over which a variant fits: solved from one sharded walk, then walked."""
+    variant = replace(variant, replicas=1)
+    first = variant.ranks * 2
+    point = _point(replace(variant, ranks=first), size, limit, walks)
+    if point is None:
+        return
+    ranks = first
+    if point.peak_memory_bytes > limit:
+        # The states are divided; the rest, which includes what is gathered, stays.
+        divided = sum(point.breakdown.get(name, 0) for name in STATES)
         stays = point.peak_memory_bytes - divided
-        if stays >= limit:
-            break  # more ranks divide the states only
-        # The part that stays includes what is gathered, so this is the fewest that may fit.
-        ranks = max(ranks * 2, _doubled(request.ranks, ranks * divided / (limit - stays)))
-    if last is not None:
-        yield last
+        ranks = max(first * 2, _doubled(first, first * divided / (limit - stays))) if stays < limit else first
+        if first < ranks <= MOST_TRIED:
+            point = _point(replace(variant, ranks=ranks), size, limit, walks)
+        else:
+            ranks = first
+    assert point is not None
+    yield _remedy((*names, f"ranks={ranks}"), point, limit)
 
 
 def _doubled(start: int, least: float) -> int:

@@ -57,6 +57,15 @@ def four_bits(model: nn.Module) -> FourBits:
     )
 
 
+def bucket_bytes(model: nn.Module) -> int:
+    """The buckets in which DDP sums gradients, as large as all of them: they are not the gradients' own memory by default.
+
+    >>> bucket_bytes(nn.Sequential(nn.Linear(2, 2), nn.Linear(8, 8).requires_grad_(False)))
+    24
+    """
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
 def route_uniformly(model: nn.Module) -> tuple[str, ...]:
     """Let the experts of a Hugging Face model compute in groups; the assumption, or nothing if there are none.
 

@@ -14,6 +14,8 @@ from typing import Any
 from .records import EstimateRequest, Point
 
 FEW, MORE = 2, 4
+# The fields of errors that say: this model cannot be recomputed, or sharded. Then that is no way to train it.
+CLOSED = ("checkpoint_activations", "ranks")
 Runs = Callable[[EstimateRequest, int | None], Any]  # FakeRuns: each `point` is two fake steps at one size
 
 
@@ -50,8 +52,10 @@ class Walks:
         rest = self.layers - FEW
         parts = {k: v + (more.breakdown.get(k, 0) - v) * rest // (MORE - FEW) for k, v in few.breakdown.items()}
         peak = few.peak_memory_bytes + (more.peak_memory_bytes - few.peak_memory_bytes) * rest // (MORE - FEW)
-        # What a whole walk found to be missing in this line.
-        peak += self.corrections.get(_key(request), 0)
+        # What a whole walk found to be missing in this line; in a part, so that it is divided as the others are.
+        missing = self.corrections.get(_key(request), 0)
+        parts["activations"] = parts.get("activations", 0) + missing
+        peak += missing
         return replace(few, peak_memory_bytes=peak, breakdown=parts, source="extrapolated").split(
             request.tensor_parallel
         )
@@ -64,6 +68,10 @@ class Walks:
             key = _key(request)
             self.corrections[key] = self.corrections.get(key, 0) + max(0, missing)
         return point
+
+    def said(self, what: str) -> list[str]:
+        """The `rules` or `notes` of the model: those of the first walk."""
+        return list(getattr(next(iter(self.runners.values())), what, ()))
 
     def _walk(self, request: EstimateRequest, size: int) -> Point:
         key = repr(replace(request, tensor_parallel=1, memory_bytes=None))

@@ -47,9 +47,13 @@ def run(job: str, request: EstimateRequest | ChoiceRequest, *, timeout: float) -
         with GuardedProcess(command, env, scratch=folder) as child:
             done = child.watch(timeout, echo=True)
         if done.returncode is None:
+            less = "Give it more time (--timeout), or fewer sizes (--micro-batch-size)."
+            if job == "choose":
+                less = (
+                    "Give a micro batch (--micro-batch-size) or a way to train (--no-shard, --checkpoint-activations)."
+                )
             raise RunError(
-                f"{job} did not finish within {timeout:g} s. Give it more time (--timeout), or fewer sizes "
-                "(--micro-batch-size).",
+                f"{'plan' if job == 'choose' else job} did not finish within {timeout:g} s. {less}",
                 field="timeout",
                 given=timeout,
             )
@@ -76,11 +80,15 @@ def answer(job: str, request: EstimateRequest | ChoiceRequest) -> dict[str, Any]
         warnings.simplefilter("ignore")  # torch warns about its own private tools
         try:
             framework = "jax" if base.model is None and is_jax(_source(base.task)) else "torch"
+            if base.model is not None and base.tensor_parallel > 1:
+                from .models.causal_lm import check_split
+
+                check_split(base.model, base.tensor_parallel)
             if isinstance(request, ChoiceRequest):
                 return _choose(request, framework)
             return _trial(request, framework) if job == "trial" else _estimate(request, framework)
         except BaseException as error:
-            return {"error": _error(error, base.task)}
+            return {"error": _error(error, base)}
         finally:
             if "batchwright.estimate.fake" in sys.modules:
                 from .fake import destroy_fake_group
@@ -153,13 +161,13 @@ def _choose(request: ChoiceRequest, framework: str) -> dict[str, Any]:
     open_ways = ways(request.batch, base, request.checkpoint_activations, request.sharded)
     made = choose(request.batch, open_ways, base.memory_bytes, walks)
     if made is None:
-        smallest, point, size = closest(request.batch, open_ways, walks)
+        smallest, _, size = closest(request.batch, open_ways, walks)
         return {
-            "point": codec.encode(point),
+            "point": codec.encode(walks.point(smallest, size, whole=True)),
             "way": codec.encode(smallest),
             "remedies": _remedies(smallest, size, walks),
         }
-    return codec.encode(made)
+    return codec.encode(made) | {"rules": walks.said("rules"), "notes": walks.said("notes")}
 
 
 def _activations(point: Point) -> bool:
@@ -240,9 +248,12 @@ def _progress(request: EstimateRequest, point: Point, seconds: float) -> None:
         print(f"{line} ({seconds:.1f} s)", file=sys.stderr, flush=True)
 
 
-def _error(error: BaseException, task: str) -> dict[str, Any]:
+def _error(error: BaseException, base: EstimateRequest) -> dict[str, Any]:
+    task = base.task
     try:
-        if "torch" in sys.modules and isinstance(error, Exception) and not isinstance(error, BatchwrightError):
+        if base.model is not None and isinstance(error, Exception) and not isinstance(error, BatchwrightError):
+            error = _of_model(error, base.model)
+        elif "torch" in sys.modules and isinstance(error, Exception) and not isinstance(error, BatchwrightError):
             from .fake import explain
 
             error = explain(error, task)
@@ -253,6 +264,19 @@ def _error(error: BaseException, task: str) -> dict[str, Any]:
     except BaseException as bug:
         return {"type": "bug", "message": f"{type(bug).__name__}: {bug}", "traceback": traceback.format_exc()}
     return error_record(error)
+
+
+def _of_model(error: Exception, model: str) -> PlanError:
+    """The error of a model whose step cannot be followed; raised as it is if it is of our own code."""
+    if Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(Path(__file__).parents[1]):
+        raise error
+    text = (str(error).splitlines() or [""])[0]
+    return PlanError(
+        f"model={model}: a training step of this model cannot be estimated: {sentence(f'{type(error).__name__}: {text}')} "
+        "Correct the configuration, or write a task for it: FILE.py:function.",
+        field="model",
+        given=model,
+    )
 
 
 def main(request_file: str, result_file: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from math import gcd
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from batchwright.core.errors import PlanError
+from batchwright.core.numbers import divisors
 from batchwright.runtime.task import Task
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,7 +56,9 @@ def task(
         weight = tokens.numel() - tokens.shape[0]  # the first token of a sample has no prediction
         return mean * weight, weight
 
-    vocabulary = settings.get_text_config().vocab_size
+    vocabulary = getattr(settings.get_text_config(), "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        raise _not_a_language_model(settings)
     return Task(
         model=model,
         dataset=Tokens(vocabulary, sequence_length),
@@ -106,21 +110,55 @@ def build(settings: Any, dtype: torch.dtype, lora: int, checkpoint_activations: 
 
     try:
         model: Any = AutoModelForCausalLM.from_config(settings, dtype=dtype)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
+    except Exception as error:
+        if type(error).__module__.startswith("torch._subclasses"):
+            raise  # fake tensors cannot build it: it is built without them
+        if "Unrecognized configuration class" in str(error):
+            raise _not_a_language_model(settings) from None
+        text = (str(error).splitlines() or [""])[0]
         raise PlanError(
-            f"model: {type(settings).__name__} is not a causal language model. Write a task for it: FILE.py:function.",
+            f"model: transformers cannot build this {type(settings).__name__}: {type(error).__name__}: {text}",
             field="model",
             given=type(settings).__name__,
         ) from None
     if checkpoint_activations:
+        if not model.supports_gradient_checkpointing:
+            raise PlanError(
+                f"checkpoint_activations: {type(model).__name__} does not support gradient checkpointing.",
+                field="checkpoint_activations",
+                given=True,
+                nearest=(False,),
+            )
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if lora:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
     return model.train()
+
+
+def _not_a_language_model(settings: Any) -> PlanError:
+    name = type(settings).__name__
+    message = f"model: {name} is not a causal language model. Write a task for it: FILE.py:function."
+    return PlanError(message, field="model", given=name)
+
+
+def check_split(path: str, devices: int) -> None:
+    """Refuse tensor parallelism over devices that cannot have the same number of heads each."""
+    text = read_config(path).get_text_config()
+    names = ("num_attention_heads", "num_key_value_heads")
+    heads = {name: n for name in names if isinstance(n := getattr(text, name, None), int)}
+    common = gcd(*heads.values())
+    if common % devices:
+        near = [d for d in divisors(common) if d < devices][-1:] + [d for d in divisors(common) if d > devices][:1]
+        counts = " and ".join(f"{name} {n}" for name, n in heads.items())
+        raise PlanError(
+            f"tensor_parallel={devices} must divide the heads of the model: {counts}. "
+            f"Nearest: tensor_parallel={' or '.join(map(str, near))}.",
+            field="tensor_parallel",
+            given=devices,
+            nearest=tuple(near),
+        )
 
 
 def optimizers(real: bool) -> dict[str, Callable[[Any], Optimizer]]:
