@@ -249,7 +249,7 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
         "dataloader_drop_last", "save_only_model", "lr_scheduler_kwargs", "trainer",
     }  # fmt: skip
 
-    def fields(**given):
+    def refused_fields(**given):
         with pytest.raises(PlanError) as refused:
             made(**given)
         return [violation.field for violation in refused.value.violations]
@@ -263,11 +263,11 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
 
     with pytest.raises(PlanError, match=r"compute_loss, create_scheduler: replaces .* exact\(Mine\)"):
         Above(hf.Bare(), args=hf.arguments(tmp_path), train_dataset=hf.rows(32), schedule=schedule)
-    assert fields(lr_scheduler_type="inverse_sqrt", lr_scheduler_kwargs={"timescale": 9}, save_on_each_node=True) == [
+    assert refused_fields(lr_scheduler_type="inverse_sqrt", lr_scheduler_kwargs={"timescale": 9}, save_on_each_node=True) == [
         "save_on_each_node", "lr_scheduler_kwargs", "lr_scheduler_type",
     ]  # fmt: skip
     assert made(lr_scheduler_type="inverse_sqrt", warmup_steps=2).seat.course.steps == 4
-    assert fields(save_total_limit=1, metric_for_best_model="loss") == ["save_total_limit"]
+    assert refused_fields(save_total_limit=1, metric_for_best_model="loss") == ["save_total_limit"]
     best = {
         "save_strategy": "best",
         "eval_strategy": "steps",
@@ -278,7 +278,7 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
     with pytest.MonkeyPatch.context() as patched:
         run = UnderRun(tmp_path, 0, tmp_path / "status.json", 0, 32)
         patched.setattr("batchwright.adapters.huggingface.under_run", lambda: run)
-        assert fields(**best) == ["save_strategy"]
+        assert refused_fields(**best) == ["save_strategy"]
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):

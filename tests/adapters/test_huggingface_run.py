@@ -33,7 +33,7 @@ def test_run_drives_the_example_through_its_launches(tmp_path):
         dir=str(directory),
         progress=False,
         retry_seconds=0,
-        env=("OMP_NUM_THREADS=1", "CUDA_VISIBLE_DEVICES="),
+        environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert (status.state, status.consumed_samples, status.restarts) == ("complete", 128, 1)
     launches = [json.loads(path.read_text()) for path in sorted(directory.glob("launches/*/manifest.json"))]

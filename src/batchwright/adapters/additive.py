@@ -20,8 +20,8 @@ from batchwright.runtime.check.switches import Deterministic, freeze_statistics,
 # How far apart the two may be, relative to the loss: rounding, measured at 1e-7 (fp32) and 3e-3 (bf16) on tiny models. A
 # loss over pairs differs by the logarithm of two.
 FP32, HALF = 1e-3, 5e-2
-# The same for gradients, which lose more to rounding.
-GRADIENTS = {FP32: 1e-2, HALF: 0.2}
+# The same for gradients: rounding was measured at 2e-7 (fp32) and 5e-3 (bf16) on tiny models, and grows with the depth.
+GRADIENTS = {FP32: 1e-2, HALF: 0.1}
 _FEW = 8  # parameters whose gradients are compared
 
 

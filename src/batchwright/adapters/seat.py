@@ -227,10 +227,11 @@ class Seat:
         first, second = slice(middle), slice(middle, None)
         if read(twice, slice(None)):
             return read(one, first), read(one, second)
-        data = micro.data
+        data: Any = micro.data
         if not isinstance(data, Mapping) or not all(torch.is_tensor(t) and len(t) == rows for t in data.values()):
             return None
-        return tuple({name: tensor[part] for name, tensor in data.items()} for part in (first, second))
+        tensors: dict[str, torch.Tensor] = dict(data)
+        return {name: one[first] for name, one in tensors.items()}, {name: one[second] for name, one in tensors.items()}
 
     # -- a save
 
