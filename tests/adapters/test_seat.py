@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import batchwright
 from batchwright.adapters import sealed
-from batchwright.adapters.additive import difference, labels_that_count, refuse, without_draws
+from batchwright.adapters.additive import difference, labels_that_count, refuse, warn_of_batch_statistics, without_draws
 from batchwright.adapters.course import UnderRun, course
 from batchwright.adapters.seat import Seat
 from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
@@ -187,3 +187,13 @@ def test_a_loss_over_pairs_does_not_add_up():
         refuse(0.5, 1e-3)
     with pytest.raises(RunError):
         refuse(float("nan"), 1e-3)
+
+
+def test_layers_that_normalise_over_the_micro_batch_are_named():
+    model, told = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)), list[str]()
+    warn_of_batch_statistics(model, told.append)
+    assert len(told) == 1 and "1 BatchNorm layer(s), such as '1'" in told[0]
+    model[1].eval()  # its statistics are constants
+    warn_of_batch_statistics(model, told.append)
+    warn_of_batch_statistics(torch.nn.LayerNorm(4), told.append)
+    assert len(told) == 1

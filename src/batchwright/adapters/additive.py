@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from batchwright.core.errors import RunError
 from batchwright.runtime.check.switches import Deterministic, freeze_statistics, without_dropout
@@ -42,6 +43,17 @@ def labels_that_count(shifted: bool) -> Callable[[Any], torch.Tensor]:
         return (labels != -100).sum()  # a tensor: its value cannot be read where memory is estimated
 
     return weight
+
+
+def warn_of_batch_statistics(model: nn.Module, warn: Callable[[str], Any]) -> None:
+    """Name what no test of the loss can refuse: layers that normalise over the micro batch, whatever the weight."""
+    names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
+    if names:
+        warn(
+            f"{len(names)} BatchNorm layer(s), such as {names[0]!r}, normalise over the micro batch, so the gradient depends "
+            "on the split. Everything else is exact. LayerNorm or GroupNorm do not depend on it, nor does a BatchNorm in "
+            "eval mode.",
+        )
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
@@ -40,7 +39,7 @@ from batchwright.runtime.device import pins, widest_float
 from batchwright.runtime.ranks import discover
 from batchwright.runtime.task import Task
 
-from .additive import FP32, HALF, difference, labels_that_count, refuse, without_draws
+from .additive import FP32, HALF, difference, labels_that_count, refuse, warn_of_batch_statistics, without_draws
 from .course import course, under_run
 from .sealed import newest, seal, sealed, unseal
 from .seat import Group, Seat, Weight
@@ -109,7 +108,7 @@ class Exact:
         self._group: Group | None = None  # the present step
         self._scales: list[float] = []
         self._scale: float | None = None  # of the present micro batch; None outside a step
-        self._stop = False
+        self._stop = self._warned = False
         self.add_callback(_Follow(self))
 
     # -- what is trained when
@@ -170,6 +169,9 @@ class Exact:
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         group, losses = self._group, list[Tensor]()
+        if not self._warned:
+            self._warned = True
+            warn_of_batch_statistics(model, logger.warning)
         if self._additive and self.seat.position == 0:
             self._test_loss(model, group)
         try:
@@ -230,8 +232,6 @@ class Exact:
                     alone,
                 )
         vars(self).update(kept)
-        if any(isinstance(module, _BatchNorm) for module in model.modules()):
-            logger.warning("BatchNorm normalises over the micro batch, so the model depends on the split.")
 
     # -- after a step
 
