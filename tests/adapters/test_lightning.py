@@ -16,7 +16,16 @@ from batchwright.core.errors import PlanError, RunError
 from batchwright.runtime import GlobalOrder, audit
 from tests.runtime.conftest import _run_ranks as run_ranks
 
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings(
+        "ignore:You defined a `validation_step` but have no `val_dataloader`",
+        "ignore:Checkpoint directory .* exists and is not empty",
+        "ignore:The `srun` command is available",
+        "ignore:The '.*_dataloader' does not have many workers",  # where there are many cores
+        "ignore:.*isinstance.treespec, LeafSpec:FutureWarning",
+    ),
+]
 SEED = 0
 
 
@@ -204,6 +213,21 @@ def test_everything_that_cannot_be_exact_is_refused_at_once(lit, tmp_path):
 
     with pytest.raises(RunError, match="training_step returned NoneType"):
         fit(lit, tmp_path, Nothing)
+
+
+def test_batchnorm_is_named(lit, tmp_path):
+    class Normalised(lit.Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(16)
+
+        def loss(self, batch: Any) -> Any:
+            states = self.norm(self.network[0](batch["tokens"]).transpose(1, 2)).transpose(1, 2)
+            logits = self.network[1:](states).flatten(0, 1)
+            return torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+    with pytest.warns(UserWarning, match="1 BatchNorm layer.*such as 'norm'"):
+        fit(lit, tmp_path, Normalised, schedule=short(lit, 8), loader={"additive": False})
 
 
 def test_a_scheduler_that_counts_epochs_is_refused(lit, tmp_path):
@@ -495,7 +519,7 @@ def test_check_finds_nothing_in_an_exact_module(lit):
     assert max(split.relative_error for split in report.splits) < 1e-6
 
 
-def test_a_function_may_return_a_module_and_its_data(lit, tmp_path):
+def test_a_function_may_return_a_module_and_its_data(lit, tmp_path, monkeypatch):
     from batchwright.runtime import load_task
 
     (tmp_path / "mine.py").write_text(
@@ -506,3 +530,8 @@ def test_a_function_may_return_a_module_and_its_data(lit, tmp_path):
     assert (task.framework, len(task.dataset)) == ("lightning", 8)
     optimizer = task.optimizer(task.build_model(0).parameters())
     assert type(optimizer) is torch.optim.SGD and optimizer.param_groups[0]["lr"] == 0.5
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the process that traces
+    made = batchwright.estimate(f"{tmp_path / 'mine.py'}:pair", micro_batch_sizes=(2, 4))
+    parts = [point.breakdown for point in made.points]
+    assert [part["parameters"] for part in parts] == [4 * (64 * 16 + 16 * 32 + 32 + 32 * 64 + 64)] * 2
+    assert parts[1]["activations"] == pytest.approx(2 * parts[0]["activations"], rel=0.01)

@@ -37,7 +37,7 @@ from batchwright.core.ramp.ramp import Ramp
 from batchwright.core.ramp.schedule import Rule, Schedule
 from batchwright.runtime.device import pins, widest_float
 from batchwright.runtime.ranks import discover
-from batchwright.runtime.task import Task
+from batchwright.runtime.task import FrameworkTask, Task
 
 from .additive import FP32, HALF, difference, labels_that_count, refuse, warn_of_batch_statistics, without_draws
 from .course import course, under_run
@@ -470,7 +470,7 @@ def task_of(trainer: Trainer) -> Task:
         return (mean * items, weight) if scaled else (mean, 1.0)
 
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    return Task(
+    return FrameworkTask(
         model=trainer.model,
         dataset=data,
         loss=loss,

@@ -37,6 +37,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -49,7 +50,7 @@ from batchwright.runtime.data.loader import MapDataset, Micro
 from batchwright.runtime.data.windows import leading_size
 from batchwright.runtime.step.accumulate import set_learning_rate
 
-from .additive import FP32, HALF, difference, labels_that_count, refuse, without_draws
+from .additive import FP32, HALF, difference, labels_that_count, refuse, warn_of_batch_statistics, without_draws
 from .course import Course, course, under_run
 from .seat import Group, Seat, Weight
 
@@ -234,6 +235,7 @@ class Exact:
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        warn_of_batch_statistics(self, rank_zero_warn)
         self._steps.seat.listen()  # not Lightning's handler of SIGTERM: it calls a collective wherever the process is
 
     def on_fit_end(self) -> None:
