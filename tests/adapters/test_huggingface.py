@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import batchwright
+from batchwright.adapters.course import UnderRun
 from batchwright.core.errors import PlanError, RunError
 from batchwright.runtime import Ranks, Task, audit
 
@@ -25,9 +27,16 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def needed(framework):
+    """Skip without the framework; in CI a skipped test would look like one that passed."""
+    if os.environ.get("CI"):
+        return importlib.import_module(framework)
+    return pytest.importorskip(framework)
+
+
 @pytest.fixture(scope="module")
 def hf():
-    pytest.importorskip("transformers")
+    needed("transformers")
     import warnings
 
     threads = torch.get_num_threads()
@@ -151,7 +160,7 @@ def test_every_step_of_a_ramp_with_ragged_batches_and_a_learning_rate_in_samples
 
 
 def test_packed_sequences_of_sft(hf, tmp_path):
-    pytest.importorskip("trl")
+    needed("trl")
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -217,7 +226,7 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
 
     schedule = batchwright.Constant(8).compile().until(32)
 
-    def made(kind=Trainer, data=None, schedule=schedule, **given):
+    def made(kind=Trainer, data=None, schedule=schedule, eval_dataset=None, **given):
         args = hf.arguments(tmp_path, **given)
         return exact(kind)(
             hf.Bare(),
@@ -225,6 +234,7 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
             train_dataset=hf.rows(32) if data is None else data,
             data_collator=hf.collate,
             schedule=schedule,
+            eval_dataset=eval_dataset,
         )
 
     with pytest.raises(PlanError) as refused:
@@ -238,6 +248,37 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
         "gradient_accumulation_steps", "train_sampling_strategy", "auto_find_batch_size", "save_strategy", "optim",
         "dataloader_drop_last", "save_only_model", "lr_scheduler_kwargs", "trainer",
     }  # fmt: skip
+
+    def fields(**given):
+        with pytest.raises(PlanError) as refused:
+            made(**given)
+        return [violation.field for violation in refused.value.violations]
+
+    class Above(exact(Trainer)):  # it would stand before the seat
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs, return_outputs)
+
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            return None
+
+    with pytest.raises(PlanError, match=r"compute_loss, create_scheduler: replaces .* exact\(Mine\)"):
+        Above(hf.Bare(), args=hf.arguments(tmp_path), train_dataset=hf.rows(32), schedule=schedule)
+    assert fields(lr_scheduler_type="inverse_sqrt", lr_scheduler_kwargs={"timescale": 9}, save_on_each_node=True) == [
+        "save_on_each_node", "lr_scheduler_kwargs", "lr_scheduler_type",
+    ]  # fmt: skip
+    assert made(lr_scheduler_type="inverse_sqrt", warmup_steps=2).seat.course.steps == 4
+    assert fields(save_total_limit=1, metric_for_best_model="loss") == ["save_total_limit"]
+    best = {
+        "save_strategy": "best",
+        "eval_strategy": "steps",
+        "metric_for_best_model": "loss",
+        "eval_dataset": hf.rows(8),
+    }
+    assert made(**best)
+    with pytest.MonkeyPatch.context() as patched:
+        run = UnderRun(tmp_path, 0, tmp_path / "status.json", 0, 32)
+        patched.setattr("batchwright.adapters.huggingface.under_run", lambda: run)
+        assert fields(**best) == ["save_strategy"]
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -281,6 +322,47 @@ def test_a_loss_that_does_not_add_up_is_refused_and_a_router_is_named(hf, tmp_pa
         trainer, _ = hf.trained(exact(Trainer), model, hf.rows(16), hf.arguments(tmp_path / "m"), schedule=schedule)
     assert trainer.seat.position == 16
     assert any("balance loss" in record.message for record in caplog.records)
+
+
+def test_a_wrong_weight_is_refused_and_a_collator_that_draws_is_not(hf, tmp_path, caplog):
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    given = {"schedule": batchwright.Constant(8).compile().until(16), "args": hf.arguments(tmp_path)}
+    with pytest.raises(RunError, match="its gradient"):
+        # Every token's loss is near log 32: the loss alone would not show that it is no mean over rows.
+        hf.trained(exact(Trainer), hf.llama(), hf.rows(16), weight=lambda batch: len(batch["labels"]), **given)
+
+    def masked(rows):
+        made = hf.collate(rows)
+        drawn = torch.rand(made["labels"].shape) < 0.5
+        return {**made, "labels": made["labels"].masked_fill(drawn, -100)}
+
+    trainer = exact(Trainer)(hf.llama(), train_dataset=hf.rows(16), data_collator=masked, **given)
+    with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
+        trainer.train()
+    assert trainer.seat.position == 16 and not caplog.records
+    given["args"] = hf.arguments(tmp_path, per_device_train_batch_size=1)
+    with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
+        hf.trained(exact(Trainer), hf.Bare(), hf.rows(16), **given)
+    assert ["sees nothing" in record.message for record in caplog.records] == [True]
+
+
+def test_a_scheduler_of_the_class_counts_steps(hf, tmp_path):
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    class OneCycle(Trainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, num_training_steps)
+            return self.lr_scheduler
+
+    schedule = hf.RAMP.compile().until(64)  # 5 steps
+    trainer, _ = hf.trained(exact(OneCycle), hf.Bare(), hf.rows(64), hf.arguments(tmp_path), schedule=schedule)
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([1e-2 * (1 - step / 5) for step in range(5)])
 
 
 def test_an_interrupted_save_does_not_count(hf, tmp_path):

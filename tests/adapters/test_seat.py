@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 
 import batchwright
 from batchwright.adapters import sealed
-from batchwright.adapters.additive import difference, labels_that_count, refuse, warn_of_batch_statistics, without_draws
+from batchwright.adapters.additive import (
+    difference,
+    gradient_difference,
+    labels_that_count,
+    refuse,
+    warn_of_batch_statistics,
+    without_draws,
+)
 from batchwright.adapters.course import UnderRun, course
 from batchwright.adapters.seat import Seat
 from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
@@ -143,6 +151,18 @@ def test_a_course_comes_from_a_plan_or_a_ramp():
     assert course(plan, micro_batch_size=1, budget=lambda s: 96).micro_batch_sizes == (4,)
     ramp = batchwright.ramp(thresholds="0:8 16:16", samples=64, micro_batch_size=4, devices=1)
     assert course(ramp, micro_batch_size=1, budget=never).micro_batch_sizes == (4, 4)
+    # A ramp with a past has stages for the rest only; the framework's micro batch stands for what was trained.
+    placed = ramp.placement
+    assert placed
+    rest = replace(
+        ramp, placement=replace(placed, stages=tuple(replace(s, micro_batch_size=8) for s in placed.stages[1:]))
+    )
+    assert course(rest, micro_batch_size=2, budget=never).micro_batch_sizes == (2, 8)
+    for stages in (placed.stages[:1], (replace(placed.stages[0], index=1),)):
+        with pytest.raises(
+            ConfigError, match="segment 1 of the schedule has the global batch 16 from sample 16 on, but"
+        ):
+            course(replace(ramp, placement=replace(placed, stages=stages)), micro_batch_size=1, budget=never)
     with pytest.raises(ConfigError, match="under batchwright run only"):
         course(None, micro_batch_size=1, budget=never)
 
@@ -167,6 +187,16 @@ def test_only_a_sealed_checkpoint_counts(tmp_path: Path):
     found = sealed.newest(tmp_path.iterdir())
     assert found and found[1]["position"] == 8
     assert sealed.newest([]) is None
+    for launch, position in ((1, 12), (1, 8), (2, 4)):
+        sealed.seal(tmp_path / "1-12", {"launch": 1, "position": 12})
+        (tmp_path / f"{launch}-{position}").mkdir(exist_ok=True)
+        sealed.seal(tmp_path / f"{launch}-{position}", {"launch": launch, "position": position})
+    # By launch and position, whatever the times; what is incomplete stays, and so does the best.
+    sealed.rotate(tmp_path.iterdir(), 2, {tmp_path / "2-4", tmp_path / "0-8"})
+    assert {folder.name for folder in tmp_path.iterdir()} == {"0-16", "0-8", "2-4"}
+    sealed.rotate(tmp_path.iterdir(), None, {tmp_path / "2-4"})
+    sealed.rotate(tmp_path.iterdir(), 1, {tmp_path / "2-4"})
+    assert {folder.name for folder in tmp_path.iterdir()} == {"0-16", "2-4"}
 
 
 def test_a_loss_over_pairs_does_not_add_up():
@@ -187,6 +217,73 @@ def test_a_loss_over_pairs_does_not_add_up():
         refuse(0.5, 1e-3)
     with pytest.raises(RunError):
         refuse(float("nan"), 1e-3)
+    with pytest.raises(RunError, match=r"its gradient 30\.00%"):
+        refuse(0.0, 1e-3, 0.3)
+
+
+def test_a_wrong_weight_is_seen_in_the_gradient_where_all_losses_are_equal():
+    model = torch.nn.Linear(4, 16)
+    with torch.no_grad():
+        model.weight.zero_(), model.bias.zero_()  # a new model: every token's loss is log 16
+    tokens, labels = torch.randn(12, 4), torch.randint(0, 16, (12,))
+
+    def mean(rows):
+        return torch.nn.functional.cross_entropy(model(tokens[rows]), labels[rows])
+
+    whole, parts = range(12), (range(3), range(3, 12))  # two rows, of 3 and of 9 tokens
+    with without_draws(model):
+        by_rows = difference(lambda rows: float(mean(rows)), lambda rows: 1, whole, parts)
+        assert by_rows < 1e-6  # the loss alone cannot see it
+        assert gradient_difference(model, mean, lambda rows: 1, whole, parts) > 0.1
+        assert gradient_difference(model, mean, len, whole, parts) < 1e-5
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_halves_of_a_collator_that_draws_have_the_same_masks(tmp_path, flat):
+    def collate(rows):
+        labels = torch.stack([row["labels"] for row in rows])
+        labels = torch.where(torch.rand(labels.shape) < 0.5, labels, -100)
+        return {"labels": labels.flatten()} if flat else {"labels": labels}
+
+    one = seat(tmp_path)
+    group = next(iter(one.groups(collate)))
+    found = one.halves(group[0], collate)
+    if flat:  # which label belongs to which row is not known
+        assert found is None
+    else:
+        assert found and torch.equal(torch.cat([half["labels"] for half in found]), group[0].data["labels"])
+    again = one.halves(group[0])  # a collator that does not draw: read again
+    assert again and torch.cat([half["labels"] for half in again])[:, 0].tolist() == group[0].ids.tolist()
+    one.close()
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    def saved(directory, steps):
+        one = seat(directory)
+        train(one, steps=steps)
+        one.before_save()
+        one.saved()
+        one.close()
+        return one.state()
+
+    state = saved(tmp_path / "a", 3)
+    with pytest.raises(RunError, match=r"saved by launch 0 at sample 32, and this is launch 0 of .*b: .*there is none"):
+        seat(tmp_path / "b", start=state)
+    saved(tmp_path / "c", 2)
+    with pytest.raises(RunError, match="there it has samples 0 to 16"):
+        seat(tmp_path / "c", start=state)
+
+    def under(launch, start):
+        return UnderRun(tmp_path / "a", launch, tmp_path / "status.json", start, 64)
+
+    with pytest.raises(RunError, match="saved by launch 9 at sample 32, and this is launch 1"):
+        seat("", start={**state, "launch": 9}, run=under(1, 0))
+    with pytest.raises(RunError, match="continues at sample 48, but the newest complete checkpoint is at sample 32"):
+        seat("", start=state, run=under(1, 48))
+    one = seat("", start=state, run=under(1, 16))  # it was killed between the save and its report
+    assert one.position == 32
+    one.close()
 
 
 def test_layers_that_normalise_over_the_micro_batch_are_named():

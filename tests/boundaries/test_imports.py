@@ -44,6 +44,7 @@ THIRD_PARTY = {
 # One framework per adapter; what they share imports none.
 FRAMEWORKS = {
     "adapters/huggingface.py": {"transformers"},
+    "adapters/huggingface_task.py": {"transformers"},
     "adapters/lightning.py": {"lightning", "torchmetrics"},  # Lightning installs torchmetrics
     "adapters/lightning_task.py": {"lightning"},
 }

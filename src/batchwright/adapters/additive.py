@@ -20,6 +20,9 @@ from batchwright.runtime.check.switches import Deterministic, freeze_statistics,
 # How far apart the two may be, relative to the loss: rounding, measured at 1e-7 (fp32) and 3e-3 (bf16) on tiny models. A
 # loss over pairs differs by the logarithm of two.
 FP32, HALF = 1e-3, 5e-2
+# The same for gradients, which lose more to rounding.
+GRADIENTS = {FP32: 1e-2, HALF: 0.2}
+_FEW = 8  # parameters whose gradients are compared
 
 
 def labels_that_count(shifted: bool) -> Callable[[Any], torch.Tensor]:
@@ -89,12 +92,46 @@ def difference(loss: Callable[[Any], float], weight: Callable[[Any], Any], whole
     return abs(joined - full) / abs(full) if full else abs(joined)
 
 
-def refuse(found: float, tolerance: float) -> None:
-    """Raise if a loss does not add up."""
-    if not found <= tolerance:
+def gradient_difference(
+    model: nn.Module,
+    loss: Callable[[Any], torch.Tensor],
+    weight: Callable[[Any], Any],
+    whole: Any,
+    parts: Sequence[Any],
+) -> float:
+    """How far the gradient of the parts, by weight, is from that of the whole, relative to it, for the smallest parameters.
+
+    It also sees a wrong weight on a new model, where the losses of all samples are nearly equal. Call it within
+    `without_draws`, and without synchronisation. The gradients of the model must be None, and are None afterwards.
+    """
+    chosen: list[nn.Parameter] = []
+
+    def gradient(data: Any) -> torch.Tensor:
+        with torch.enable_grad():
+            loss(data).backward()
+        if not chosen:
+            used = [p for p in model.parameters() if p.grad is not None and bool(p.grad.count_nonzero())]
+            chosen.extend(sorted(used, key=torch.numel)[:_FEW])  # not all: their copies might not fit
+        # One norm for all of them: some gradients are zero but for rounding, such as that of a key's bias in attention.
+        found = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in chosen]
+        model.zero_grad(set_to_none=True)
+        return torch.cat([one.to("cpu", torch.float64) for one in found]) if found else torch.zeros(1)
+
+    # Every part is run, also one without weight: other ranks wait for its collectives.
+    full, own, weights = gradient(whole), [gradient(part) for part in parts], [float(weight(part)) for part in parts]
+    joined = sum((g * w for g, w in zip(own, weights, strict=True) if w), torch.zeros_like(full)) / (
+        sum(weights) or 1.0
+    )
+    return float((joined - full).norm() / full.norm()) if full.norm() else float(joined.norm())
+
+
+def refuse(found: float, tolerance: float, gradient: float = 0.0) -> None:
+    """Raise if a loss does not add up, or its gradient."""
+    if not (found <= tolerance and gradient <= GRADIENTS[tolerance]):
         raise RunError(
             f"the loss does not add up: for one micro batch it is {found:.2%} away from that of its two halves, recombined by "
-            "weight. No split can give the gradient of the whole batch. It must be a mean over what weight= counts; a loss "
+            f"weight, and its gradient {gradient:.2%}. No split can give the gradient of the whole batch. "
+            "It must be a mean over what weight= counts; a loss "
             "with in-batch negatives is not. If it is a sum, divide it by its weight. additive=False skips this test.",
             field="loss",
             given=found,

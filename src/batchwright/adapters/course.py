@@ -6,7 +6,7 @@ The only file of `adapters` that reads the environment: `batchwright run` passes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class Course:
 
     def micro(self, step: Step) -> int:
         """Samples of a micro batch in this step."""
-        return self.micro_batch_sizes[min(step.segment, len(self.micro_batch_sizes) - 1)]
+        return self.micro_batch_sizes[step.segment if len(self.micro_batch_sizes) > 1 else 0]
 
     @property
     def steps(self) -> int:
@@ -110,7 +110,8 @@ def course(
     3
     """
     micro, ragged = (micro_batch_size,), allow_ragged
-    planned = _planned(run) if run else None
+    stages: tuple[Stage, ...] = ()
+    planned = _planned(run, micro_batch_size, allow_ragged) if run else None
     if planned is not None:
         if source is not None and (given := course(source, micro_batch_size=1, budget=budget).schedule).segments != (
             planned.schedule.segments
@@ -121,12 +122,12 @@ def course(
                 field="schedule",
                 given=_told(given),
             )
-        return Course(planned.schedule, planned.micro_batch_sizes, planned.allow_ragged or allow_ragged)
+        return planned
     if isinstance(source, Ramp):
         schedule = source.schedule
         if source.placement is not None:
             stages = source.placement.stages
-            micro, ragged = tuple(s.micro_batch_size for s in stages), allow_ragged or any(s.ragged for s in stages)
+            ragged = allow_ragged or any(s.ragged for s in stages)
     elif isinstance(source, BatchPlan):
         schedule = Constant(source.global_batch_size).compile()
         micro, ragged = (source.micro_batch_size,), allow_ragged or source.ragged
@@ -143,10 +144,27 @@ def course(
         )
     if schedule.total_samples is None:
         schedule = schedule.until(samples=budget(schedule))
-    return Course(schedule, micro, ragged)
+    return Course(schedule, _micro_batch_sizes(schedule, stages, micro_batch_size) if stages else micro, ragged)
 
 
-def _planned(run: UnderRun) -> Course:
+def _micro_batch_sizes(schedule: Schedule, stages: Sequence[Stage], before: int) -> tuple[int, ...]:
+    """The micro batch of each segment. A ramp with a past has no stages for what was trained: `before` stands there."""
+    by_index, first = {stage.index: stage for stage in stages}, min(stage.index for stage in stages)
+    for index, segment in enumerate(schedule.segments[first:], start=first):
+        stage = by_index.get(index)
+        placed = stage and (stage.global_batch_size, stage.start_sample)
+        if placed != (segment.global_batch_size, segment.start_sample):
+            raise ConfigError(
+                f"segment {index} of the schedule has the global batch {segment.global_batch_size} from sample "
+                f"{segment.start_sample:,} on, but the stage with this number has "
+                + (f"{placed[0]} from sample {placed[1]:,} on." if placed else "none: it is missing."),
+                field="schedule",
+                given=index,
+            )
+    return tuple(by_index[i].micro_batch_size if i >= first else before for i in range(len(schedule.segments)))
+
+
+def _planned(run: UnderRun, micro_batch_size: int, allow_ragged: bool) -> Course:
     """The schedule and the micro batches in the plan of a run."""
     document: Any = read_json(run.directory / names.PLAN)
     try:
@@ -154,7 +172,8 @@ def _planned(run: UnderRun) -> Course:
         stages = codec.read(tuple[Stage, ...], document["stages"])
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{run.directory / names.PLAN} is damaged: {error}.", field=names.PLAN) from None
-    return Course(schedule, tuple(s.micro_batch_size for s in stages), any(s.ragged for s in stages))
+    sizes = _micro_batch_sizes(schedule, stages, micro_batch_size)
+    return Course(schedule, sizes, allow_ragged or any(s.ragged for s in stages))
 
 
 def _told(schedule: Schedule) -> str:

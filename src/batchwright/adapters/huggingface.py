@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
-from transformers.trainer_utils import rotate_checkpoints
 
 from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
@@ -37,11 +36,20 @@ from batchwright.core.ramp.ramp import Ramp
 from batchwright.core.ramp.schedule import Rule, Schedule
 from batchwright.runtime.device import pins, widest_float
 from batchwright.runtime.ranks import discover
-from batchwright.runtime.task import FrameworkTask, Task
 
-from .additive import FP32, HALF, difference, labels_that_count, refuse, warn_of_batch_statistics, without_draws
+from .additive import (
+    FP32,
+    GRADIENTS,
+    HALF,
+    difference,
+    gradient_difference,
+    labels_that_count,
+    refuse,
+    warn_of_batch_statistics,
+    without_draws,
+)
 from .course import course, under_run
-from .sealed import newest, seal, sealed, unseal
+from .sealed import newest, rotate, seal, sealed, unseal
 from .seat import Group, Seat, Weight
 
 NAME = "batchwright"  # of the position in trainer_state.json
@@ -66,7 +74,7 @@ class Exact:
     ) -> None:
         super().__init__(*args, **kwargs)
         run = under_run()
-        raise_violations(PlanError, _refused(self))
+        raise_violations(PlanError, _refused(self, run is not None))
         arguments = self.args
 
         def budget(open_ended: Schedule) -> int:
@@ -92,7 +100,7 @@ class Exact:
             )
         arguments.per_device_train_batch_size = found.micro_batch_sizes[-1]
         arguments.ignore_data_skip = True  # the loader starts at the position; there is nothing to skip
-        data, self._collate = _data(self)
+        data, self._collate = data_of(self)
         self.seat = Seat(
             found,
             data,
@@ -195,41 +203,51 @@ class Exact:
         return (found[0] * self._scale, *found[1:]) if return_outputs else found * self._scale
 
     def _test_loss(self, model: nn.Module, group: Group) -> None:
-        """Refuse a loss that does not add up. Every rank runs the model three times, since its forward may be collective."""
+        """Refuse a loss that does not add up. Every rank runs the model equally often, since it may be collective."""
         usable = (m for m, scale in zip(group, self._scales, strict=True) if scale)
         micro = next(usable, group[0])
         parts = self.seat.halves(micro, self._collate) if micro is not group[0] or self._scales[0] else None
         half = {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16}
         tolerance = HALF if half or self.args.bf16 or self.args.fp16 else FP32
 
-        def loss(data: Any) -> float:
+        if parts is None:
+            logger.warning(
+                "On rank %d the test whether the loss adds up sees nothing: the micro batch has one sample, or its collator "
+                "draws and its tensors cannot be divided by rows.",
+                self.seat.rank,
+            )
+
+        def loss(data: Any) -> Tensor:
             inputs = self._prepare_inputs(copy.copy(data))
             with self.compute_loss_context_manager():
-                return float(super(Exact, self).compute_loss(model, inputs, num_items_in_batch=None))
+                return super(Exact, self).compute_loss(model, inputs, num_items_in_batch=None)
 
-        def measured() -> float:
-            found = difference(loss, self._weight, micro.data, parts or (micro.data, micro.data))
-            worst = torch.tensor(found, dtype=widest_float(self.args.device), device=self.args.device)
+        def measured() -> list[float]:
+            """The differences of the loss and of the gradient, the largest of all ranks."""
+            given = self._weight, micro.data, parts or (micro.data, micro.data)
+            found = difference(lambda data: float(loss(data)), *given)
+            with self.accelerator.no_sync(model):
+                gradient = gradient_difference(model, loss, *given)
+            worst = torch.tensor([found, gradient], dtype=widest_float(self.args.device), device=self.args.device)
             if self.seat.ranks > 1:
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            return float(worst)
+            return worst.tolist()
 
         # TRL's trainers count tokens and average metrics in compute_loss.
         kept = {
             name: copy.deepcopy(vars(self)[name]) for name in ("_metrics", "_total_train_tokens") if name in vars(self)
         }
         with without_draws(model):
-            found = measured()
-            if not found <= tolerance:
+            found, gradient = measured()
+            if not (found <= tolerance and gradient <= GRADIENTS[tolerance]):
                 with _without_router(self) as router:
-                    alone = measured() if router else found
-                refuse(alone, tolerance)
+                    alone, without = measured() if router else (found, gradient)
+                refuse(alone, tolerance, without)
                 logger.warning(
                     "The balance loss of the router is a statistic of each micro batch, so it depends on the split: the loss "
-                    "of a micro batch is %.2g away from that of its halves, and %.2g without the balance loss. Everything "
-                    "else is exact.",
-                    found,
-                    alone,
+                    "of a micro batch is %.2g away from that of its halves, its gradient %.2g, and without the balance loss %.2g "
+                    "and %.2g. Everything else is exact.",
+                    *(found, gradient, alone, without),
                 )
         vars(self).update(kept)
 
@@ -258,13 +276,13 @@ class Exact:
         if self.seat.rank == 0:
             seal(folder, self.seat.state())
             self.seat.saved()
-            rotate_checkpoints(str(output), limit, self.state.best_model_checkpoint, use_mtime=True)
+            rotate(output.glob("checkpoint-*"), limit, {folder, Path(self.state.best_model_checkpoint or folder)})
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """A schedule of the Trainer counts samples: it ends where the run ends, whatever the ramp."""
-        if self.lr_scheduler is not None:  # the user's own counts what it counts
-            return super().create_scheduler(num_training_steps, optimizer)
         found, arguments = self.seat.course, self.args
+        if not _scheduler_is_the_trainers(self):  # the user's own counts steps
+            return super().create_scheduler(found.steps, optimizer)
         steps = arguments.warmup_steps
         if steps >= 1:  # a number of steps; below 1 it is a part of the run
             arguments.warmup_steps = (
@@ -336,7 +354,7 @@ class _Steps:
         )
 
 
-def _data(trainer: Trainer) -> tuple[Any, Callable[[list[Any]], Any]]:
+def data_of(trainer: Trainer) -> tuple[Any, Callable[[list[Any]], Any]]:
     """The dataset and the collator, without the columns that the model does not take: as the Trainer does it."""
     if hasattr(trainer.train_dataset, "column_names"):  # of the package datasets
         return trainer._remove_unused_columns(trainer.train_dataset, description="training"), trainer.data_collator
@@ -370,7 +388,7 @@ def _without_router(trainer: Any) -> Iterator[bool]:
             setattr(owner, name, True)
 
 
-def _refused(trainer: Any) -> list[Violation]:
+def _refused(trainer: Any, under_run: bool) -> list[Violation]:
     """Everything about a trainer that cannot be exact, or was not tested."""
     args, data = trainer.args, trainer.train_dataset
     accelerator = trainer.accelerator
@@ -381,13 +399,15 @@ def _refused(trainer: Any) -> list[Violation]:
         if _definer(type(trainer), name) not in (Exact, Trainer, None)
         or _definer(type(trainer), name, after=Exact) not in (Trainer, None)
     ]
+    above = [name for name in vars(Exact) if not name.startswith("__") and _definer(type(trainer), name) is not Exact]
     optim = str(getattr(args.optim, "value", args.optim))
     saves = {
         "save_strategy": args.save_strategy,
         "eval_strategy": args.eval_strategy,
         "logging_strategy": args.logging_strategy,
     }
-    counted = [name for name in args.lr_scheduler_kwargs or {} if name.endswith("_steps")]
+    counted = [name for name in args.lr_scheduler_kwargs or {} if name.endswith("_steps") or name == "timescale"]
+    rate = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     checks: list[tuple[bool, str, Any, str]] = [
         (args.gradient_accumulation_steps != 1, "gradient_accumulation_steps", args.gradient_accumulation_steps,
          "must be 1: the schedule decides how many micro batches a step has"),
@@ -403,8 +423,12 @@ def _refused(trainer: Any) -> list[Violation]:
          "use_cpu=True"),
         (args.n_gpu > 1, "n_gpu", args.n_gpu, "must be at most 1 per process: start one process per GPU, with torchrun"),
         (args.save_only_model, "save_only_model", True, "must be False: without the optimizer no checkpoint can be continued"),
-        (args.load_best_model_at_end and args.save_total_limit == 1, "save_total_limit", 1,
-         "must be at least 2 with load_best_model_at_end: the Trainer deletes the newest checkpoint at the end"),
+        (args.save_total_limit == 1 and args.metric_for_best_model is not None, "save_total_limit", 1,
+         "must be at least 2 with metric_for_best_model or load_best_model_at_end: the Trainer deletes the newest checkpoint "
+         "at the end"),
+        (args.save_on_each_node, "save_on_each_node", True, "must be False: all ranks must see the same output_dir"),
+        (under_run and str(getattr(args.save_strategy, "value", args.save_strategy)) == "best", "save_strategy", "best",
+         "must be steps or no under batchwright run: it cancels the save at the boundary of a launch"),
         (getattr(args, "enable_jit_checkpoint", False), "enable_jit_checkpoint", True,
          "must be False: it saves within a step. batchwright run saves after the step when it is stopped"),
         (bool(trainer.is_deepspeed_enabled), "deepspeed", True, "was not tested, and is refused: it accumulates by itself"),
@@ -413,8 +437,13 @@ def _refused(trainer: Any) -> list[Violation]:
          "must be None: tensor, context and sequence parallel were not tested"),
         ("lomo" in optim or "layerwise" in optim, "optim", optim,
          "must not update weights during backward: a step has several of them"),
-        (bool(counted), "lr_scheduler_kwargs", ", ".join(counted),
+        (bool(counted) and _scheduler_is_the_trainers(trainer), "lr_scheduler_kwargs", ", ".join(counted),
          "must not count steps, since the learning rate counts samples: pass a scheduler of your own in optimizers="),
+        (rate == "inverse_sqrt" and not args.warmup_steps and _scheduler_is_the_trainers(trainer), "lr_scheduler_type", rate,
+         "needs warmup_steps: without them its time scale is 10,000 steps, and the learning rate counts samples"),
+        (bool(above), "trainer", ", ".join(above),
+         f"replaces a part of the seat, since {type(trainer).__name__} is a subclass of it. Put your class inside: "
+         "class Mine(Trainer), and then exact(Mine)"),
         (bool(own), "trainer", ", ".join(own),
          "is defined by this Trainer class, and the seat would replace it: the class decides by itself what is trained when"),
     ]  # fmt: skip
@@ -430,51 +459,12 @@ def _refused(trainer: Any) -> list[Violation]:
     return [Violation(f"{name}={given}: {text}.", name, given) for wrong, name, given, text in checks if wrong]
 
 
+def _scheduler_is_the_trainers(trainer: Any) -> bool:
+    """Whether the Trainer makes the scheduler from its arguments: neither given, nor made by a class of the user."""
+    return trainer.lr_scheduler is None and _definer(type(trainer), "create_scheduler", after=Exact) is Trainer
+
+
 def _definer(kind: type, name: str, after: type | None = None) -> type | None:
     """The class of the method resolution order that defines a method, the first one or the first after a class."""
     order = kind.__mro__[kind.__mro__.index(after) + 1 :] if after else kind.__mro__
     return next((one for one in order if name in vars(one)), None)
-
-
-def task_of(trainer: Trainer) -> Task:
-    """What a Trainer trains, with the loss as the Trainer scales it: `check` then names what a split changes.
-
-    A stock Trainer passes `num_items_in_batch` to a model that takes keywords, adds the losses of the micro batches, and
-    divides by their number only if it did not pass it. So the loss of a micro batch counts as `loss × items`, its weight as
-    its items; a model that ignores `num_items_in_batch` returns a mean there. `items` is a constant: that of a step.
-    """
-    data, collate = _data(trainer)
-    seated = isinstance(trainer, Exact)
-    weigh = trainer._weight if seated else labels_that_count(trainer._loss_shifts_labels)
-
-    def collated(rows: list[Any]) -> Any:
-        return collate([dict(row) if isinstance(row, Mapping) else row for row in rows])  # a collator may change rows
-
-    sample = [data[i] for i in range(min(8, len(data)))]
-    first = collated(sample)
-    labelled = isinstance(first, Mapping) and "labels" in first
-    passes = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    step = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size
-    items = max(1, round(float(weigh(first)) / len(sample) * step)) if labelled or seated else step
-    passed = torch.tensor(items) if labelled and passes and not seated else None
-    scaled = trainer.loss_is_scaled_for_ga
-    if scaled is None:
-        scaled = (trainer.model_accepts_loss_kwargs and passed is not None) or trainer.compute_loss_func is not None
-
-    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
-        weight = weigh(batch) if labelled or seated else 1.0
-        inputs = copy.copy(batch)
-        mean: Any = trainer.compute_loss(model, inputs, num_items_in_batch=passed)
-        if seated:
-            return mean * weight, weight
-        return (mean * items, weight) if scaled else (mean, 1.0)
-
-    kind, settings = Trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    return FrameworkTask(
-        model=trainer.model,
-        dataset=data,
-        loss=loss,
-        optimizer=lambda parameters: kind(parameters, **settings),
-        collate=collated,
-        framework="transformers",
-    )

@@ -6,7 +6,8 @@ checkpoint does not count: after a kill in the middle of a save, the one before 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,8 +40,22 @@ def sealed(folder: Path) -> dict[str, Any] | None:
 
 def newest(folders: Iterable[Path]) -> tuple[Path, dict[str, Any]] | None:
     """The complete checkpoint with the largest launch and position, and its state."""
+    return next(reversed(_in_order(folders)), None)
+
+
+def rotate(folders: Iterable[Path], limit: int | None, kept: Collection[Path]) -> None:
+    """Delete the oldest complete checkpoints, by launch and position, until `limit` are left; never those of `kept`."""
+    found, keep = [folder for folder, _ in _in_order(folders)], {folder.resolve() for folder in kept}
+    surplus = len(found) - max(limit, len(keep)) if limit and limit > 0 else 0
+    for folder in [folder for folder in found if folder.resolve() not in keep][: max(0, surplus)]:
+        unseal(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _in_order(folders: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """The complete checkpoints, oldest first. Not by the clock: two saves may be closer than its ticks."""
     found = [(folder, state) for folder in folders if (state := sealed(folder)) is not None]
-    return max(found, key=lambda entry: (entry[1].get("launch", -1), entry[1].get("position", -1)), default=None)
+    return sorted(found, key=lambda entry: (entry[1].get("launch", -1), entry[1].get("position", -1)))
 
 
 def _sizes(folder: Path) -> dict[str, int]:

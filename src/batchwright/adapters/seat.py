@@ -19,6 +19,8 @@ the micro batches and averaged over the ranks, as DDP does, the gradient is that
 
 from __future__ import annotations
 
+import copy
+import json
 import shutil
 import signal
 import threading
@@ -83,7 +85,7 @@ class Seat:
         self.order = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle)
         self.directory = run.directory if run else Path(directory)
         self.end = min(course.samples, run.end_sample) if run else course.samples
-        self.position = 0
+        self.position = run.start_sample if run else 0
         self.launch: int | None = None
         self.sampler()  # refuses batches that do not divide, before anything is built
         self._ledger: Ledger | None = None
@@ -104,6 +106,8 @@ class Seat:
                 given=self.run.start_sample,
             )
         self.launch = self.from_first(lambda: self.run.launch if self.run else claim_launch(self.directory))
+        if state is not None:
+            self.from_first(lambda: self._check_origin(parent))
         self.from_first(lambda: Fence(self.directory, self.launch or 0).claim() and None)
         self._ledger = Ledger(
             self.directory / names.LEDGER,
@@ -209,15 +213,29 @@ class Seat:
         self.position = step.end_sample
 
     def halves(self, micro: Micro, collate: Callable[[list[Any]], Any] | None = None) -> tuple[Any, Any] | None:
-        """The two halves of a micro batch, read again; None if it has one sample."""
-        reader, middle = Reader(self.dataset, self.order.seed, collate or default_collate), len(micro.positions) // 2
+        """The two halves of a micro batch, read again; None if it has one sample.
+
+        A collator that draws, for example masks, would draw others. Then the rows of its tensors are divided instead, and
+        if they have other lengths, None is returned.
+        """
+        rows, middle, one = len(micro.positions), len(micro.positions) // 2, collate or default_collate
         if not middle:
             return None
-        first, second = (
-            reader[Slice(micro.step, 0, 1, micro.positions[part]), micro.ids[part]][2]
-            for part in (slice(middle), slice(middle, None))
-        )
-        return first, second
+
+        def twice(samples: list[Any]) -> bool:
+            return _equal(one(copy.deepcopy(samples)), one(copy.deepcopy(samples)))
+
+        def read(collate: Callable[[list[Any]], Any], part: slice) -> Any:
+            index = Slice(micro.step, 0, 1, micro.positions[part]), micro.ids[part]
+            return Reader(self.dataset, self.order.seed, collate)[index][2]
+
+        first, second = slice(middle), slice(middle, None)
+        if read(twice, slice(None)):
+            return read(one, first), read(one, second)
+        data = micro.data
+        if not isinstance(data, Mapping) or not all(torch.is_tensor(t) and len(t) == rows for t in data.values()):
+            return None
+        return tuple({name: tensor[part] for name, tensor in data.items()} for part in (first, second))
 
     # -- a save
 
@@ -284,6 +302,29 @@ class Seat:
             )
         return found
 
+    def _check_origin(self, parent: int | None) -> None:
+        """Refuse a checkpoint that no earlier launch of this directory has saved: samples would be in no ledger."""
+        if self.run and self.position < self.run.start_sample:
+            raise RunError(
+                f"batchwright run continues at sample {self.run.start_sample:,}, but the newest complete checkpoint is at "
+                f"sample {self.position:,}: the samples between them would be trained twice. Is the output directory the "
+                "same in every launch, and were checkpoints deleted?",
+                field="checkpoint",
+                given=self.position,
+                nearest=(self.run.start_sample,),
+            )
+        folder = self.directory / names.LEDGER
+        known = _trained(folder / names.ledger(parent, 0)) if parent is not None else None
+        if parent is None or parent >= (self.launch or 0) or known is None or not known[0] <= self.position <= known[1]:
+            held = f"there it has samples {known[0]:,} to {known[1]:,}" if known else "there is none"
+            raise RunError(
+                f"the checkpoint was saved by launch {parent} at sample {self.position:,}, and this is launch {self.launch} of "
+                f"{self.directory}: its ledger must hold that launch up to that sample, but {held}. Continue in the "
+                "directory of the checkpoint's run, or copy its ledger, too.",
+                field="checkpoint",
+                given=self.position,
+            )
+
     def _resumed(self, state: Mapping[str, Any]) -> tuple[int, int | None]:
         """The position and the launch of a checkpoint, if it belongs to this schedule and this dataset."""
         known = self.state()["order"]
@@ -310,3 +351,29 @@ class Seat:
                 given=position,
             )
         return position, state.get("launch")
+
+
+def _trained(ledger: Path) -> tuple[int, int] | None:
+    """The samples (from, to) that a launch has trained, by the ledger of one rank; None without a readable header."""
+    span: tuple[int, int] | None = None
+    try:
+        for text in ledger.read_text(encoding="utf-8", errors="replace").splitlines():
+            line = json.loads(text)
+            if span is None:
+                span = int(line["position"]), int(line["position"])
+            else:
+                span = span[0], int(line["start_sample"]) + int(line["steps"]) * int(line["global_batch_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # the audit names damage
+    return span
+
+
+def _equal(one: Any, two: Any) -> bool:
+    """Whether two batches are equal; what is no tensor, mapping or sequence counts as equal."""
+    if torch.is_tensor(one):
+        return torch.is_tensor(two) and torch.equal(one, two)
+    if isinstance(one, Mapping):
+        return one.keys() == two.keys() and all(_equal(one[name], two[name]) for name in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(_equal, one, two))
+    return True

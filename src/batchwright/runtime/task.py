@@ -79,7 +79,7 @@ class Task:
     @classmethod
     def from_trainer(cls, trainer: Any) -> Task:
         """What a Trainer of transformers trains, with the loss as that Trainer scales it."""
-        from batchwright.adapters.huggingface import task_of
+        from batchwright.adapters.huggingface_task import task_of
 
         return task_of(trainer)
 
