@@ -2,13 +2,15 @@
 
 The same model, samples, micro batch and accumulation; one process, one thread. Both log a loss in every micro step. The optimizer
 records the CPU time of the process at each step; a round is the median over its steps, without the first ones. Rounds are
-interleaved: stock, seat, stock again; a pair is seat / stock, and the noise floor is the second stock / the first.
+interleaved: stock, seat, stock again; a pair is seat / stock, and the noise floor is the second stock / the first. It fails if
+the median of the pairs is above 1.05, or above 1.05 times a noise floor that is larger than 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import tempfile
 import warnings
 from itertools import pairwise
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader
 from batchwright import Constant
 from batchwright.adapters.lightning import Steps, exact
 
+LIMIT = 1.05  # seat / stock
 FIRST = 4  # steps that are not counted: the seat tests the loss in the first one
 
 
@@ -80,13 +83,18 @@ def main() -> None:
     torch.set_num_threads(1)
     data = Sentences(MICRO * ACCUMULATION * args.steps)
     rows: list[list[str]] = []
+    slow: list[str] = []
     for name, size in list(SIZES.items())[: args.models]:
         round_of(size, data, seat=True)
         rounds = [[round_of(size, data, seat) for seat in (False, True, False)] for _ in range(args.pairs)]
         first, seat, second = (list(times) for times in zip(*rounds, strict=True))
         rows.append([name, seconds(first), ratio(first, seat), ratio(first, second)])
+        found, noise = (median(b / a for a, b in zip(first, other, strict=True)) for other in (seat, second))
+        if found > LIMIT * max(1.0, noise):
+            slow.append(f"{name}: {found:.3f} is above {LIMIT} (noise {noise:.3f})")
     title = f"{args.pairs} interleaved pairs, median and 95% interval"
     table(title, ["model", "Lightning, per micro step", "seat / Lightning", "Lightning / Lightning"], rows)
+    sys.exit("\n".join(slow) or 0)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python lit_run.py PLACE train.py ARGUMENTS...
 
 `step@40`: rank 0 dies when it has applied the step that ends at sample 40. `save@96`: between the two files of the save at
-sample 96, the checkpoint and last.ckpt. `stop@40`: it sends SIGTERM to itself instead, and continues.
+sample 96, the checkpoint and last.ckpt. `stop@40`: it sends SIGTERM to itself there, and continues.
 """
 
 from __future__ import annotations

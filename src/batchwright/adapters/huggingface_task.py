@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from batchwright.runtime.task import Task
+from batchwright.runtime.task import FrameworkTask, Task
 
 from .additive import labels_that_count
 from .huggingface import Exact, data_of
@@ -53,7 +53,7 @@ def task_of(trainer: Trainer) -> Task:
         return (mean * items, weight) if scaled else (mean, 1.0)
 
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    return Task(
+    return FrameworkTask(
         model=trainer.model,
         dataset=data,
         loss=loss,

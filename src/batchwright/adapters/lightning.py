@@ -16,6 +16,8 @@ one micro batch; the seat runs it for every micro batch and scales it by weight 
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from inspect import signature
@@ -26,13 +28,16 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
+    Timer,
 )
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -40,27 +45,29 @@ from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
 from batchwright.core.ramp.ramp import Ramp
 from batchwright.core.ramp.schedule import Rule, Schedule
+from batchwright.rundir.atomic import sync_directory
 from batchwright.runtime.data.loader import MapDataset, Micro
 from batchwright.runtime.data.windows import leading_size
 from batchwright.runtime.step.accumulate import set_learning_rate
 
-from .additive import FP32, HALF, difference, labels_that_count, refuse, without_draws
+from .additive import FP32, HALF, difference, labels_that_count, refuse, warn_of_batch_statistics, without_draws
 from .course import Course, course, under_run
 from .seat import Group, Seat, Weight
 
 _TUNERS = (BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging)
 
 
-def counted(batch: Any) -> float:
-    """The default weight: labels that are not -100 if the batch has `labels` for single tokens, else samples.
+def counted(batch: Any) -> Tensor | float:
+    """The default weight: labels that are not -100 if the batch has `labels` that are integers, else samples.
 
-    >>> counted({"labels": torch.tensor([[5, -100], [5, 6]])}), counted((torch.ones(4, 2), torch.ones(4)))
-    (3.0, 4.0)
+    >>> counted({"labels": torch.tensor([[5, -100], [5, 6]])}), counted({"labels": torch.tensor([1, -100, -100, 2])})
+    (tensor(3), tensor(2))
+    >>> counted((torch.ones(4, 2), torch.ones(4)))
+    4.0
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    return (
-        labels_that_count(False)(batch) if torch.is_tensor(labels) and labels.ndim > 1 else float(leading_size(batch))
-    )
+    classes = torch.is_tensor(labels) and not labels.is_floating_point()
+    return labels_that_count(False)(batch) if classes else float(leading_size(batch))
 
 
 class Steps:
@@ -160,6 +167,33 @@ class Item:
         return self
 
 
+class WholeFiles(TorchCheckpointIO):
+    """Checkpoints on a local file system that are complete or absent, also after a kill in the middle of a save.
+
+    Lightning writes to the directory for temporary files and moves the file from there. If that is another file system, the
+    move is a copy, and a kill leaves a part of a checkpoint under its final name.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if "://" in str(path) or storage_options is not None:
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for left in target.parent.glob(f".{glob.escape(target.name)}.*.part"):  # by a launch that was killed
+            left.unlink(missing_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.urandom(8).hex()}.part")
+        try:
+            with open(temporary, "xb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(target.parent)
+
+
 class Exact:
     """The mixin of `exact`: it stands before a LightningModule."""
 
@@ -170,9 +204,14 @@ class Exact:
 
     # -- the start
 
+    def setup(self, stage: str) -> None:
+        self._resumed = None
+        super().setup(stage)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        if self._trainer is None:  # load_from_checkpoint: the weights alone
+        # load_from_checkpoint, validate, test and predict use the weights alone.
+        if self._trainer is None or self._trainer.state.fn != "fit":
             return
         loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         states = loops.get("combined_loader", [])
@@ -185,14 +224,18 @@ class Exact:
         trainer.fit_loop.setup_data()  # Lightning would ask for the loader only after the sanity check
         steps = trainer.train_dataloader
         raise_violations(PlanError, _refused(self, trainer, steps))
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = WholeFiles()
         self._steps = steps
         seat = steps.open(trainer, self._resumed)
+        seat.unlisten()  # until training starts: Lightning stores the handlers now, and restores them after the fit or an error
         self._written, self._resumed = self._last_file(), None
         if seat.done:
             trainer.should_stop = True
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        warn_of_batch_statistics(self, rank_zero_warn)
         self._steps.seat.listen()  # not Lightning's handler of SIGTERM: it calls a collective wherever the process is
 
     def on_fit_end(self) -> None:
@@ -205,9 +248,11 @@ class Exact:
         one = super()._on_before_batch_transfer
         if not isinstance(batch, Item):
             return one(batch, dataloader_idx)
-        batch.scales, batch.stop = self._steps.seat.weigh(batch.group, self._steps.weight, self.device)
         convert = self.trainer.precision_plugin.convert_input
-        return batch.map(lambda data: one(convert(data), dataloader_idx))
+        batch.map(lambda data: one(convert(data), dataloader_idx))
+        # The hook may change labels; after the transfer, reading a weight would wait for the device.
+        batch.scales, batch.stop = self._steps.seat.weigh(batch.group, self._steps.weight, self.device)
+        return batch
 
     def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         one = super()._apply_batch_transfer_handler
@@ -261,11 +306,14 @@ class Exact:
         halves = None if index is None else steps.seat.halves(micro, steps.collate)
         convert = trainer.precision_plugin.convert_input
         before, move = super()._on_before_batch_transfer, super()._apply_batch_transfer_handler
-        parts = [move(before(convert(part), 0), self.device, 0) for part in halves or ()] or [micro.data, micro.data]
+        ready = [before(convert(part), 0) for part in halves or ()]  # weighed there, as in training
+        parts = [(steps.weight(part), move(part, self.device, 0)) for part in ready] or [(1.0, micro.data)] * 2
         self.log = lambda *_, **__: None  # these runs are no training
         try:
             with without_draws(self):
-                found = difference(lambda data: float(loss_of(run(data))), steps.weight, micro.data, parts)
+                found = difference(
+                    lambda part: float(loss_of(run(part[1]))), lambda part: part[0], (0, micro.data), parts
+                )
         finally:
             del self.log
         for metric in (m for m in self.modules() if isinstance(m, Metric)):
@@ -304,6 +352,7 @@ class Exact:
     def on_train_end(self) -> None:
         super().on_train_end()
         self._report()
+        self._steps.seat.unlisten()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -373,7 +422,9 @@ def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
     tested = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not strategy.handles_gradient_accumulation
     own = signature(super(Exact, module).training_step).parameters
     tuners = [type(c).__name__ for c in trainer.callbacks if isinstance(c, _TUNERS)]
-    scheduled = isinstance(steps, Steps) and steps.learning_rate is not None and bool(trainer.lr_scheduler_configs)
+    schedulers = trainer.lr_scheduler_configs
+    by_epoch = [type(c.scheduler).__name__ for c in schedulers if c.interval == "epoch"]
+    scheduled = isinstance(steps, Steps) and steps.learning_rate is not None and bool(schedulers)
     checks: list[tuple[bool, str, Any, str]] = [
         (not isinstance(steps, Steps), "train_dataloaders", type(steps).__name__,
          "must be batchwright.adapters.lightning.Steps: one item is one optimizer step"),
@@ -381,6 +432,11 @@ def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
          "must be 1: the schedule decides how many micro batches a step has"),
         (trainer.fit_loop.max_epochs != 1, "max_epochs", trainer.fit_loop.max_epochs,
          "must be 1: the schedule says how many samples are trained, and Lightning counts that as one epoch"),
+        (bool(trainer.min_epochs), "min_epochs", trainer.min_epochs, "must not be given: a request to stop would be ignored"),
+        (bool(trainer.min_steps), "min_steps", trainer.min_steps, "must not be given: a request to stop would be ignored"),
+        (bool(by_epoch), "configure_optimizers", f"{', '.join(by_epoch)} with interval='epoch'",
+         "must have the interval 'step', in {'scheduler': …, 'interval': 'step'}: the whole run is one epoch, so it would never "
+         "change the rate. Lightning's default is 'epoch'"),
         (trainer.overfit_batches > 0, "overfit_batches", trainer.overfit_batches, "must be 0: give a smaller dataset"),
         (not module.automatic_optimization, "automatic_optimization", False,
          "must be True: a step of manual optimization ends where its code says"),
@@ -398,7 +454,21 @@ def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
          "must be one of the two: learning_rate of Steps, or the scheduler of configure_optimizers"),
         (isinstance(strategy.checkpoint_io, AsyncCheckpointIO), "plugins", "AsyncCheckpointIO",
          "must not be used: a position would be reported before its checkpoint exists"),
-        (isinstance(steps, Steps) and steps.run is not None and _saves_last(trainer) is None, "callbacks", "no last.ckpt",
-         "must have ModelCheckpoint(dirpath, save_last=True) under batchwright run: the next launch continues from it"),
     ]  # fmt: skip
+    if isinstance(steps, Steps) and steps.run is not None:
+        saves = _saves_last(trainer)
+        whole = saves is not None and saves.save_last is True and not saves.save_weights_only
+        ends = [type(c).__name__ for c in trainer.callbacks if isinstance(c, (EarlyStopping, Timer))]
+        last, share = trainer.max_steps, trainer.limit_train_batches
+        early = "under batchwright run: training would end before the schedule"
+        checks += [
+            (not whole, "callbacks", "no last.ckpt" if saves is None else
+             f"ModelCheckpoint(save_last={saves.save_last!r}, save_weights_only={saves.save_weights_only})",
+             "must have ModelCheckpoint(dirpath, save_last=True) under batchwright run, which saves more than weights: the next "
+             "launch continues from it"),
+            (0 <= last < steps.course.steps, "max_steps", last,
+             f"must be at least {steps.course.steps:,}, or not given, {early}"),
+            (share != 1.0, "limit_train_batches", share, f"must be 1.0 {early}"),
+            (bool(ends), "callbacks", ", ".join(ends), f"must not be used {early} (Timer is that of max_time)"),
+        ]  # fmt: skip
     return [Violation(f"{name}={given}: {text}.", name, given) for wrong, name, given, text in checks if wrong]

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from batchwright.core.errors import ConfigError
 from batchwright.runtime.data.loader import default_collate
-from batchwright.runtime.task import Loss, Task
+from batchwright.runtime.task import FrameworkTask, Loss, Task
 
 from .lightning import Exact, Steps, counted, loss_of
 
@@ -72,7 +72,7 @@ def task_of(module: LightningModule, data: Any) -> Task:
         return model(batch) * weight, weight
 
     rows = [data.dataset[i] for i in range(min(2, len(data.dataset)))]  # pyright: ignore[reportArgumentType]
-    return Task(
+    return FrameworkTask(
         model=Training(module),
         dataset=data.dataset,
         loss=loss,

@@ -126,16 +126,21 @@ class Seat:
         """Under `batchwright run`, take SIGTERM as a request to save and stop; again if a framework has replaced the handler."""
         if self.run and threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
-            self._handler = self._handler or before
+            if self._handler is None:  # SIG_DFL is 0
+                self._handler = before
+
+    def unlisten(self) -> None:
+        """Give SIGTERM back to the handler before."""
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+            self._handler = None
 
     def close(self) -> None:
         """End the launch."""
         if self._ledger is not None:
             self._ledger.finish()
             self._ledger = None
-        if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
-            self._handler = None
+        self.unlisten()
 
     @property
     def done(self) -> bool:

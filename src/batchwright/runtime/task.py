@@ -48,9 +48,6 @@ class Task:
     optimizer: Callable[[Any], Optimizer]
     collate: Callable[[list[Any]], Any] | None = None  # None: torch's default_collate
     example_batch: Callable[[int], Any] | None = None  # micro_batch_size -> a batch, to probe without the dataset
-    framework: str | None = None  # whose loss it is, where a trainer was given: `check` then says what to change there
-
-    partial_window: Callable[[], float] | None = None  # the gradient of a step with 1 of 2 micro batches, as a factor
 
     def __post_init__(self) -> None:
         map_style = hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")
@@ -135,6 +132,14 @@ class Task:
                     given=type(value).__name__,
                 )
         return values[0], cast("Tensor | float", weight), cast("Tensor | None", auxiliary)
+
+
+@dataclass(frozen=True)
+class FrameworkTask(Task):
+    """The task of a trainer: `check` says what to change in its framework."""
+
+    framework: str = ""
+    partial_window: Callable[[], float] | None = None  # the gradient of a step with 1 of 2 micro batches, as a factor
 
 
 def load_task(target: str, args: Mapping[str, Any] | None = None) -> Task:

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from batchwright.core.errors import RunError
+from batchwright.runtime.task import FrameworkTask
 
 from .gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm, relative_error
 from .names import Cause
@@ -148,7 +149,7 @@ class CauseSearch:
             variant = replace(variant, auxiliary=False)
             scales = self._scales(variant) if facts.loss != "zero" else []
         if scales and max(s.error for s in scales) > self.tolerance:
-            found += [_advised(finding, rig.task.framework) for finding in self._loss(facts, scales)]
+            found += [_advised(finding, _framework(rig)) for finding in self._loss(facts, scales)]
         return found or [self._unexplained(variant, worst)]
 
     def _unexplained(self, variant: Variant, worst: Scale) -> Finding:
@@ -171,7 +172,7 @@ class CauseSearch:
             return [Finding("mean-of-means", "error", mean_of_means(worst))]
         if facts.loss == "mean" and counts:
             found = [Finding("scaled-by-accumulation", "error", mean_with_count(facts, worst))]
-            if self.rig.task.framework == "transformers":
+            if _framework(self.rig) == "transformers":
                 found = [Finding("ignores-num-items-in-batch", "error", ignores_count(worst))]
             if any(s.rest > 100 * tolerance for s in scales if not s.ragged):
                 found.append(
@@ -230,8 +231,12 @@ _ADVICE = {
 }
 
 
-def _advised(finding: Finding, framework: str | None) -> Finding:
-    return replace(finding, message=finding.message.replace(_SUM, _ADVICE.get(framework or "", _SUM)))
+def _framework(rig: Rig) -> str:
+    return rig.task.framework if isinstance(rig.task, FrameworkTask) else ""
+
+
+def _advised(finding: Finding, framework: str) -> Finding:
+    return replace(finding, message=finding.message.replace(_SUM, _ADVICE.get(framework, _SUM)))
 
 
 def number(value: float) -> str:

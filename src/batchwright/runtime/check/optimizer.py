@@ -14,6 +14,7 @@ import torch
 from batchwright.core.ramp.learning_rate import check_horizon
 from batchwright.core.ramp.schedule import Schedule
 from batchwright.processes.endings import users_code
+from batchwright.runtime.task import FrameworkTask
 
 from .causes import Finding, number
 from .gradients import Rig, Variant
@@ -107,7 +108,7 @@ def _rates(rig: Rig) -> tuple[list[float], list[float]]:
 
 def partial_window(rig: Rig) -> list[Finding]:
     """Whether a framework divides a step that ends early by the micro batches that it should have had."""
-    ask = rig.task.partial_window
+    ask = rig.task.partial_window if isinstance(rig.task, FrameworkTask) else None
     if ask is None:
         return []
     with users_code("training one micro batch in the framework's own Trainer failed"):
