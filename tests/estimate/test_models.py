@@ -100,8 +100,15 @@ def test_a_model_and_memory_become_a_plan_whose_winner_was_walked_as_a_whole(tin
     assert made.settings["per_device_train_batch_size"] == made.micro_batch_size
     assert made.settings["gradient_accumulation_steps"] == made.accumulation_steps
     assert json.loads(json.dumps(made.to_json()))["memory"]["candidates"]
+
+
+@pytest.mark.rounds
+@pytest.mark.usefixtures("in_process")
+def test_where_nothing_fits_the_plan_says_what_would(tiny):
     with pytest.raises(NothingFitsError, match="nothing fits") as caught:
-        batchwright.plan(memory_bytes=2 * 2**20, **given)
+        batchwright.plan(
+            model=tiny, global_batch_size=16, devices=2, sequence_length=64, shard=False, memory_bytes=2 * 2**20
+        )
     assert "lora=16" in {r["change"] for r in caught.value.remedies}
 
 
