@@ -281,8 +281,9 @@ FORMATS = {
 def test_what_frameworks_print_per_step(framework):
     step, others = FORMATS[framework]
     steps = _Steps(None, least=3, seconds=0.0)
-    for when, line in enumerate(others):
+    for when, line in enumerate(others * 9):
         assert not steps.see(line, float(when)), line
+    assert steps.numbers == [], "a line that is not a step counts not even once"
     assert any(steps.see(step(n), 100.0 + n) for n in range(1, 8))
     assert steps.timing().seconds == pytest.approx(1.0)
 
@@ -304,6 +305,37 @@ def test_a_file_that_the_command_writes_is_not_its_code(tmp_path, monkeypatch):
     edited = probe(command, dir="j", throughput=False)
     assert not any(t.resumed for t in edited.trials)
     assert any("code changed: train.py" in note or "train.py" in note for note in edited.notes)
+
+
+@pytest.mark.parametrize(
+    ("file", "edited", "resumed"),
+    [
+        ("model.py", "first", False),  # an edit during the probe
+        ("config.yaml", "first", False),
+        ("train.py", "first", False),
+        ("model.py", "always", False),  # code stays code, whoever writes it
+        ("config.yaml", "always", True),  # the command writes it
+        ("made.py", "always", True),
+    ],
+)
+def test_a_file_is_output_only_if_it_is_new_or_changes_in_two_trials(tmp_path, monkeypatch, file, edited, resumed):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model.py", "config.yaml"):
+        (tmp_path / name).write_text("# before\n")
+    (tmp_path / "train.py").write_text(
+        "import os, sys\n"
+        f"if {edited!r} == 'always' or not os.path.exists('done'):\n"
+        f"    open({file!r}, 'a').write('# edited\\n')\n"
+        "open('done', 'w')\n"
+        "sys.exit('MemoryError' if int(sys.argv[1]) > 5 else 0)\n"
+    )
+    command = [sys.executable, "-m", "train", "{micro_batch_size}", "config.yaml"]
+    probe(command, dir="j", throughput=False)
+    again = probe(command, dir="j", throughput=False)
+    assert {t.resumed for t in again.trials} == {resumed}
+    if file == "config.yaml" and resumed:  # --fresh also forgets what was output
+        probe(command, dir="j", throughput=False, fresh=True, max=1)
+        assert not any(t.resumed for t in probe(command, dir="j", throughput=False, max=1).trials)
 
 
 def test_a_resumed_command(script, tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from batchwright.cli.probe import render
 from batchwright.core.errors import ConfigError, NothingFitsError, RunError
 from batchwright.probe.display import NoProgress
 from batchwright.probe.prober import run_probe
@@ -163,6 +164,22 @@ def test_a_recommended_size_is_within_the_limit_with_the_users_own_allocator(scr
     assert probe.recommended_peak_memory_bytes <= probe.memory_bytes
     assert probe.recommended_micro_batch_size < 140
     assert any("with your own allocator" in note for note in probe.notes)
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [("oom()", "none ran while its speed was measured"), ("fits(2001)", "no smaller size that was measured is within")],
+)
+def test_no_size_is_recommended_if_none_is_within_the_limit_at_speed(scripted, measured, said):
+    code = f"if mode == 'throughput': {measured}\nfits(600 + 10 * size) if size <= 140 else oom()"
+    probe = run_probe(scripted(code, throughput=True))
+    assert probe.max_micro_batch_size == 140
+    assert min(t.micro_batch_size for t in probe.trials if t.purpose == "throughput") == 1, "the smallest was measured"
+    assert probe.recommended_micro_batch_size is None
+    assert probe.recommended_peak_memory_bytes is None
+    assert any(said in note for note in probe.notes)
+    assert any(note.startswith("no size is recommended") for note in probe.notes)
+    assert "recommended: no size (see the notes)" in render(probe)
 
 
 def test_throughput_recommends_a_measured_size_and_names_the_bottleneck(scripted):

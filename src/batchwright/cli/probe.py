@@ -194,7 +194,8 @@ def render(made: Probe) -> list[str]:
         lines += ["", *_speed(made, made.curve)]
     peak, limit = made.recommended_peak_memory_bytes, made.memory_bytes
     beside = f"; peak with your own allocator {format_bytes(peak)} of {format_bytes(limit)}" if peak and limit else ""
-    lines += ["", f"recommended: micro_batch_size {made.recommended_micro_batch_size}{beside}"]
+    size = made.recommended_micro_batch_size
+    lines += ["", f"recommended: micro_batch_size {size}{beside}" if size else "recommended: no size (see the notes)"]
     if made.diagnosis:
         lines += text.bullets([f"bottleneck: {made.bottleneck}. {made.diagnosis.text}"])
     return lines + notes(made.notes)

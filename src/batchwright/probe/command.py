@@ -35,7 +35,7 @@ MARKERS = (
     r"completed step: (\d+)",  # MaxText
     r"\biteration\s+(\d+)/",  # Megatron-LM, NeMo
     r"\bglobal_step[ =:]+(\d+)",  # NeMo 2
-    r"(?<!validate )\bstep[ =:#]+(\d+)\b.*\bloss\b",  # torchtitan: `step:  1  loss:  8.2`; Accelerate's examples
+    r"(?<!validate )(?<!eval metrics after )\bstep[ =:#]+(\d+)\b.*\bloss\b",  # torchtitan, Accelerate's examples
     r"\bstep=(\d+), skipped=\d+, lr=",  # DeepSpeed, with steps_per_print
     r"^\[epoch=\d+\]\[batch=(\d+)/(\d+)\]:",  # Composer's ConsoleLogger
     # nanoGPT, which prints its evaluations as `step`; litgpt: `Epoch 1 | iter 3 step 1 | loss train: 2.1, val: n/a`
@@ -65,12 +65,13 @@ class CommandRunner:
     identity: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     written: set[str] = field(default_factory=set[str])
-    """Files that changed while the command ran: they are its output, and not its code."""
+    """Files that the command writes: they are its output, and not its code."""
 
     def __post_init__(self) -> None:
         command = self.request.command
         program = shutil.which(command[0]) if command else None
-        self._before = self._code()
+        self._before = self._last = self._code()
+        self._changed: set[str] = set()
         self._fixed = {
             "command": " ".join(command),
             "device": platform.node(),
@@ -99,12 +100,17 @@ class CommandRunner:
         return dict(sorted(found.items()))
 
     def note_written(self) -> None:
-        """Compare the files with those before the first trial. A script that the command names is code in any case."""
-        now, scripts = self._code(), {a for a in self.request.command if a.endswith(".py")}
-        scripts |= {str(Path(a).resolve()) for a in scripts}
-        changed = {path for path in {*now, *self._before} if now.get(path) != self._before.get(path)}
-        if new := changed - scripts - self.written:
-            self.written |= new
+        """After a trial: a file is output if it is new, or if it changed in two trials: one change may be an edit.
+
+        A *.py file that was there before is code in any case.
+        """
+        last, self._last = self._last, self._code()
+        changed = {path for path, found in self._last.items() if found != last.get(path)}
+        new = changed - self._before.keys()
+        twice = {path for path in changed & self._changed if not path.endswith(".py")}
+        self._changed |= changed
+        if found := (new | twice) - self.written:
+            self.written |= found
             self._identify()
 
     def ignore(self, written: Iterable[str]) -> None:

@@ -88,6 +88,7 @@ class Journal:
                     found.append((dict(record["identity"]), []))
                 elif record["kind"] == "fresh":
                     found.clear()
+                    self.written.clear()
                 elif record["kind"] == "trial" and found:
                     found[-1][1].append((record["conditions"], codec.read(Trial, record["trial"])))
             except (ValueError, KeyError, TypeError, AttributeError):

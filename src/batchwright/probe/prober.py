@@ -267,16 +267,16 @@ class _Session:
                     break  # its output shows no steps, so the output of other sizes will not either
         timings: dict[int, Timing] = {size: t.timing for size, t in timed.items() if t.timing}
         curve = analyse(timings) if timings else None
-        recommended = limit.largest if curve is None else self._recommended(curve, timed)
+        recommended = self._recommended(curve, timed, limit)
         diagnosis = None
-        if curve is not None:
+        if curve is not None and recommended is not None:
             contrasts: Mapping[str, Timing] = {}
             if not r.command:
                 last = self._trial(lambda size: self.runner.throughput(size, True), recommended, "throughput")
                 contrasts = last.contrasts or {}
             diagnosis = diagnose(contrasts, curve, recommended, r.ranks)
         self._remark(limit, timed, curve)
-        at = timed.get(recommended)
+        at = timed.get(recommended) if recommended else None
         identity = self.runner.identity
         speed = at.samples_per_second if at else None
         tflops = at.flops / at.step_seconds / 1e12 if at and at.flops and at.step_seconds else None
@@ -308,20 +308,28 @@ class _Session:
             seconds=time.monotonic() - self._began,
         )
 
-    def _recommended(self, curve: Curve, timed: Mapping[int, Trial]) -> int:
-        """The largest worthwhile size whose peak with the user's own allocator is within the limit."""
+    def _recommended(self, curve: Curve | None, timed: Mapping[int, Trial], limit: Limit) -> int | None:
+        """The largest worthwhile size whose peak with the user's own allocator is within the limit; None without one."""
+        if curve is None:
+            # Only the limit is known. If a size failed while its speed was measured, no size is known to run there.
+            failed = any(t.purpose == "throughput" and not t.fits for t in self.trials)
+            if failed:
+                self.notes.append("no size is recommended: none ran while its speed was measured.")
+            return None if failed else limit.largest
         wanted = curve.largest_worthwhile
-        limit = next((t.limit_bytes for t in self.trials if t.limit_bytes), None)
+        memory = next((t.limit_bytes for t in self.trials if t.limit_bytes), None)
         peaks = {size: t.peak_memory_bytes or 0 for size, t in timed.items()}
-        within = [size for size in sorted(peaks) if limit is None or peaks[size] <= limit]
-        chosen = builtins.max((size for size in within if size <= wanted), default=wanted)
-        if limit is not None and peaks[wanted] > limit:
-            instead = (
-                f"{chosen} is recommended instead" if chosen != wanted else "no smaller measured size is within it"
-            )
+        if memory is None or peaks[wanted] <= memory:
+            return wanted
+        chosen = builtins.max((size for size in peaks if size < wanted and peaks[size] <= memory), default=None)
+        instead = f"{chosen} is recommended instead" if chosen else "no smaller size that was measured is within it"
+        self.notes.append(
+            f"micro_batch_size {wanted} is faster, but needs {format_bytes(peaks[wanted])} with your own allocator, "
+            f"and the limit is {format_bytes(memory)}: {instead}."
+        )
+        if chosen is None:
             self.notes.append(
-                f"micro_batch_size {wanted} is faster, but needs {format_bytes(peaks[wanted])} with your own allocator, "
-                f"and the limit is {format_bytes(limit)}: {instead}."
+                "no size is recommended: use a larger --memory, or the allocator of the limit (docs/probe.md)."
             )
         return chosen
 

@@ -110,7 +110,8 @@ class Probe:
     max_micro_batch_size: int
     first_failing_micro_batch_size: int | None
     saturating_micro_batch_size: int | None
-    recommended_micro_batch_size: int
+    recommended_micro_batch_size: int | None
+    """None if every size failed, or exceeded the limit, while its speed was measured."""
     largest_worthwhile_micro_batch_size: int | None
     bottleneck: str | None
     max_evaluation_batch_size: int | None = None
