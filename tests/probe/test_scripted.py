@@ -234,7 +234,7 @@ def test_out_of_memory_while_measuring_speed_is_noted(scripted):
 
 
 def test_an_interrupted_probe_continues_where_it_stopped(scripted):
-    stopped = scripted("fits(600 + 34 * size) if size <= 40 else time.sleep(600)", timeout=60.0)
+    stopped = scripted("fits(600 + 34 * size) if size <= 40 else oom()")
 
     class Interrupt(Watching):
         def started(self, size, purpose, left):
@@ -244,7 +244,8 @@ def test_an_interrupted_probe_continues_where_it_stopped(scripted):
     with pytest.raises(KeyboardInterrupt):
         run_probe(stopped, progress=Interrupt())
     probe = run_probe(scripted("fits(600 + 34 * size) if size <= 40 else oom()"))
-    assert [t.resumed for t in probe.trials] == [True, True, False, False]
+    assert [t.resumed for t in probe.trials] == [True, True, *[False] * (len(probe.trials) - 2)]
+    assert len(probe.trials) > 2
     assert any(note.startswith("resumed: 2 trials") for note in probe.notes)
     again = run_probe(scripted("fits(600 + 34 * size) if size <= 40 else oom()"))
     assert all(t.resumed for t in again.trials)
