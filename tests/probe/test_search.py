@@ -152,15 +152,18 @@ def test_with_an_estimate_random_programs_take_at_most_five_trials():
     assert median(counts) <= 4
     noisy = count_trials(range(300), noise=0.005, estimated=True)
     assert sum(count <= 5 for count in noisy) >= 0.95 * len(noisy)
+    assert max(noisy) <= 11
 
 
 def test_without_an_estimate_random_programs_take_at_most_eight_trials_mostly():
-    """Measured on 1,500: 94% without noise; with a noise of 0.5%, 80%. The rest ends by bisection."""
+    """Measured on 2,000 others: 94% without noise, 83% with a noise of 0.5%. The rest ends by bisection."""
     counts = count_trials(range(300))
     assert median(counts) <= 6
     assert sum(count <= 8 for count in counts) >= 0.92 * len(counts)
+    assert max(counts) <= 13
     noisy = count_trials(range(300), noise=0.005)
-    assert sum(count <= 8 for count in noisy) >= 0.75 * len(noisy)
+    assert sum(count <= 8 for count in noisy) >= 0.78 * len(noisy)
+    assert max(noisy) <= 15
 
 
 def test_an_optimizer_bound_program_takes_six():
@@ -196,7 +199,7 @@ def test_the_trials_that_are_left_are_counted_down_to_zero():
 
     find_limit(run, shape={b: 7_300_000 * b for b in (1, 8, 80)}, memory=machine.limit)
     assert left[-1] == 0
-    assert all(abs(said - (len(left) - 1 - at)) <= 3 for at, said in enumerate(left))
+    assert all(abs(said - (len(left) - 1 - at)) <= 2 for at, said in enumerate(left))
 
 
 def test_nothing_fits_says_what_was_tried():
