@@ -19,7 +19,7 @@ title "1. check: is the gradient the whole batch's, however it is split?"
 run check "${task[@]}" --global-batch-size 16
 
 title "2. probe: what fits in $memory, what is fast, and why?"
-budget=(--device "$device" --memory "$memory" --max 128 --seconds 1)
+budget=(--on "$device" --memory "$memory" --max 128 --seconds 1)
 show probe "${task[@]}" "${budget[@]}" --json ">" DEMO/probe.json
 batchwright probe "${task[@]}" "${budget[@]}" --dir "$work/probe" --json > "$work/probe.json"
 python - "$work/probe.json" <<'PY'
