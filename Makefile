@@ -14,7 +14,7 @@ SEED ?= $(shell date +%s)
 demo: $(STAMP)  ## the main job, on this machine
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
 
-test: $(STAMP)  ## all tests, one real case of each kind: under ten minutes on two quiet cores
+test: $(STAMP)  ## all tests, one real case of each kind: under 15 minutes on two quiet cores
 	$(PYTEST)
 
 test-all: $(STAMP)  ## every round of every test, then every version of Python and packages that is supported

@@ -34,7 +34,7 @@ def answers(place, one: Line) -> fuzz.Ran:
     return ran
 
 
-def any_lines(place, verb: str, times: int = 80) -> None:
+def any_lines(place, verb: str, times: int = 40) -> None:
     @settings(deadline=None, max_examples=many(fuzz.SHARES[verb] * times), suppress_health_check=list(HealthCheck))
     @given(st.integers(0, 2**64))
     def test(seed):

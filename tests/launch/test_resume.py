@@ -231,6 +231,7 @@ def test_what_cannot_change_is_refused_and_nothing_is_written(run, arguments, me
     assert (run.directory / "plan.json").read_text() == before and run.events("replanned") == []
 
 
+@pytest.mark.rounds
 @pytest.mark.torch
 def test_the_loop_follows_the_new_ramp_and_the_audit_is_exact(run):
     run.start(*run.task("--checkpoint-samples", "16", ramp="0:8 64:16", samples=512, nodes=2, args=("slow=0.05",)))

@@ -33,6 +33,7 @@ def test_a_process_that_stops_right_after_its_first_step_has_the_limit_of_a_step
     Path(f"{run.directory}.frozen").unlink()
 
 
+@pytest.mark.rounds
 def test_an_evaluation_and_a_save_may_take_longer_than_the_limit(run):
     settings = ("task.settings.evaluation_samples=512", "task.settings.evaluate_every=32")
     arguments = stalling(

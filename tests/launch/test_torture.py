@@ -76,6 +76,7 @@ def test_a_ramp_over_1_2_and_4_ranks_trains_what_one_uninterrupted_process_does(
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.rounds
 def test_rank_torchrun_and_supervisor_killed_a_rank_stopped_a_checkpoint_cut(run):
     draw = random.Random(os.environ.get("TORTURE_SEED", "7"))
     arguments = run.task(
@@ -162,6 +163,7 @@ def test_an_interrupt_saves_the_step_in_progress_and_nothing_is_repeated(run):
     assert assert_exact(out)["ledger"]["discarded_samples"] == 0
 
 
+@pytest.mark.rounds
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_during_a_save(run):
     disk = run.directory.parent / "disk"

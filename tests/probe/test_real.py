@@ -64,7 +64,7 @@ def runs(folder: Path, size: int, micro_steps: int) -> bool:
     return done.returncode == 0
 
 
-@pytest.mark.parametrize("accumulation_steps", [pytest.param(1, marks=pytest.mark.rounds), 8])
+@pytest.mark.parametrize("accumulation_steps", [1, pytest.param(8, marks=pytest.mark.rounds)])
 def test_the_limit_is_that_of_a_plain_loop_in_fresh_processes(accumulation_steps, task_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     random.seed(7)
@@ -146,6 +146,7 @@ def test_the_longest_sample_fills_the_batch(tmp_path):
     assert trial.peak_memory_bytes > 2 * 20000 * 512 * 4, "the activations of two of them"
 
 
+@pytest.mark.rounds
 def test_evaluation_if_only_one_sample_can_be_trained(tmp_path):
     path = tmp_path / "wide.py"
     path.write_text(
@@ -161,6 +162,7 @@ def test_evaluation_if_only_one_sample_can_be_trained(tmp_path):
         assert trials.evaluation(2).fits
 
 
+@pytest.mark.rounds
 def test_under_ulimit_v_the_budget_is_what_it_leaves_and_a_larger_one_is_refused(task_file, tmp_path):
     def limited(kilobytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         program = (

@@ -79,6 +79,7 @@ def test_a_supervised_ramp_trains_what_the_local_engine_does(cluster, tmp_path, 
     check(directory, [1, 2, 4], expected)
 
 
+@pytest.mark.rounds
 def test_a_chain_with_torchrun_on_each_node_trains_it_too(cluster, tmp_path, expected):
     directory, made = RunDirectory(tmp_path / "a run"), plan("slurm")
     write_json(directory.path / "plan.json", made)
@@ -92,7 +93,7 @@ def test_a_chain_with_torchrun_on_each_node_trains_it_too(cluster, tmp_path, exp
         assert "Killed" not in (directory.launch(number) / "logs" / "launcher.log").read_text()
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.rounds)])
 def test_ranks_on_two_nodes_save_the_step_they_are_in_before_the_time_limit(cluster, tmp_path, launcher):
     """A step may take long, but torchrun takes a second signal as the request to end at once."""
     slow = {"task": f"{TASK.parents[1] / 'tiny.py'}:task", "arguments": {"slow": 4.0}}

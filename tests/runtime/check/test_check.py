@@ -202,6 +202,7 @@ def test_ranks_give_the_same_gradient():
     assert report.ok and worst(report) < 1e-6
 
 
+@pytest.mark.rounds
 def test_a_loss_that_reduces_over_ranks_itself_is_found():
     target = f"{FILE}:rank_reduced"
     report = check(load_task(target), ranks=2, source=(target, {}), micro_batch_sizes=(8,))

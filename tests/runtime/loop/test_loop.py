@@ -99,7 +99,7 @@ def test_three_launches_on_1_2_and_4_ranks_train_like_one_process(whole, tmp_pat
     [
         (1, "auto"),
         pytest.param(2, "ddp", marks=pytest.mark.rounds),
-        (4, "ddp"),
+        pytest.param(4, "ddp", marks=pytest.mark.rounds),
         pytest.param(2, "fsdp2", marks=pytest.mark.rounds),
         (4, "fsdp2"),
     ],
@@ -162,6 +162,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_step_with_a_checkpoint(tmp_pat
     assert found.ok and found.samples == said["position"] and found.unsaved_samples == found.discarded_samples == 0
 
 
+@pytest.mark.rounds
 @pytest.mark.slow
 def test_the_spec_file_alone_and_under_torchrun(whole, tmp_path):
     spec, run = tmp_path / "spec.json", tmp_path / "a run with 'quotes'"
@@ -519,7 +520,7 @@ def test_ranks_skip_together(tmp_path, strategy):
 
 
 @pytest.mark.filterwarnings("ignore:.*returned a view tensor")  # a warning of FSDP2 about its own wrapping
-@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["auto", pytest.param("fsdp2", marks=pytest.mark.rounds)])
 def test_half_precision_gradients_are_summed_in_the_given_precision(tmp_path, strategy):
     """256 micro batches of one sample: a bf16 sum rounds away what an fp32 sum keeps."""
     gradients = {}
