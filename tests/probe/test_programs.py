@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def probed(capsys: pytest.CaptureFixture[str], options: list[str], command: list[str]) -> dict[str, Any]:
     capsys.readouterr()
     with pytest.raises(SystemExit) as done:
-        main(["probe", "--json", *options, "--", sys.executable, *command])
+        main(["probe", "--json", "--timeout", "1800", *options, "--", sys.executable, *command])
     out, err = capsys.readouterr()
     assert done.value.code == 0, err
     print(err)
@@ -108,7 +108,7 @@ def test_lightning_with_its_default_bar(monkeypatch):
     needs("lightning")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     command = [sys.executable, str(LIT), "--batch-size", "{micro_batch_size}"]
-    made = probe(command, max=2, seconds=0.2, dir=None)
+    made = probe(command, max=2, seconds=0.2, dir=None, timeout=1800)
     timed = [t for t in made.trials if t.purpose == "throughput"]
     assert [t.micro_batch_size for t in timed] == [1, 2] and all(t.samples_per_second for t in timed), made.notes
 
