@@ -86,3 +86,22 @@ def llama(
         loss=next_token,
         optimizer=trainable(optimizer),
     )
+
+
+def vit(width: int = 64) -> Task:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        image_size=64,
+        patch_size=8,
+    )
+    return Task(
+        model=lambda: ViTForImageClassification(config).train(),
+        dataset=torch.zeros(8, 3, 64, 64),
+        loss=lambda model, x: (model(pixel_values=x).logits.square().sum(), len(x)),
+        optimizer=trainable("adamw"),
+    )

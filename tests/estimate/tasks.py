@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,26 @@ def frozen() -> Task:
         dataset=torch.zeros(8, 16),
         loss=lambda model, x: (model(x).square().sum(), len(x)),
         optimizer=lambda params: torch.optim.Adafactor([p for p in params if p.requires_grad]),
+    )
+
+
+def convolutional(width: int = 16) -> Task:
+    """Images, batch norm and a mean over the pixels."""
+
+    def build() -> nn.Module:
+        widths = (3, width, width, 2 * width, 2 * width)
+        layers = [
+            m
+            for a, b in pairwise(widths)
+            for m in (nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+        ]
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10))
+
+    return Task(
+        model=build,
+        dataset=torch.zeros(64, 3, 32, 32),
+        loss=lambda model, x: (F.log_softmax(model(x), 1)[:, 0].neg().sum(), len(x)),
+        optimizer=lambda params: torch.optim.AdamW(params),
     )
 
 

@@ -73,12 +73,17 @@ def test_exit_codes(run, tasks, arguments, code):
     assert run(f"{tasks}:{arguments[0]}", *arguments[1:])[0] == code
 
 
-def test_invalid_requests_exit_2(run):
+def test_invalid_requests_exit_2(run, tasks):
     assert run("x.py:task", "--device", "h100")[0] == 2
     assert run("x.py:task", "--memory", "lots")[0] == 2
     assert run("x.py:task", "--micro-batch-size", "2,x")[0] == 2
     code, _, err = run()
     assert code == 2 and "needs a task" in err
+    named = f"{tasks}:small"
+    planned = ("--task", named, "--global-batch-size", "8", "--probe")
+    for verb, task in (("estimate", (named,)), ("plan", planned)):
+        code, _, err = run(*task, "--device", "h100", "--memory", "1GiB", verb=verb)
+        assert code == 2 and "--device and --memory are mutually exclusive: h100-80g has" in err
 
 
 def test_devices_are_listed(run):

@@ -16,7 +16,6 @@ from .conftest import needs
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.usefixtures("in_process"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 TASK = f"{Path(__file__).with_name('hf_tasks.py')}:llama"
 SIZE = 8

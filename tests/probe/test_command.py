@@ -203,25 +203,63 @@ def test_a_real_limit_of_address_space(tmp_path):
     assert len(made.trials) <= 5
 
 
-# What frameworks print per step, and what they print otherwise: their formats, shortened where they are long.
+@pytest.mark.parametrize(("rows", "named"), [(100, True), (10**6, False)])
+def test_a_dataset_that_is_smaller_than_the_batch_is_suspected(tmp_path, rows, named):
+    path = tmp_path / "train.py"
+    path.write_text(f"import sys\nheld = b'x' * (min(int(sys.argv[1]), {rows}) * 2**18)\n")
+    command = [sys.executable, "-S", str(path), "{micro_batch_size}"]
+    made = probe(command, max=512, dir=None, throughput=False)
+    assert made.max_micro_batch_size == 512
+    assert any("does the dataset have fewer samples" in note for note in made.notes) == named
+
+
+# What frameworks print per step, and what they print otherwise. Lines of Lightning, transformers, trl and tqdm are what their
+# code printed into a pipe, with another number of the step; those of the others follow the format in the file that is named.
 FORMATS = {
-    # lightning/pytorch/callbacks/progress/tqdm_progress.py: the description is `Epoch N`; validation has its own bar.
-    "lightning": (
-        lambda n: f"Epoch 0:  {4 * n}%|###    | {n}/25 [00:0{n}<00:09,  2.50it/s, v_num=0, train_loss=2.310]",
-        ["Sanity Checking DataLoader 0:  50%|##  | 1/2 [00:00<00:00, 9it/s]"]
-        + [f"Validation DataLoader 0:  {n}0%|##  | {n}/10 [00:00<00:00, 9it/s]" for n in range(9)],
+    # lightning 2.6.6 with TQDMProgressBar; each step is printed twice, and validation has a bar of its own.
+    "lightning-tqdm": (
+        lambda n: f"Epoch 0:  {4 * n}%|██        | {n}/25 [00:0{n}<00:00,  5.85it/s, train_loss=1.110]",
+        [
+            "Sanity Checking: |          | 0/? [00:00<?, ?it/s]",
+            "Sanity Checking DataLoader 0:  50%|█████     | 1/2 [00:00<00:00,  4.65it/s]",
+            "Training: |          | 0/? [00:00<?, ?it/s]",
+            *(f"Validation DataLoader 0:  {n}0%|██        | {n}/10 [00:00<00:00,  9.18it/s]\x1b[A" for n in range(9)),
+        ],
     ),
-    # lightning/pytorch/callbacks/progress/rich_progress.py
+    # lightning 2.6.6 with its default bar, RichProgressBar, in a terminal or with TTY_COMPATIBLE=1.
     "lightning-rich": (
-        lambda n: f"Epoch 0/4  ━━━━╺━━━━━━━━━ {n}/25 0:00:0{n} • 0:00:09 2.50it/s v_num: 0.000",
-        ["Validation ━━━━━━━━━━ 3/10 0:00:01 • 0:00:00 9.1it/s"],
-    ),
-    # keras/src/utils/progbar.py
-    "keras": (
         lambda n: (
-            f"\x1b[1m {n}/25\x1b[0m \x1b[32m━━━\x1b[0m\x1b[37m━━━━━━━\x1b[0m \x1b[1m1s\x1b[0m 60ms/step - loss: 2.30"
+            "\x1b[2K\x1b[1A\x1b[2KEpoch 0/1  \x1b[35m━━━\x1b[0m\x1b[35m╸\x1b[0m\x1b[90m━━━━━━━\x1b[0m "
+            f"{n}/25 \x1b[2m0:00:0{n} • 0:00:01\x1b[0m \x1b[2;4m6.29it/s\x1b[0m \x1b[3mtrain_loss: -5.29\x1b[0m"
         ),
-        [f"\x1b[1m {n}/10\x1b[0m \x1b[32m━━━\x1b[0m \x1b[1m0s\x1b[0m 9ms/step" for n in range(9)],  # predict
+        [
+            "\x1b[2KSanity Checking \x1b[35m━━━━━\x1b[0m\x1b[35m╸\x1b[0m\x1b[90m━━━━\x1b[0m 1/2 \x1b[2m0:00:00 • -:--:--\x1b[0m",
+            "                                                             \x1b[3mval_loss: -10.781  \x1b[0m",
+            *(
+                f"Validation \x1b[35m━━━\x1b[0m\x1b[90m━━━\x1b[0m {n}/9 \x1b[2m0:00:00 • 0:00:01\x1b[0m"
+                for n in range(9)
+            ),
+        ],
+    ),
+    # transformers 5.22.2, its Trainer, and trl 1.16.0, whose SFTTrainer is one.
+    "transformers": (
+        lambda n: f" {4 * n}%|██▌       | {n}/25 [00:0{n}<00:02,  1.30it/s]",
+        [
+            "Generating train split: 4000 examples [00:00, 23977.38 examples/s]",
+            *(f"Loading weights: {n}0%|██████████| {n}/10 [00:00<00:00, 1659.39it/s]" for n in range(9)),
+            *(
+                f"Tokenizing train dataset:   {n}%|          | {n}/100 [00:00<00:13, 303.24 examples/s]"
+                for n in range(9)
+            ),
+            "{'loss': '5.498', 'grad_norm': '7.406', 'learning_rate': '5e-05', 'epoch': '0.0004268'}",
+            "Writing model shards: 100%|██████████| 1/1 [00:00<00:00, 386.54it/s]",
+            "{'train_runtime': '1.953', 'train_samples_per_second': '8.191', 'train_loss': '5.429', 'epoch': '0.001707'}",
+        ],
+    ),
+    # accelerate's example scripts have tqdm(range(max_train_steps)); tqdm 4.
+    "accelerate": (
+        lambda n: f"  {4 * n}%|▍         | {n}/25 [00:0{n}<00:05,  4.65it/s]",
+        [f"Loading checkpoint shards:  {n}0%|██        | {n}/10 [00:00<00:00,  9.11it/s]" for n in range(9)],
     ),
     # A bar with a description, as many scripts make it: tqdm(loader, desc=f"Epoch {epoch}"), set_postfix(loss=...)
     "tqdm": (
@@ -232,47 +270,90 @@ FORMATS = {
         lambda n: f"fold 1:  {4 * n}%|#  | {n}/25 [00:0{n}<00:09,  2.50it/s, loss=2.31]",
         [f"Downloading shards:  {n}0%|##  | {n}/10 [00:00<00:00, 9it/s]" for n in range(9)],
     ),
-    # examples/pytorch/language-modeling/run_clm_no_trainer.py: tqdm(range(max_train_steps))
-    "accelerate": (
-        lambda n: f" {4 * n}%|###   | {n}/25 [00:0{n}<00:09,  2.50it/s]",
-        [f"Loading checkpoint shards:  {n}0%|##  | {n}/10 [00:00<00:00, 9it/s]" for n in range(9)],
-    ),
-    # torchtitan/components/metrics.py
-    "torchtitan": (
-        lambda n: f"[titan] INFO - \x1b[31mstep: {n:2}  \x1b[32mloss:  8.2256  \x1b[34mtps: 1,234  \x1b[36mmfu: 1.2%",
+    # keras/src/utils/progbar.py; `predict` prints no loss.
+    "keras": (
+        lambda n: (
+            f"\x1b[1m {n}/25\x1b[0m \x1b[32m━━━\x1b[0m\x1b[37m━━━━━━━━━━━━━━━━━\x1b[0m \x1b[1m1s\x1b[0m 60ms/step - loss: 2.3026"
+            + "\b" * 54
+        ),
         [
-            "[titan] INFO - Training starts at step 1",
-            *(f"[titan] INFO - validate step: {n}  loss:  8.2256" for n in range(9)),
+            f"\x1b[1m {n}/10\x1b[0m \x1b[32m━━━━━━\x1b[0m\x1b[37m━━━━━━━━━━━━━━\x1b[0m \x1b[1m0s\x1b[0m 9ms/step"
+            for n in range(9)
         ],
     ),
-    # litgpt/pretrain.py
+    # The same, for data without a length.
+    "keras-unknown": (
+        lambda n: f"{n:7d}/Unknown \x1b[1m1s\x1b[0m 60ms/step - accuracy: 0.1250 - loss: 2.3026",
+        [f"{n:7d}/Unknown \x1b[1m1s\x1b[0m 9ms/step" for n in range(9)],
+    ),
+    # torchtitan/components/metrics.py, with the prefix of torchtitan/tools/logging.py
+    "torchtitan": (
+        lambda n: (
+            f"[titan] 2026-01-01 10:00:00,123 - root - INFO - \x1b[31mstep: {n:2}  \x1b[32mloss:  8.2256  \x1b[38;2;180;60;0m"
+            "grad_norm:  1.1234  \x1b[38;2;54;234;195mmemory:  1.23GiB(1.55%)  \x1b[34mtps: 1,234  \x1b[36mtflops: 1.02  "
+            "\x1b[35mmfu: 1.20%\x1b[39m"
+        ),
+        [
+            "[titan] 2026-01-01 10:00:00,123 - root - INFO - Training starts at step 1",
+            *(
+                f"[titan] 2026-01-01 10:00:00,123 - root - INFO - \x1b[33mvalidate step: {n:2}  \x1b[32mloss:  8.2256  "
+                for n in range(9)
+            ),
+        ],
+    ),
+    # litgpt/pretrain.py, and litgpt/finetune/*.py
     "litgpt": (
         lambda n: (
-            f"Epoch 1 | iter {n} step {n // 4} | loss train: 2.100, val: n/a | iter time: 60.12 ms (step) remaining time: 1"
+            f"Epoch 1 | iter {n} step {n // 4} | loss train: 2.100, val: n/a | iter time: 60.12 ms (step) "
+            "remaining time: 0:00:21"
         ),
-        [f"iter {n}: val loss 2.1, val time: 20.00 ms" for n in range(9)],
+        [f"iter {n}: val loss 2.1000, val time: 20.00 ms" for n in range(9)],
     ),
     # megatron/training/training.py
     "megatron": (
         lambda n: (
-            f" [2026-01-01] iteration {n:8d}/      25 | consumed samples: 9 | elapsed time per iteration (ms): 60.1 |"
+            f" [2026-01-01 10:00:00] iteration {n:8d}/      25 | consumed samples:          256 | elapsed time per iteration "
+            "(ms): 60.1 | learning rate: 1.000000E-04 | global batch size:   256 | lm loss: 1.046314E+01 | loss scale: 1.0 |"
         ),
-        [" validation loss at iteration 10 | lm loss value: 2.1E+00 |"],
+        [
+            *(f"Evaluating iter {n}/10" for n in range(9)),
+            *(
+                f" validation loss at iteration {n} | lm loss value: 1.04E+01 | lm loss PPL: 3.5E+04 | "
+                for n in range(9)
+            ),
+        ],
     ),
-    # MaxText/metric_logger.py
+    # src/maxtext/common/metric_logger.py; in older versions MaxText/metric_logger.py
     "maxtext": (
-        lambda n: f"completed step: {n}, seconds: 0.061, TFLOP/s/device: 1.2, Tokens/s/device: 99.1, loss: 9.1",
-        ["eval metrics after step: 4, loss=9.1"],
+        lambda n: (
+            f"completed step: {n}, seconds: 0.061, TFLOP/s/device: 1.234, Tokens/s/device: 99.123, total_weights: 4096, "
+            "loss: 9.123, lm_loss: 9.123, perplexity: 9163.642"
+        ),
+        [
+            *(f"eval metrics after step: {n}, loss=9.123, total_weights=4096" for n in range(9)),
+            *(
+                f"Completed eval step: {n}, seconds: 0.061, running loss=9.123, running perplexity=9.1"
+                for n in range(9)
+            ),
+            *(f"Completed eval after train step {n}, loss=9.123, perplexity=9163.642" for n in range(9)),
+        ],
     ),
-    # deepspeed/runtime/engine.py: _report_progress
+    # deepspeed/runtime/engine.py, _report_progress, with the prefix of deepspeed/utils/logging.py, which prints it at level INFO
     "deepspeed": (
-        lambda n: f"[INFO] [logging.py:107:log_dist] [Rank 0] step={n}, skipped=0, lr=[0.001], mom=[(0.9, 0.999)]",
-        ["[INFO] [logging.py:107:log_dist] [Rank 0] DeepSpeed Final Optimizer = adam"],
+        lambda n: (
+            f"[2026-01-01 10:00:00,123] [INFO] [logging.py:107:log_dist] [Rank 0] step={n}, skipped=0, lr=[0.001], "
+            "mom=[(0.9, 0.999)]"
+        ),
+        ["[2026-01-01 10:00:00,123] [INFO] [logging.py:107:log_dist] [Rank 0] DeepSpeed Final Optimizer = adam"],
     ),
-    # composer/loggers/console_logger.py
+    # composer/loggers/console_logger.py: a duration in epochs, or in batches
     "composer": (
-        lambda n: f"[epoch=0][batch={n}/25]:",
-        ["\t Train loss/train/total: 2.3026", "[Eval batch=3/10] Eval on eval data"],
+        lambda n: f"[epoch=1][batch={n}/25]:",
+        ["\t Train loss/train/total: 2.3026", "[Eval batch=3/10] Eval on eval data", "\t Eval metrics/eval/loss: 2.3"],
+    ),
+    "composer-batches": (
+        lambda n: f"[batch={n}/25]:",
+        ["\t Train loss/train/total: 2.3026", *(f"[Eval batch={n}/10] Eval on eval data:" for n in range(9))],
     ),
 }
 

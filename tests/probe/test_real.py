@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,9 @@ def runs(folder: Path, size: int, micro_steps: int) -> bool:
 @pytest.mark.parametrize("accumulation_steps", [1, pytest.param(8, marks=pytest.mark.rounds)])
 def test_the_limit_is_that_of_a_plain_loop_in_fresh_processes(accumulation_steps, task_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "batchwright.probe.prober._ESTIMATE_SECONDS", 900.0
+    )  # without an estimate, there are more trials
     random.seed(7)
     before = random.getstate(), sorted(p.name for p in tmp_path.iterdir())
     made = probe(
@@ -108,6 +112,40 @@ def test_the_command_line_measures_and_prints_one_document(task_file, tmp_path, 
     assert "micro_batch_size 2 is the largest that ran; larger sizes were not tried" in out
     assert "samples/s against micro_batch_size" in out
     assert "resumed: " in err
+
+
+def planned(capsys, *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "--probe", "--json", *arguments])
+    out, err = capsys.readouterr()
+    assert done.value.code == 0, err
+    return json.loads(out)
+
+
+def test_a_plan_of_a_task_is_of_sizes_that_ran(task_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    task = ["--task", f"{task_file}:task", "--arg", "optimizer=SGD", "--memory", BUDGET, "--max-micro-batch-size", "2"]
+    made = planned(capsys, *task, "--global-batch-size", "48", "--devices", "2")
+    assert (made["micro_batch_size"], made["accumulation_steps"]) == (2, 12)
+    assert made["samples_per_second"] > 0  # measured
+    journal = next((tmp_path / ".batchwright").iterdir()).read_text().splitlines()
+    trials = [line["trial"] for line in map(json.loads, journal) if line["kind"] == "trial"]
+    assert {t["micro_batch_size"] for t in trials if t["status"] == "fits"} == {1, 2}
+
+
+@pytest.mark.rounds
+def test_a_plan_of_a_model_is_of_sizes_that_ran(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 128, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ["--model", str(tmp_path), "--sequence-length", "128", "--memory", "640MiB", "--global-batch-size", "256"]
+    made = planned(capsys, *model)
+    assert made["micro_batch_size"] * made["accumulation_steps"] == 256
+    assert made["sources"]["max_micro_batch_size"] == "probed"
+    assert made["settings"]["per_device_train_batch_size"] == made["micro_batch_size"]
 
 
 def test_the_users_mistake_is_shown_and_ends_the_search(task_file, tmp_path, capsys):

@@ -74,9 +74,9 @@ def estimate(
 
     Nothing is trained, and no device is needed. `optimizer`, `lora` and `tensor_parallel` are for a model.
 
-    >>> estimate("train.py:task", device="h100-80g", memory_bytes=2**30)
+    >>> estimate("train.py:task", device="h100-80g", memory_bytes=2**30)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    batchwright.core.errors.PlanError: device=h100-80g and memory_bytes=1073741824 are mutually exclusive.
+    batchwright.core.errors.PlanError: device and memory are mutually exclusive: h100-80g has ...
     """
     room, wrong = find_room(device, memory_bytes, margin_bytes, context_bytes, workspace_bytes, fragmentation_percent)
     request = EstimateRequest(
@@ -184,7 +184,8 @@ def find_room(
         except ConfigError as error:
             wrong += error.violations
     if found is not None and memory is not None:
-        message = f"device={found.name} and memory_bytes={memory} are mutually exclusive."
+        given = f"{found.name} has {found.memory_bytes:,} bytes, and {memory:,} are given"
+        message = f"device and memory are mutually exclusive: {given}."
         wrong.append(Violation(message, "memory", memory, (found.memory_bytes,)))
     given = {"context_bytes": context, "workspace_bytes": workspaces, "fragmentation_percent": fragmentation}
     base = found.allowance if found else NO_ALLOWANCE

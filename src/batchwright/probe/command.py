@@ -35,9 +35,10 @@ MARKERS = (
     r"completed step: (\d+)",  # MaxText
     r"\biteration\s+(\d+)/",  # Megatron-LM, NeMo
     r"\bglobal_step[ =:]+(\d+)",  # NeMo 2
-    r"(?<!validate )(?<!eval metrics after )\bstep[ =:#]+(\d+)\b.*\bloss\b",  # torchtitan, Accelerate's examples
+    # torchtitan, Accelerate's examples; but not `validate step: 3` (torchtitan), `Completed eval step: 3` (MaxText).
+    r"^(?!.*\b(?:eval\w*|valid\w*|val|test)[ \w]* step\b).*?\bstep[ =:#]+(\d+)\b.*\bloss\b",
     r"\bstep=(\d+), skipped=\d+, lr=",  # DeepSpeed, with steps_per_print
-    r"^\[epoch=\d+\]\[batch=(\d+)/(\d+)\]:",  # Composer's ConsoleLogger
+    r"^\[(?:epoch=\d+\]\[)?batch=(\d+)(?:/(\d+))?\]",  # Composer's ConsoleLogger, by epochs or batches
     # nanoGPT, which prints its evaluations as `step`; litgpt: `Epoch 1 | iter 3 step 1 | loss train: 2.1, val: n/a`
     r"\biter[ =:#]+(\d+)\b(?!: val).*\bloss\b",
     r"(?<!\d)(\d+)\s*/\s*(\d+) batches\b.*\bloss\b",  # PyTorch's word_language_model
@@ -47,8 +48,9 @@ MARKERS = (
     r"^(?!.*\b(?:eval|valid|val|test)\w*\b[^|]*\|)[^|]*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[[^\]]*\bloss\b",
     # Lightning: `Epoch 0:  12%|█▎ | 3/25 [00:01<…]` is tqdm's; with rich: `Epoch 0/4 ━━━ 3/25 0:00:01 • 0:00:09`.
     r"^\s*Epoch \d+/-?\d+\s+[━╸╺ ]+\s*(\d+)/(\d+) ",
-    # Keras: `  3/25 ━━━━━━━━━━━━━━━━━━━━ 1s 60ms/step - loss: 2.3`; older: `3/25 [==>...] - ETA: 1s - loss: 2.3`.
-    r"^[\s\x08]*(\d+)/(\d+) (?:[━─]+|\[[=>.]+\]) .*\bloss\b",
+    # Keras: `  3/25 ━━━━━━━━━━━━━━━━━━━━ 1s 60ms/step - loss: 2.3`; older: `3/25 [==>...] - ETA: 1s - loss: 2.3`; and
+    # `      3/Unknown 1s 60ms/step - loss: 2.3`, if the data have no length.
+    r"^[\s\x08]*(\d+)/(?:(\d+) (?:[━─]+|\[[=>.]+\])|Unknown) .*\bloss\b",
 )
 _COLOUR = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 # A line may be printed before its step ends; at the third line, two steps with optimizer state are done.

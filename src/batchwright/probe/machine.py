@@ -16,6 +16,9 @@ _MOST_FILES, _MOST_FOLDERS = 1000, 1000
 # Installed code, and folders into which training copies code.
 _NOT_SOURCES = {"__pycache__", "site-packages", "node_modules", "venv", "wandb", "mlruns", "lightning_logs", "outputs"}
 
+# Rich, which draws Lightning's bar, prints a bar into a pipe only when it has ended, unless it is told to draw it.
+_BARS = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": "200"}
+
 
 def trial_environment(*, limited: bool, ranks: int = 1, task: bool = True) -> dict[str, str]:
     """The environment of a trial: with a budget the allocator is fixed; speed is measured with the user's own settings."""
@@ -23,7 +26,8 @@ def trial_environment(*, limited: bool, ranks: int = 1, task: bool = True) -> di
     if task:
         changes["PYTHONSAFEPATH"] = "1"  # a `random.py` in the current folder replaces nothing
     threads = max(1, (os.cpu_count() or 1) // ranks)  # torchrun would set 1
-    return environment(FIXED_ALLOCATOR if limited else {}, changes, default={"OMP_NUM_THREADS": str(threads)})
+    default = {"OMP_NUM_THREADS": str(threads)} | ({} if task else _BARS)
+    return environment(FIXED_ALLOCATOR if limited else {}, changes, default=default)
 
 
 def others_seconds() -> float | None:

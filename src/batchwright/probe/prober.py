@@ -211,7 +211,7 @@ class _Session:
         except MissingExtraError:
             raise
         except (BatchwrightError, RuntimeError) as error:
-            self._note(f"no estimate: {str(error).splitlines()[0][:200]} More trials replace it.")
+            self._note(f"no estimate: {sentence(str(error).splitlines()[0][:200])} More trials replace it.")
             return None
 
     def _memory(self) -> int | None:
@@ -333,6 +333,14 @@ class _Session:
             )
         return chosen
 
+    def _flat_from(self, largest: int) -> int | None:
+        """The smallest size with the peak of the largest, if it is a quarter of it or less."""
+        peaks = {t.micro_batch_size: t.peak_memory_bytes for t in self.trials if t.purpose == "limit" and t.fits}
+        top = peaks.get(largest)
+        return top and min(
+            (b for b, peak in peaks.items() if 4 * b <= largest and peak and peak > 0.99 * top), default=None
+        )
+
     def _note(self, text: str) -> None:
         self.notes.append(text)
         self.progress.note(text)
@@ -343,6 +351,11 @@ class _Session:
         failing = next((t for t in self.trials if t.micro_batch_size == limit.first_failing and not t.fits), None)
         if limit.first_failing is None:
             self.notes.append(f"{limit.largest} is the cap (--max), not the limit: larger sizes were not tried.")
+            if r.command and (same := self._flat_from(limit.largest)):
+                self.notes.append(
+                    f"peak memory is the same at micro_batch_size {same} and {limit.largest}: does the dataset have fewer "
+                    "samples than the batch? Then sizes above that number are not what ran, and --max must be below it."
+                )
         elif failing is not None and failing.status == "timeout":
             self.notes.append(
                 f"micro_batch_size {limit.first_failing} timed out, so the limit may not be one of memory."
