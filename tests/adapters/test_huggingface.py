@@ -56,7 +56,7 @@ def torchrun(what, folder):
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
         [*ranks, "-m", "tests.adapters.hf", what, folder],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900,
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
 
 

@@ -261,10 +261,8 @@ class Exact:
         scaler = self.accelerator.scaler
         skipped = scaler is not None and scaler.get_scale() < self._loss_scale
         self.seat.applied(self._group, "skipped" if skipped else "applied")
-        if (
-            self._by_samples and self.accelerator.optimizer_step_was_skipped
-        ):  # then the Trainer leaves the rate as it was
-            with warnings.catch_warnings():
+        if self._by_samples and self.accelerator.optimizer_step_was_skipped:
+            with warnings.catch_warnings():  # the Trainer leaves the rate as it was
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before the first update
                 self.lr_scheduler.step()
         state.epoch = self.seat.position / len(self.seat.dataset)
