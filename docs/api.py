@@ -1,15 +1,17 @@
-"""Writes docs/api.md: every public name of `batchwright` and `batchwright.runtime`, grouped by idea.
+"""Writes docs/api.md: every public name of `batchwright`, `batchwright.runtime` and `batchwright.adapters`, grouped by idea.
 
     python docs/api.py
 
-`page()` returns the text; a test compares it with the file. Every public name must be in one group.
+`page()` returns the text; a test compares it with the file. Every public name must be in one group. The adapters are read
+and not imported: each would import its framework.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import batchwright
@@ -20,7 +22,8 @@ HEAD = """# API
 
 All public names, with their signatures. `python docs/api.py` writes this page. Each name is imported on first use, so
 `import batchwright` is cheap. `batchwright.runtime`, `probe`, `check` and `train` need torch, `estimate` torch or JAX.
-[Bring your own loop](own_loop.md) shows the names of `batchwright.runtime` in use.
+[Bring your own loop](own_loop.md) shows the names of `batchwright.runtime` in use. Each adapter needs its framework:
+[Hugging Face](huggingface.md), [Lightning](lightning.md).
 """
 GROUPS = {
     batchwright: {
@@ -40,6 +43,8 @@ GROUPS = {
         "Ranks": "Ranks discover data_parallel",
     },
 }
+ADAPTERS = {"huggingface": "exact", "lightning": "exact Steps"}
+SOURCE = Path(batchwright.__file__).parent / "adapters"
 
 
 def page() -> str:
@@ -54,6 +59,11 @@ def page() -> str:
         for title, names in groups.items():
             parts.append(f"### {title}\n")
             parts += [entry(module, name) for name in names.split()]
+    for name, names in ADAPTERS.items():
+        parts.append(f"## batchwright.adapters.{name}\n")
+        body = ast.parse((SOURCE / f"{name}.py").read_text(encoding="utf-8")).body
+        found = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        parts += [declared(found[one]) for one in names.split()]
     return "\n".join(parts)
 
 
@@ -62,7 +72,8 @@ def entry(module: ModuleType, name: str) -> str:
     # Not getattr: once the package `batchwright.probe` is imported, it hides the function.
     value = module.__getattr__(name)
     lines = ["```text", signature(name, value), "```", "", (inspect.getdoc(value) or "").split("\n")[0]]
-    methods = [f"`{n}`" for n, m in vars(value).items() if inspect.isfunction(m) and not n.startswith("_")]
+    kinds = FunctionType, classmethod, staticmethod
+    methods = [f"`{n}`" for n, m in vars(value).items() if isinstance(m, kinds) and not n.startswith("_")]
     if isinstance(value, type) and methods:
         lines += ["", f"Methods: {', '.join(methods)}."]
     return "\n".join([*lines, ""])
@@ -85,8 +96,29 @@ def signature(name: str, value: Any) -> str:
         if p.kind is p.POSITIONAL_ONLY and p.POSITIONAL_ONLY not in kinds[index + 1 :]:
             parameters.append("/")
     end = "" if isinstance(value, type) else f" -> {annotation(found.return_annotation)}"
+    return call(name, parameters, end)
+
+
+def call(name: str, parameters: list[str], end: str) -> str:
     line = f"{name}({', '.join(parameters)}){end}"
     return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {p},\n" for p in parameters) + f"){end}"
+
+
+def declared(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """A function or a class that was read: its signature and its docstring."""
+    made = [one for one in getattr(node, "body", []) if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+    function = made[0] if isinstance(node, ast.ClassDef) else node
+    given, first = function.args, int(function is not node)  # without self
+    defaults = [None] * (len(given.args) - len(given.defaults)) + given.defaults
+    pairs = [*zip(given.args, defaults, strict=True)][first:], [*zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    known, named = (
+        [ast.unparse(one) + (f" = {ast.unparse(default)}" if default else "") for one, default in some]
+        for some in pairs
+    )
+    rest = [f"**{ast.unparse(given.kwarg)}"] if given.kwarg else []
+    end = f" -> {ast.unparse(function.returns)}" if function is node and function.returns else ""
+    text = call(node.name, [*known, *(["*"] if named else []), *named, *rest], end)
+    return "\n".join(["```text", text, "```", "", ast.get_docstring(node) or "", ""])
 
 
 def annotation(given: Any) -> str:

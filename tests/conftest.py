@@ -26,6 +26,8 @@ LONGEST = (
     "torture/test_disks.py",
     "launch/slurm/test_slurm_chain.py",
     "launch/slurm/test_slurm_engine.py",
+    "adapters/test_run.py",
+    "adapters/test_huggingface.py",
     "probe/test_real.py",
     "probe/test_programs.py",
     "launch/test_supervisor.py",

@@ -1,9 +1,10 @@
-"""Tiny models, data and trainers for the tests of `adapters/huggingface.py`; its main function trains two runs on two ranks."""
+"""Tiny models, data and trainers for the tests of `adapters/huggingface.py`; with an argument it trains on two ranks."""
 
 from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +138,65 @@ def half_way(out: Path, end: int, resume: bool = False):
     )  # fmt: skip
 
 
-def main() -> None:
-    """On each of two ranks: the first half of run `a`, and the second half of run `b`."""
-    folder = Path(sys.argv[1])
+def sft(out: Path, schedule: Any, **given: Any):
+    """SFTTrainer on packed rows; not yet trained."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {f"w{i}": i for i in range(VOCABULARY - 2)} | {"<pad>": VOCABULARY - 2, "<eos>": VOCABULARY - 1}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="<pad>", eos_token="<eos>"
+    )
+    config = SFTConfig(
+        **{
+            "output_dir": str(out), "use_cpu": True, "report_to": [], "disable_tqdm": True, "max_grad_norm": 0.0,
+            "learning_rate": 1e-9, "per_device_train_batch_size": 2, "save_strategy": "no", "packing": True,
+            "max_length": 24, "logging_steps": 1, "bf16": False, "gradient_checkpointing": False, **given,
+        }
+    )  # fmt: skip
+    data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows(64)])
+    watch = Watch()
+    made = exact(SFTTrainer)(
+        llama(), args=config, train_dataset=data, processing_class=tokenizer, callbacks=[watch], schedule=schedule
+    )
+    watch.trainer = made
+    return made, watch
+
+
+def sft_half_way(out: Path, end: int, resume: bool = False):
+    """As `half_way`, with SFTTrainer: 4 -> 8 packed rows per step, 24 rows, up to row `end`."""
+    torch.manual_seed(3)
+    schedule = batchwright.Thresholds([(0, 4), (8, 8)]).compile().until(end)
+    made, watch = sft(
+        out, schedule, learning_rate=1e-2, lr_scheduler_type="constant", save_strategy="steps", save_steps=1
+    )
+    made.train(resume_from_checkpoint=resume)
+    return made, watch
+
+
+def compiled(folder: Path) -> None:
+    """On each of two ranks: two steps of a compiled model."""
+    torch.manual_seed(3)
+    model = llama()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    args = arguments(folder, torch_compile=True, torch_compile_backend="aot_eager")
+    made, watch = trained(exact(Trainer), model, rows(32), args, schedule=batchwright.Constant(16).compile().until(32))
+    gradients = [{name.removeprefix("_orig_mod."): g for name, g in one.items()} for one in watch.gradients]
+    found = {"model": before, "ids": watch.ids, "gradients": gradients}
+    found["compiled"] = isinstance(made.model_wrapped, torch._dynamo.OptimizedModule)
+    torch.save(found, folder / f"rank-{made.args.process_index}.pt")
+
+
+def halves(folder: Path) -> None:
+    """On each of two ranks: the first half of run `a`, the second half of run `b`, the first half of `s` (SFT)."""
     first, seen = half_way(folder / "a", 32)
     second, rest = half_way(folder / "b", 64, resume=True)
-    found = {"a": seen.ids, "b": rest.ids, "step": second.state.global_step}
+    packed = sft_half_way(folder / "s", 16)[1] if find_spec("trl") else Watch()
+    found = {"a": seen.ids, "b": rest.ids, "s": packed.ids, "step": second.state.global_step}
     (folder / f"rank-{first.args.process_index}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    {"compiled": compiled, "halves": halves}[sys.argv[1]](Path(sys.argv[2]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -12,11 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import batchwright
 from batchwright.adapters.course import UnderRun
+from batchwright.cli.check import command as check
 from batchwright.core.errors import PlanError, RunError
-from batchwright.runtime import Ranks, Task, audit
+from batchwright.estimate.fake import FakeRuns
+from batchwright.estimate.records import EstimateRequest
+from batchwright.runtime import GlobalOrder, Ranks, Task, audit, load_task
+from tests.needs import needs
 
 pytestmark = [
     pytest.mark.torch,
@@ -27,16 +32,8 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def needed(framework):
-    """Skip without the framework; in CI a skipped test would look like one that passed."""
-    if os.environ.get("CI"):
-        return importlib.import_module(framework)
-    return pytest.importorskip(framework)
-
-
 @pytest.fixture(scope="module")
 def hf():
-    needed("transformers")
     import warnings
 
     threads = torch.get_num_threads()
@@ -52,6 +49,15 @@ def hf():
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+def torchrun(what, folder):
+    """A function of hf.py on two ranks."""
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run(
+        [*ranks, "-m", "tests.adapters.hf", what, folder],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=3600,
+    )  # fmt: skip
 
 
 def whole(model, batch):
@@ -160,34 +166,12 @@ def test_every_step_of_a_ramp_with_ragged_batches_and_a_learning_rate_in_samples
 
 
 def test_packed_sequences_of_sft(hf, tmp_path):
-    needed("trl")
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    from batchwright.adapters.huggingface import exact
-
-    words = {f"w{i}": i for i in range(hf.VOCABULARY - 2)} | {"<pad>": hf.VOCABULARY - 2, "<eos>": hf.VOCABULARY - 1}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="<pad>", eos_token="<eos>"
-    )
-    data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in hf.rows(64)])
-    config = SFTConfig(
-        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_grad_norm=0.0, learning_rate=1e-9,
-        per_device_train_batch_size=2, save_strategy="no", packing=True, max_length=24, logging_steps=1, bf16=False,
-        gradient_checkpointing=False,
-    )  # fmt: skip
-    watch, model = hf.Watch(), hf.llama()
-    trainer = exact(SFTTrainer)(
-        model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[watch],
-        schedule=batchwright.Thresholds([(0, 4), (8, 8)]).compile().until(24),
-    )  # fmt: skip
+    needs("trl")
+    trainer, watch = hf.sft(tmp_path, batchwright.Thresholds([(0, 4), (8, 8)]).compile().until(24))
     packed = len(trainer.train_dataset)
     assert 24 <= packed < 64
-    watch.trainer = trainer
     before = hf.llama()  # not a copy: SFTTrainer has changed the model's forward
-    before.load_state_dict(model.state_dict())
+    before.load_state_dict(trainer.model.state_dict())
     trainer.train()
     assert [len(ids) for ids in watch.ids] == [4, 4, 8, 8]
     for ids, gradient in zip(watch.ids, watch.gradients, strict=True):
@@ -213,6 +197,147 @@ def test_micro_batches_without_a_label_do_not_make_weights_nan(hf, tmp_path):
     )
     assert error(watch.gradients[0], reference) <= 1e-5
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_a_step_without_a_label_is_an_error_whose_advice_can_be_followed(hf, tmp_path):
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    data, schedule = hf.rows(24), batchwright.Constant(8).compile().until(24)
+    order = GlobalOrder(24, seed=42)  # the Trainer's seed
+    empty = order.ids(range(8, 16)).tolist()
+    masked = [{**row, "labels": [-100] * len(row["labels"])} if i in empty else row for i, row in enumerate(data)]
+
+    def train(rows, resume):
+        args = hf.arguments(tmp_path, save_strategy="steps", save_steps=1)
+        return hf.trained(exact(Trainer), hf.llama(), rows, args, resume=resume, schedule=schedule)
+
+    with pytest.raises(RunError, match=rf"step 1 has no gradient.* indices in the dataset are {empty[0]}, {empty[1]}"):
+        train(masked, None)
+    masked[empty[3]] = data[empty[3]]  # as the error says
+    trainer, watch = train(masked, True)
+    assert watch.ids == [empty, order.ids(range(16, 24)).tolist()] and trainer.seat.done
+    found = audit(tmp_path)
+    assert (found.ok, found.samples, found.gaps, found.repeats) == (True, 24, 0, 0)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_a_scaler_may_skip_a_step(hf, tmp_path, optim):
+    """fp16 has a scaler on an accelerator only; here accelerate gets one for the CPU. Fused, the optimizer skips by itself."""
+    from transformers import Trainer, TrainerCallback
+
+    from batchwright.adapters.huggingface import exact
+
+    class Overflow(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            if state.global_step == 1:
+                next(model.parameters()).grad.fill_(torch.inf)
+            weights.append(model.state_dict()["lm_head.weight"].clone())
+
+    weights, watch, model, data = [], hf.Watch(), hf.llama(), hf.rows(32)
+    args = hf.arguments(
+        tmp_path, lr_scheduler_type="linear", learning_rate=1e-3, optim=optim, save_strategy="steps", save_steps=4
+    )
+    trainer = exact(Trainer)(
+        model, args=args, train_dataset=data, data_collator=hf.collate, callbacks=[watch, Overflow()],
+        schedule=batchwright.Constant(8).compile().until(32),
+    )  # fmt: skip
+    watch.trainer = trainer
+    before = copy.deepcopy(model)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer.train()
+    first = {name: gradient / 1024 for name, gradient in watch.gradients[0].items()}
+    assert error(first, whole(before, hf.collate([data[i] for i in watch.ids[0]]))) <= 1e-5
+    assert [torch.equal(one, two) for one, two in itertools.pairwise(weights)] == [False, True, False]
+    ledger = (tmp_path / "ledger" / "launch-00000-rank-00000.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("outcome", "applied") for line in ledger[1:]] == ["applied", "skipped", "applied"]
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])  # by samples: a skipped step counts
+    found = audit(tmp_path)
+    assert (found.ok, found.skipped_samples, trainer.seat.position) == (True, 8, 32)
+
+
+@pytest.mark.rounds
+def test_a_compiled_model_gives_the_same_gradient_on_two_ranks(hf, tmp_path):
+    done = torchrun("compiled", tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    data, model = hf.rows(32), hf.llama()
+    ranks = [torch.load(tmp_path / f"rank-{r}.pt") for r in (0, 1)]
+    model.load_state_dict(ranks[0]["model"])
+    reference = whole(model, hf.collate([data[i] for rank in ranks for i in rank["ids"][0]]))
+    for rank in ranks:
+        assert rank["compiled"] and error(rank["gradients"][0], reference) <= 1e-5
+
+
+def refused_by(hf, out, edit=lambda args: None, kind=None, schedule=None, **given):
+    """The names of all that is refused; the trainer is made, and not trained."""
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    args = hf.arguments(out, **given)
+    edit(args)
+    schedule = schedule or batchwright.Constant(8).compile().until(32)
+    with pytest.raises(PlanError) as refused:
+        exact(kind or Trainer)(
+            hf.Bare(), args=args, train_dataset=hf.rows(32), data_collator=hf.collate, eval_dataset=hf.rows(8),
+            schedule=schedule,
+        )  # fmt: skip
+    assert all(f"{one.field}=" in str(refused.value) for one in refused.value.violations)
+    return [one.field for one in refused.value.violations]
+
+
+ARGUMENTS = {  # what is refused by its name and value alone
+    "gradient_accumulation_steps": 2,
+    "train_sampling_strategy": "group_by_length",
+    "auto_find_batch_size": True,
+    "dataloader_drop_last": True,
+    "save_only_model": True,
+    "save_on_each_node": True,
+    "enable_jit_checkpoint": True,
+    "ddp_static_graph": True,
+    "save_strategy": "epoch",
+    "eval_strategy": "epoch",
+    "logging_strategy": "epoch",
+    "optim": "lomo",
+    "lr_scheduler_kwargs": {"num_decay_steps": 4},
+    "lr_scheduler_type": "inverse_sqrt",
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_is_refused_by_name(hf, tmp_path, name):
+    assert refused_by(hf, tmp_path, **{name: ARGUMENTS[name]}) == [name]
+
+
+def test_optimizers_that_update_during_backward_are_refused(hf, tmp_path):
+    for optim in ("adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"):
+        assert refused_by(hf, tmp_path, optim=optim) == ["optim"]
+
+
+def test_several_gpus_in_one_process_are_refused(hf, tmp_path):
+    def two(args):
+        assert args.n_gpu == 0  # reads the devices of the machine, once
+        args._n_gpu = 2
+
+    assert refused_by(hf, tmp_path, two) == ["n_gpu"]
+
+
+def test_parallelism_is_refused(hf, tmp_path):
+    from accelerate import ParallelismConfig
+    from transformers import Trainer
+
+    assert refused_by(hf, tmp_path, parallelism_config=ParallelismConfig()) == ["parallelism_config"]
+
+    for name in ("deepspeed", "fsdp"):  # they need a group of processes, or a package that is not installed
+
+        class Parallel(Trainer):
+            def create_accelerator_and_postprocess(self, name=name):
+                super().create_accelerator_and_postprocess()
+                setattr(self, f"is_{name}_enabled", True)
+
+        assert refused_by(hf, tmp_path, kind=Parallel) == [name]
 
 
 def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
@@ -349,6 +474,36 @@ def test_a_wrong_weight_is_refused_and_a_collator_that_draws_is_not(hf, tmp_path
     assert ["sees nothing" in record.message for record in caplog.records] == [True]
 
 
+@pytest.fixture
+def mixed(hf):
+    """accelerate keeps the precision of a process; forget it before and after."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+def test_rounding_hides_a_weight_that_is_nearly_right(hf, tmp_path, mixed):
+    """In half precision. `check` sees it: it computes in float64."""
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    given = {"schedule": batchwright.Constant(8).compile().until(16), "args": hf.arguments(tmp_path, bf16=True)}
+    with pytest.raises(RunError, match="its gradient"):
+        hf.trained(exact(Trainer), hf.llama(), hf.rows(16), weight=lambda batch: len(batch["labels"]), **given)
+
+    def near(batch):  # the first label of each row does not count
+        return (batch["labels"] != -100).sum()
+
+    trainer, _ = hf.trained(exact(Trainer), hf.llama(), hf.rows(16), weight=near, **given)
+    assert trainer.seat.position == 16
+    fresh = exact(Trainer)(hf.llama(), train_dataset=hf.rows(16), data_collator=hf.collate, weight=near, **given)
+    report = batchwright.check(Task.from_trainer(fresh), global_batch_size=16, micro_batch_sizes=(2,))
+    assert not report.ok
+
+
 def test_a_scheduler_of_the_class_counts_steps(hf, tmp_path):
     from transformers import Trainer
 
@@ -390,10 +545,7 @@ def resumed(hf, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     alone, all_ids = hf.half_way(folder / "c", 64)
     _, first = hf.half_way(folder / "b", 32)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.adapters.hf", folder],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+    done = torchrun("halves", folder)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((folder / f"rank-{r}.json").read_text()) for r in (0, 1)]
     last, rest = hf.half_way(folder / "a", 64, resume=True)
@@ -420,6 +572,21 @@ def test_a_resume_on_another_number_of_ranks_has_equal_ids_and_weights(resumed):
                 assert torch.allclose(weights[name], p, atol=2e-5)
 
 
+def test_sft_resumes_on_another_number_of_ranks(hf, resumed):
+    needs("trl")
+    folder, ranks = resumed[0], resumed[4]
+    last, rest = hf.sft_half_way(folder / "s", 24, resume=True)
+    alone, expected = hf.sft_half_way(folder / "t", 24)
+    joined = [[*one, *two] for one, two in zip(*(r["s"] for r in ranks), strict=True)]
+    assert joined + rest.ids == expected.ids and [len(ids) for ids in expected.ids] == [4, 4, 8, 8]
+    shown = CliRunner().invoke(check, ["--ledger", str(folder / "s"), "--json"], catch_exceptions=False)
+    found = json.loads(shown.stdout)
+    assert shown.exit_code == 0, shown.output
+    assert [found[name] for name in ("samples", "gaps", "repeats", "discarded_samples")] == [24, 0, 0, 0]
+    for name, p in alone.model.named_parameters():
+        assert torch.allclose(dict(last.model.named_parameters())[name], p, atol=2e-5)
+
+
 def test_check_names_what_the_trainer_does(hf, tmp_path):
     from transformers import Trainer
 
@@ -443,10 +610,20 @@ def test_check_names_what_the_trainer_does(hf, tmp_path):
 
 
 def test_a_function_that_returns_a_trainer_is_a_task(hf, tmp_path):
-    from batchwright.runtime import load_task
-
     task = load_task(f"{ROOT / 'examples/huggingface/train.py'}:trainer", {"stock": True, "out": str(tmp_path)})
     assert (task.framework, len(task.dataset) > 1000) == ("transformers", True)
     loss, weight = task.loss(task.build_model(0), task.collate([task.dataset[0], task.dataset[1]]))
     assert weight == 2 * 63 and loss.item() / weight == pytest.approx(5.5, rel=0.1)  # log(256) per byte
     assert len(task.optimizer(task.build_model(0).parameters()).param_groups) == 1
+
+
+def test_probe_and_estimate_take_a_function_that_returns_a_trainer(hf, tmp_path):
+    """Both for real: trials in processes of their own with a limit of memory, and the estimate on fake tensors."""
+    target, arguments = f"{ROOT / 'examples/huggingface/train.py'}:trainer", {"out": str(tmp_path)}
+    found = batchwright.probe(target, args=arguments, memory="600MiB", max=8, throughput=False, dir=None)
+    assert found.max_micro_batch_size == 8 and found.first_failing_micro_batch_size is None
+    assert found.trials and all(trial.fits for trial in found.trials)
+    point = FakeRuns(EstimateRequest(target, args={**arguments, "stock": True})).point(8)
+    parameters = sum(p.numel() for p in load_task(target, arguments).build_model(0).parameters())
+    assert point.breakdown["parameters"] == 4 * parameters and point.breakdown["gradients"] == 4 * parameters
+    assert not list(tmp_path.iterdir())  # nothing was trained

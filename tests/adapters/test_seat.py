@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +23,12 @@ from batchwright.adapters.additive import (
     warn_of_batch_statistics,
     without_draws,
 )
-from batchwright.adapters.course import UnderRun, course
+from batchwright.adapters.course import UnderRun, course, under_run
 from batchwright.adapters.seat import Seat
 from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
 from batchwright.rundir.fence import Fence
 from batchwright.runtime import audit
+from tests.needs import needs
 
 pytestmark = pytest.mark.torch
 
@@ -76,7 +79,7 @@ def test_scales_recombine_means_to_the_mean_of_the_whole(tmp_path_factory, count
     (group,) = one.groups()
     count = labels_that_count(shifted=False)
     if not sum(counts):
-        with pytest.raises(RunError, match="add up to 0"):
+        with pytest.raises(RunError, match="step 0 has no gradient: the weights of its 8 samples add up to 0"):
             one.weigh(group, count)
     else:
         own = [count(micro.data) for micro in group]
@@ -118,6 +121,30 @@ def test_only_the_launch_of_the_fence_saves(tmp_path):
         old.before_save()
     new.before_save()
     old.close(), new.close()
+
+
+def test_the_stop_signal_of_the_run_and_sigterm_ask_to_stop(tmp_path, monkeypatch):
+    told = {"RUN_DIR": tmp_path, "STATUS_FILE": tmp_path / "s", "LAUNCH": 3, "START_SAMPLE": 0, "END_SAMPLE": 64}
+    for name, value in told.items():
+        monkeypatch.setenv(f"BATCHWRIGHT_{name}", str(value))
+    usual = under_run()
+    assert usual and usual.stop_signal == signal.SIGTERM
+    monkeypatch.setenv("BATCHWRIGHT_STOP_SIGNAL", "SIGUSR2")
+    batchwright.run(
+        ["true"], thresholds="0:8 16:16", samples=64, micro_batch_size=4, devices=1, dir=tmp_path, progress=False,
+        max_retries=0,
+    )  # fmt: skip
+    before = [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)]
+    for launch, number in ((3, signal.SIGUSR2), (4, signal.SIGTERM)):
+        monkeypatch.setenv("BATCHWRIGHT_LAUNCH", str(launch))
+        one = seat(tmp_path, run=under_run())
+        group = next(iter(one.groups()))
+        assert one.weigh(group, weight)[1] is False
+        one.listen()  # a second time: the first handlers are those that come back
+        os.kill(os.getpid(), number)
+        assert one.weigh(group, weight)[1] is True
+        one.close()
+        assert [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)] == before
 
 
 def test_under_run_the_plan_decides_and_the_position_is_reported(tmp_path):
@@ -168,10 +195,21 @@ def test_a_course_comes_from_a_plan_or_a_ramp():
 
 
 def test_numbers_of_the_environment_are_checked():
-    from batchwright.adapters.course import under_run
-
     with pytest.raises(EnvironmentFault, match="BATCHWRIGHT_LAUNCH='x'"):
         under_run({"BATCHWRIGHT_STATUS_FILE": "s", "BATCHWRIGHT_LAUNCH": "x"})
+    told = {f"BATCHWRIGHT_{name}": "0" for name in ("STATUS_FILE", "LAUNCH", "START_SAMPLE", "END_SAMPLE")}
+    with pytest.raises(EnvironmentFault, match="BATCHWRIGHT_STOP_SIGNAL='SIGNONE': must be the name of a signal"):
+        under_run({**told, "BATCHWRIGHT_STOP_SIGNAL": "SIGNONE"})
+
+
+def test_in_ci_a_missing_framework_is_a_failure(monkeypatch):
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="no_such_framework is not installed"):
+        needs("no_such_framework")
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception):
+        needs("no_such_framework")
+    needs("torch")
 
 
 def test_only_a_sealed_checkpoint_counts(tmp_path: Path):

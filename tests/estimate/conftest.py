@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +40,3 @@ def peaks() -> Callable[..., dict[int, int]]:
         return {p["micro_batch_size"]: p["peak_memory_bytes"] for p in result["points"]}
 
     return of
-
-
-def needs(module: str) -> None:
-    """Skip if a framework is not installed, but fail in CI. The framework is searched, not imported."""
-    if find_spec(module) is None:
-        reason = f"{module} is not installed: pip install 'batchwright[{module}]'"
-        pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)

@@ -10,8 +10,7 @@ from batchwright.estimate import estimate
 from batchwright.estimate.fake import FakeRuns
 from batchwright.estimate.records import EstimateRequest
 from batchwright.estimate.rules import four_bit_bytes
-
-from .conftest import needs
+from tests.needs import needs
 
 pytestmark = [
     pytest.mark.torch,

@@ -7,8 +7,7 @@ import pytest
 from batchwright.core.errors import PlanError, RunError
 from batchwright.estimate import estimate, worker
 from batchwright.estimate.records import EstimateRequest
-
-from .conftest import needs
+from tests.needs import needs
 
 SOURCE = """
 import jax, jax.numpy as jnp

@@ -6,6 +6,7 @@ The only file of `adapters` that reads the environment: `batchwright run` passes
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ class UnderRun:
     status_file: Path
     start_sample: int
     end_sample: int
+    stop_signal: signal.Signals = signal.SIGTERM
+    """Asks the command to save and stop (`--stop-signal`)."""
 
 
 def under_run(environment: Mapping[str, str] | None = None) -> UnderRun | None:
@@ -53,12 +56,20 @@ def under_run(environment: Mapping[str, str] | None = None) -> UnderRun | None:
                 field=f"BATCHWRIGHT_{name}",
                 given=text,
             )
+    stop = env.get("BATCHWRIGHT_STOP_SIGNAL", "SIGTERM")
+    if stop not in signal.Signals.__members__:
+        raise EnvironmentFault(
+            f"BATCHWRIGHT_STOP_SIGNAL={stop!r}: must be the name of a signal, such as SIGTERM.",
+            field="BATCHWRIGHT_STOP_SIGNAL",
+            given=stop,
+        )
     return UnderRun(
         directory=Path(env.get("BATCHWRIGHT_RUN_DIR", "")),
         launch=int(texts["LAUNCH"]),
         status_file=Path(env["BATCHWRIGHT_STATUS_FILE"]),
         start_sample=int(texts["START_SAMPLE"]),
         end_sample=int(texts["END_SAMPLE"]),
+        stop_signal=signal.Signals[stop],
     )
 
 

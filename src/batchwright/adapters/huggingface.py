@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -116,7 +117,8 @@ class Exact:
         self._group: Group | None = None  # the present step
         self._scales: list[float] = []
         self._scale: float | None = None  # of the present micro batch; None outside a step
-        self._stop = self._warned = False
+        self._loss_scale = 1.0  # of fp16, in the present step
+        self._stop = self._warned = self._by_samples = False
         self.add_callback(_Follow(self))
 
     # -- what is trained when
@@ -176,7 +178,8 @@ class Exact:
     # -- the gradient of a step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        group, losses = self._group, list[Tensor]()
+        group, losses, scaler = self._group, list[Tensor](), self.accelerator.scaler
+        self._loss_scale = scaler.get_scale() if scaler is not None else 1.0
         if not self._warned:
             self._warned = True
             warn_of_batch_statistics(model, logger.warning)
@@ -254,8 +257,14 @@ class Exact:
     # -- after a step
 
     def _applied(self, state: TrainerState, control: TrainerControl) -> None:
-        skipped = self.accelerator.optimizer_step_was_skipped
+        # Not accelerate's `optimizer_step_was_skipped`: a fused optimizer, the Trainer's default, leaves out the update itself.
+        scaler = self.accelerator.scaler
+        skipped = scaler is not None and scaler.get_scale() < self._loss_scale
         self.seat.applied(self._group, "skipped" if skipped else "applied")
+        if self._by_samples and self.accelerator.optimizer_step_was_skipped:
+            with warnings.catch_warnings():  # the Trainer leaves the rate as it was
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before the first update
+                self.lr_scheduler.step()
         state.epoch = self.seat.position / len(self.seat.dataset)
         if self.seat.done or self._stop:
             control.should_training_stop = True
@@ -295,6 +304,7 @@ class Exact:
         if isinstance(scheduler, LambdaLR):
             # Not the scheduler's own counter: it stands still where fp16 skips a step.
             scheduler.lr_lambdas = [lambda _, at=at: at(self._reached()) for at in scheduler.lr_lambdas]
+            self._by_samples = True
         return scheduler
 
     def _reached(self) -> int:
@@ -433,6 +443,8 @@ def _refused(trainer: Any, under_run: bool) -> list[Violation]:
          "must be False: it saves within a step. batchwright run saves after the step when it is stopped"),
         (bool(trainer.is_deepspeed_enabled), "deepspeed", True, "was not tested, and is refused: it accumulates by itself"),
         (bool(trainer.is_fsdp_enabled), "fsdp", True, "was not tested, and is refused"),
+        (bool(args.ddp_static_graph), "ddp_static_graph", True,
+         "must be False: DDP then expects every backward pass to be the same, and only the last one of a step synchronises"),
         (parallel is not None, "parallelism_config", type(parallel).__name__,
          "must be None: tensor, context and sequence parallel were not tested"),
         ("lomo" in optim or "layerwise" in optim, "optim", optim,

@@ -50,6 +50,7 @@ from .course import Course, UnderRun
 
 T = TypeVar("T")
 Weight = Callable[[Any], Any]  # a number, or a tensor with one element
+_SHOWN = 8  # samples that an error lists
 
 
 class Group(list[Micro]):
@@ -91,7 +92,7 @@ class Seat:
         self._ledger: Ledger | None = None
         self._spare: Any = None  # the last data with a weight
         self._stop = threading.Event()
-        self._handler: Any = None
+        self._handlers: dict[int, Any] = {}  # those before, by signal
 
     # -- a launch
 
@@ -123,17 +124,19 @@ class Seat:
         self.listen()
 
     def listen(self) -> None:
-        """Under `batchwright run`, take SIGTERM as a request to save and stop; again if a framework has replaced the handler."""
+        """Under `batchwright run`, take its stop signal as a request to save and stop, and SIGTERM, which schedulers send.
+
+        Call it again if a framework has replaced a handler.
+        """
         if self.run and threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
-            if self._handler is None:  # SIG_DFL is 0
-                self._handler = before
+            for number in {signal.SIGTERM, self.run.stop_signal}:
+                self._handlers.setdefault(number, signal.signal(number, lambda *_: self._stop.set()))
 
     def unlisten(self) -> None:
-        """Give SIGTERM back to the handler before."""
-        if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
-            self._handler = None
+        """Give the signals back to the handlers before."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
+        self._handlers.clear()
 
     def close(self) -> None:
         """End the launch."""
@@ -194,12 +197,7 @@ class Seat:
             dist.all_reduce(sums)
             total, stop = sums.tolist()
         if not 0 < total < float("inf"):
-            raise RunError(
-                f"the weights of step {group.step.step:,} add up to {total:g}: its samples {group.step.start_sample:,} to "
-                f"{group.step.end_sample:,} have no label that counts. Remove such samples, or pass another weight.",
-                field="weight",
-                given=total,
-            )
+            raise RunError(self._without_weight(group.step, total), field="weight", given=total)
         return [self.ranks * own / total for own in weights], bool(stop)
 
     def applied(self, group: Group, outcome: str = "applied") -> None:
@@ -288,6 +286,20 @@ class Seat:
         if self.run and self.rank == 0:
             write_json(self.run.status_file, {"schema": SCHEMA, "consumed_samples": self.position})
 
+    def _without_weight(self, step: Step, total: float) -> str:
+        ids = self.order.ids(range(step.start_sample, step.end_sample)).tolist()
+        shown = ", ".join(map(str, ids[:_SHOWN])) + (f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "")
+        told = (
+            f"step {step.step:,} has no gradient: the weights of its {len(ids):,} samples add up to {total:g}. Their indices "
+            f"in the dataset are {shown}."
+        )
+        if total:
+            return f"{told} The weight of a micro batch must be a finite number, 0 or more."
+        return (
+            f"{told} Give at least one of them a label that counts, or put another sample in its place, and continue from the "
+            "last checkpoint: the length of the dataset must stay the same."
+        )
+
     def _stand_in(self, group: Group, weight: Weight, micro: Micro) -> Any:
         """Data with a weight, in place of data without."""
         found = next((m.data for m in group if weight(m.data)), self._spare)
@@ -297,8 +309,8 @@ class Seat:
             found = made if weight(made) else None
         if found is None:
             raise RunError(
-                f"rank {self.rank} has no sample with a weight in its first step, so its loss is undefined. Shuffle the "
-                "dataset, or remove samples without a label that counts.",
+                f"rank {self.rank} has no sample with a weight in its first step, so its loss is undefined. Start on fewer "
+                "ranks for a step: a checkpoint continues on any number of them. Or give one of its samples a label that counts.",
                 field="weight",
             )
         return found

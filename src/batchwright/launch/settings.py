@@ -24,9 +24,9 @@ def _stall(value: Any, name: str) -> float | None:
 def _signal(value: Any, name: str) -> str:
     wanted = str(value).upper()
     wanted = wanted if wanted.startswith("SIG") else f"SIG{wanted}"
-    if wanted not in signal.Signals.__members__:
+    if wanted not in signal.Signals.__members__ or wanted in ("SIGKILL", "SIGSTOP"):
         raise ConfigError(
-            f"{name}={str(value)[:40]!r} is not a signal.",
+            f"{name}={str(value)[:40]!r} is not a signal that a command can act on.",
             field=name,
             given=str(value)[:40],
             nearest=("SIGTERM", "SIGUSR1"),

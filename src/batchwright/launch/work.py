@@ -255,6 +255,7 @@ class CommandWork:
                 "BATCHWRIGHT_FENCE_FILE": str(self._directory.path / names.FENCE),
                 "BATCHWRIGHT_START_SAMPLE": str(position),
                 "BATCHWRIGHT_END_SAMPLE": str(values["end_sample"]),
+                "BATCHWRIGHT_STOP_SIGNAL": options.stop_signal,
                 "PYTHONFAULTHANDLER": "1",
                 **options.environment,
             },
