@@ -1,13 +1,15 @@
-"""examples/lightning/train.py with a SIGKILL at a chosen place, once per run directory: `step@40` or `save@96`.
+"""examples/lightning/train.py with a SIGKILL at a chosen place, once per run directory.
 
     python lit_run.py PLACE train.py ARGUMENTS...
 
-`step@40`: rank 0 dies when it has applied the step that ends at sample 40. `save@96`: between the two files of the save at
-sample 96, the checkpoint and last.ckpt. `stop@40`: it sends SIGTERM to itself there, and continues.
+`write@32`: at sample 32, rank 0 dies when it has written half of last.ckpt. `save@96`: between the two files of the save at
+sample 96, the checkpoint and last.ckpt. `stop@40`: when it has applied the step that ends at sample 40, it sends SIGTERM to
+itself, and continues.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import signal
@@ -24,6 +26,7 @@ def once(kind: str) -> None:
 
 
 def arm(kind: str, position: int) -> None:
+    import torch
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from batchwright.adapters.seat import Seat
@@ -38,7 +41,20 @@ def arm(kind: str, position: int) -> None:
             once(kind)
         save(callback, trainer, *rest)
 
-    if kind == "save":
+    def half(checkpoint: Any, file: Any, save: Any = torch.save) -> None:
+        states = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+        if states[0]["position"] == position and ".last.ckpt." in file.name:
+            content = io.BytesIO()
+            save(checkpoint, content)
+            file.write(content.getvalue()[: content.tell() // 2])
+            file.flush()
+            once(kind)
+            file.seek(0)
+        save(checkpoint, file)
+
+    if kind == "write":
+        torch.save = half
+    elif kind == "save":
         ModelCheckpoint._save_last_checkpoint = before_last
     else:
         Seat.applied = after_step
