@@ -16,8 +16,6 @@ one micro batch; the seat runs it for every micro batch and scales it by weight 
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from inspect import signature
@@ -31,7 +29,6 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
-    ModelCheckpoint,
     StochasticWeightAveraging,
     Timer,
 )
@@ -45,7 +42,6 @@ from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import ConfigError, PlanError, RunError, Violation, raise_violations
 from batchwright.core.ramp.ramp import Ramp
 from batchwright.core.ramp.schedule import Rule, Schedule
-from batchwright.rundir.atomic import sync_directory
 from batchwright.runtime.data.loader import MapDataset, Micro
 from batchwright.runtime.data.windows import leading_size
 from batchwright.runtime.step.accumulate import set_learning_rate
@@ -61,6 +57,7 @@ from .additive import (
     without_draws,
 )
 from .course import Course, course, under_run
+from .lightning_files import WholeFiles, last_path, saves_last
 from .seat import Group, Seat, Weight
 
 _AGAINST_UNDERFLOW = 2.0**10  # of gradients in fp16; the test compares them relative to their norm
@@ -188,33 +185,6 @@ class Item:
         """Replace the data of every micro batch."""
         self.group = Group(Micro(**{**vars(micro), "data": function(micro.data)}) for micro in self.group)
         return self
-
-
-class WholeFiles(TorchCheckpointIO):
-    """Checkpoints on a local file system that are complete or absent, also after a kill in the middle of a save.
-
-    Lightning writes to the directory for temporary files and moves the file from there. If that is another file system, the
-    move is a copy, and a kill leaves a part of a checkpoint under its final name.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if "://" in str(path) or storage_options is not None:
-            return super().save_checkpoint(checkpoint, path, storage_options)
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for left in target.parent.glob(f".{glob.escape(target.name)}.*.part"):  # by a launch that was killed
-            left.unlink(missing_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.urandom(8).hex()}.part")
-        try:
-            with open(temporary, "xb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_directory(target.parent)
 
 
 class Exact:
@@ -388,8 +358,8 @@ class Exact:
             # At the end of the schedule the epoch ends by itself, and Lightning validates if it is time.
             trainer.should_stop = trainer.should_stop or seat.position < seat.course.samples
             if seat.run is not None:
-                callback = _saves_last(trainer)
-                callback.last_model_path = str(_last_path(callback))
+                callback = saves_last(trainer)
+                callback.last_model_path = str(last_path(callback))
                 trainer.save_checkpoint(callback.last_model_path)
                 self.__report()
 
@@ -422,9 +392,9 @@ class Exact:
             self.__steps.seat.saved()
 
     def __last_file(self) -> tuple[int, int] | None:
-        callback = _saves_last(self.trainer)
+        callback = saves_last(self.trainer)
         try:
-            found = _last_path(callback).stat() if callback is not None else None
+            found = last_path(callback).stat() if callback is not None else None
         except FileNotFoundError:
             return None
         return None if found is None else (found.st_ino, found.st_mtime_ns)
@@ -457,17 +427,6 @@ def loss_of(output: Any) -> Tensor:
             given=type(loss).__name__,
         )
     return loss
-
-
-def _saves_last(trainer: Any) -> ModelCheckpoint | None:
-    """The callback whose `last.ckpt` a launch continues from."""
-    return next((c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.save_last), None)
-
-
-def _last_path(callback: ModelCheckpoint) -> Path:
-    if callback.last_model_path:
-        return Path(callback.last_model_path)
-    return Path(callback.dirpath or "") / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
 
 
 def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
@@ -513,7 +472,7 @@ def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
          "must not be used: a position would be reported before its checkpoint exists"),
     ]  # fmt: skip
     if isinstance(steps, Steps) and steps.run is not None:
-        saves = _saves_last(trainer)
+        saves = saves_last(trainer)
         whole = saves is not None and saves.save_last is True and not saves.save_weights_only
         ends = [type(c).__name__ for c in trainer.callbacks if isinstance(c, (EarlyStopping, Timer))]
         last, share = trainer.max_steps, trainer.limit_train_batches
