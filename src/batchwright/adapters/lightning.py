@@ -17,6 +17,7 @@ one micro batch; the seat runs it for every micro batch and scales it by weight 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -42,7 +43,7 @@ from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import ConfigError, PlanError, RunError, Violation, raise_violations
 from batchwright.core.ramp.ramp import Ramp
 from batchwright.core.ramp.schedule import Rule, Schedule
-from batchwright.runtime.data.loader import MapDataset, Micro
+from batchwright.runtime.data.loader import MapDataset
 from batchwright.runtime.data.windows import leading_size
 from batchwright.runtime.step.accumulate import set_learning_rate
 
@@ -183,7 +184,7 @@ class Item:
 
     def map(self, function: Callable[[Any], Any]) -> Item:
         """Replace the data of every micro batch."""
-        self.group = Group(Micro(**{**vars(micro), "data": function(micro.data)}) for micro in self.group)
+        self.group = Group(replace(micro, data=function(micro.data)) for micro in self.group)
         return self
 
 
@@ -199,8 +200,9 @@ class Exact:
 
     def setup(self, stage: str) -> None:
         self.__resumed = None
-        tuners = [type(c).__name__ for c in self.trainer.callbacks if isinstance(c, _TUNERS)]
-        if tuners and stage == "fit":  # some begin in `on_fit_start`, before that of the module
+        callbacks = self._trainer.callbacks if self._trainer is not None and stage == "fit" else ()
+        tuners = [type(c).__name__ for c in callbacks if isinstance(c, _TUNERS)]
+        if tuners:  # some begin in `on_fit_start`, before that of the module
             name = ", ".join(tuners)
             raise PlanError(
                 f"callbacks={name}: must not be used: it trains steps or changes accumulation by itself.",
