@@ -59,8 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     L.seed_everything(0)
     rows = paragraphs(DOCS)
-    held_out, rows = rows[:64], rows[64:]
-    steps = Steps(rows, args.batch and Constant(args.batch), micro_batch_size=4, collate=collate)
+    steps = Steps(rows[64:], args.batch and Constant(args.batch), micro_batch_size=4, collate=collate)
     steps.learning_rate = SampleSchedule(peak_lr=1.0, end_sample=steps.course.samples, warmup_samples=64).at
     trainer = L.Trainer(
         max_epochs=1,
@@ -69,9 +68,11 @@ def main() -> None:
         callbacks=[ModelCheckpoint(args.out, every_n_train_steps=args.save_every, save_last=True)],
         default_root_dir=args.out,
         enable_progress_bar=False,
+        enable_model_summary=False,
     )
-    validation = torch.utils.data.DataLoader(held_out, batch_size=16, collate_fn=collate)
+    validation = torch.utils.data.DataLoader(rows[:64], batch_size=16, collate_fn=collate)
     trainer.fit(exact(ByteModel)(), steps, validation, ckpt_path="last")
+    trainer.print(", ".join(f"{name} {float(value):.4g}" for name, value in trainer.callback_metrics.items()))
 
 
 if __name__ == "__main__":

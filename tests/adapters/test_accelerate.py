@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from batchwright.runtime import Loader, StepSampler, accumulate, audit
+from batchwright.runtime import audit
 from tests.runtime.conftest import _run_ranks as run_ranks
 
 pytestmark = pytest.mark.torch
@@ -35,9 +36,11 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
-def truth(names: dict[str, Any], positions: range) -> torch.Tensor:
-    """The gradient of these samples as one batch, in float64."""
+def truth(names: dict[str, Any], positions: range, weights: Any = None) -> torch.Tensor:
+    """The gradient of these samples as one batch, in float64; for new weights, or these."""
     model = network(torch.float64)
+    for own, given in zip(model.parameters(), weights or (), strict=False):
+        own.data = given.detach().double()
     total, weight = names["loss"](model, names["collate"]([names["dataset"][i] for i in names["order"].ids(positions)]))
     (total / weight).backward()
     return flat(model)
@@ -68,18 +71,21 @@ def theirs(names: dict[str, Any], positions: range) -> list[torch.Tensor]:
     return found
 
 
-def ours(names: dict[str, Any], accelerator: Any) -> list[tuple[range, torch.Tensor]]:
-    """The gradient of every step of the ramp, with which the loop of the page reaches the optimizer."""
-    model = network()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    rank, ranks = accelerator.process_index, accelerator.num_processes
-    sampler = StepSampler(names["schedule"], 4, rank=rank, ranks=ranks)
-    found = []
-    for step in accumulate(Loader(names["dataset"], names["order"], sampler, collate=names["collate"]), model):
-        for micro in step:
-            step.backward(*names["loss"](model, micro.data))
-        step.apply(optimizer)
-        found.append((range(step.plan.start_sample, step.plan.end_sample), flat(model)))
+def errors(names: dict[str, Any], folder: Path, **options: Any) -> list[float]:
+    """The error of each gradient with which the loop of the page, as it is, calls the optimizer; it clips to a norm of 1."""
+    from accelerate import Accelerator
+
+    found: list[float] = []
+
+    def compare(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        step = names["schedule"].at_step(len(found))
+        weights = optimizer.param_groups[0]["params"]
+        wanted = truth(names, range(step.start_sample, step.end_sample), weights)
+        got = torch.cat([weight.grad.double().flatten() for weight in weights])
+        found.append(error(got, wanted / max(1.0, float(wanted.norm()))))
+
+    with register_optimizer_step_pre_hook(compare):
+        names["train"](folder, Accelerator(cpu=True), **options)
     return found
 
 
@@ -92,13 +98,11 @@ def test_accelerate_alone_is_a_mean_of_means_and_divides_a_partial_window_by_k()
     assert along == pytest.approx(0.25, abs=0.02)  # 2 of 8 micro batches
 
 
-def test_the_loop_has_the_gradient_of_the_whole_batch_in_every_step_of_the_ramp():
-    from accelerate import Accelerator
-
+def test_the_loop_has_the_gradient_of_the_whole_batch_in_every_step_of_the_ramp(tmp_path):
     names = page()
-    steps = ours(names, Accelerator(cpu=True))
-    assert [len(span) for span, _ in steps] == [8] * 4 + [16] * 4 + [32] * 5
-    assert max(error(gradient, truth(names, span)) for span, gradient in steps) <= 1e-5
+    found = errors(names, tmp_path)
+    assert len(found) == names["schedule"].total_steps == 13
+    assert max(found) <= 1e-5
 
 
 def test_the_loop_refuses_an_accumulation_of_its_own(tmp_path):
@@ -109,16 +113,16 @@ def test_the_loop_refuses_an_accumulation_of_its_own(tmp_path):
 
 
 def on_two(rank: int, folder: str) -> list[float]:
-    """On two processes: the gradients, a run that one process continues, and one that continues that of one process."""
+    """On two processes: a run that one process continues, and one that continues that of one process."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     from accelerate import Accelerator
 
-    names, accelerator = page(), Accelerator(cpu=True)
-    assert accelerator.num_processes == 2
-    errors = [error(gradient, truth(names, span)) for span, gradient in ours(names, accelerator)]
-    names["train"](Path(folder) / "2-to-1", Accelerator(cpu=True), stop_after=6)
+    names = page()
+    assert Accelerator(cpu=True).num_processes == 2
+    found = errors(names, Path(folder) / "2-to-1", stop_after=6)
+    assert len(found) == 6
     names["train"](Path(folder) / "1-to-2", Accelerator(cpu=True), micro_batch_size=2)
-    return errors
+    return found
 
 
 def test_two_processes_are_exact_and_resume_changes_the_number_of_processes(tmp_path):
@@ -127,7 +131,7 @@ def test_two_processes_are_exact_and_resume_changes_the_number_of_processes(tmp_
     names = page()
     whole = names["train"](tmp_path / "whole", Accelerator(cpu=True))
     names["train"](tmp_path / "1-to-2", Accelerator(cpu=True), stop_after=6)
-    assert max(max(errors) for errors in run_ranks(on_two, 2, str(tmp_path))) <= 1e-5
+    assert max(map(max, run_ranks(on_two, 2, str(tmp_path)))) <= 1e-5
     again = names["train"](tmp_path / "2-to-1", Accelerator(cpu=True), micro_batch_size=2)
     for name in ("2-to-1", "1-to-2"):  # the audit compares the id of every sample with the order
         found = audit(tmp_path / name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 import batchwright
-from batchwright.core.errors import PlanError, RunError
+from batchwright.core.errors import ConfigError, PlanError, RunError
 from batchwright.runtime import GlobalOrder, audit
 from tests.runtime.conftest import _run_ranks as run_ranks
 
@@ -111,6 +113,7 @@ def test_clipping_validation_intervals_workers_and_ragged_steps(lit, tmp_path):
         schedule=schedule,
         gradient_clip_val=0.01,
         val_check_interval=4,
+        reload_dataloaders_every_n_epochs=1,
         validation=torch.utils.data.DataLoader(lit.rows(8), batch_size=4, collate_fn=lit.collate),
         loader={"num_workers": 2, "allow_ragged": True},
     )
@@ -122,7 +125,8 @@ def test_clipping_validation_intervals_workers_and_ragged_steps(lit, tmp_path):
 def test_samples_without_weight_do_not_make_nan(lit, tmp_path):
     data = [row[:1] if i % 3 else row for i, row in enumerate(lit.rows(48))]  # two of three have no label
     schedule = lit.Thresholds(((0, 8), (16, 16))).compile().until(samples=48)
-    module = fit(lit, tmp_path, data=data, schedule=schedule, loader={"micro_batch_size": 1})
+    with pytest.warns(UserWarning, match="The test whether the loss adds up saw nothing: a micro batch has one sample"):
+        module = fit(lit, tmp_path, data=data, schedule=schedule, loader={"micro_batch_size": 1})
     assert max(errors(lit, module, data, schedule)) <= 1e-5
 
 
@@ -173,41 +177,166 @@ def test_a_loss_that_does_not_add_up_is_refused(lit, tmp_path):
         fit(lit, tmp_path, Pairs)
 
 
-def test_everything_that_cannot_be_exact_is_refused_at_once(lit, tmp_path):
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
+def test_a_wrong_weight_is_refused_where_all_losses_are_equal(lit, tmp_path, precision):
+    from lightning.pytorch.plugins import MixedPrecision
 
-    class Another(SingleDeviceStrategy):
-        handles_gradient_accumulation = True  # as DeepSpeed's, which needs a GPU
+    class New(lit.Small):
+        """As a new model: every class is equally likely, so the loss is log 64 whatever the labels are."""
 
-    class Manual(lit.Small):
         def __init__(self) -> None:
             super().__init__()
-            self.automatic_optimization = False
+            torch.nn.init.zeros_(self.network[-1].weight)
+            torch.nn.init.zeros_(self.network[-1].bias)
 
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
-
-        def training_step(self, dataloader_iter: Any) -> None: ...
-
-    with pytest.raises(PlanError) as caught:
-        fit(lit, tmp_path, Manual, max_epochs=3)
-    text = str(caught.value)
-    for part in ("max_epochs=3", "automatic_optimization=False", "2 optimizers", "dataloader_iter"):
-        assert part in text
-    with pytest.raises(PlanError, match="accumulate_grad_batches=2: must be 1"):
-        fit(lit, tmp_path, accumulate_grad_batches=2)
-    with pytest.raises(PlanError, match="GradientAccumulationScheduler"):
-        fit(lit, tmp_path, callbacks=[GradientAccumulationScheduler({0: 1})])
-    with pytest.raises(PlanError, match="strategy=Another: was not tested"):
-        fit(lit, tmp_path, strategy=Another(device="cpu"))
-    with pytest.raises(PlanError, match="train_dataloaders=DataLoader: must be batchwright"):
-        lit.trainer(tmp_path).fit(
-            lit.exact(lit.Small)(), torch.utils.data.DataLoader(lit.rows(8), collate_fn=lit.collate)
+    # Lightning replaces 16-mixed by bf16-mixed on a CPU, but takes the plugin.
+    options = {"plugins": MixedPrecision(precision, "cpu")} if precision == "16-mixed" else {"precision": precision}
+    fit(lit, tmp_path, New, schedule=short(lit, 8), **options)
+    with pytest.raises(RunError, match=r"it is 0\.\d\d% away from .* its gradient [1-9]\d\.\d\d%"):
+        fit(
+            lit, tmp_path, New, schedule=short(lit, 8), loader={"weight": lambda batch: len(batch["tokens"])}, **options
         )
+
+
+def asynchronous() -> Any:
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    return {"plugins": AsyncCheckpointIO()}
+
+
+def module(lit: Any, **members: Any) -> Any:
+    return {"kind": type("Mine", (lit.Small,), members)}
+
+
+def optimizers(count: int = 1, interval: str | None = None) -> Any:
+    """A `configure_optimizers` with that many optimizers, and a scheduler with this interval."""
+
+    def configure(self: Any) -> Any:
+        made = [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(count)]
+        scheduler = torch.optim.lr_scheduler.StepLR(made[0], 1)
+        return (made, [{"scheduler": scheduler, "interval": interval}]) if interval else made
+
+    return {"configure_optimizers": configure}
+
+
+REFUSED = {
+    "accumulate_grad_batches=2: must be 1": lambda lit: {"accumulate_grad_batches": 2},
+    "max_epochs=3: must be 1": lambda lit: {"max_epochs": 3},
+    "max_epochs=1000: must be 1": lambda lit: {"max_epochs": None},  # Lightning's default
+    "min_epochs=1: must not be given": lambda lit: {"min_epochs": 1},
+    "min_steps=2: must not be given": lambda lit: {"min_steps": 2},
+    "overfit_batches=4: must be 0": lambda lit: {"overfit_batches": 4},
+    "AsyncCheckpointIO: must not be used": lambda lit: asynchronous(),
+    "automatic_optimization=False: must be True": lambda lit: module(lit, automatic_optimization=False),
+    "2 optimizers: must return one": lambda lit: module(lit, automatic_optimization=False, **optimizers(2)),
+    "StepLR with interval='epoch': must have the interval 'step'": lambda lit: module(lit, **optimizers(1, "epoch")),
+    "learning_rate=a scheduler: must be one of the two": lambda lit: {
+        **module(lit, **optimizers(1, "step")),
+        "loader": {"learning_rate": lambda sample: 1.0},
+    },
+    "training_step=dataloader_iter: must take a batch": lambda lit: module(
+        lit, training_step=lambda self, dataloader_iter: None
+    ),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+@pytest.mark.filterwarnings("ignore:`max_epochs` was not set")
+def test_what_cannot_be_exact_is_refused_before_training(lit, tmp_path, monkeypatch, text):
+    def trained(*_: Any) -> None:
+        raise AssertionError("it was trained")
+
+    monkeypatch.setattr(lit.Small, "training_step", trained)
+    monkeypatch.setattr(lit.Small, "validation_step", trained)
+    validation = torch.utils.data.DataLoader(lit.rows(8), batch_size=4, collate_fn=lit.collate)
+    with pytest.raises(PlanError, match=re.escape(text)):
+        fit(lit, tmp_path, num_sanity_val_steps=1, validation=validation, **REFUSED[text](lit))
+    assert not list(tmp_path.rglob("ledger"))
+
+
+def test_everything_is_refused_at_once(lit, tmp_path):
+    kind = module(lit, automatic_optimization=False, **optimizers(2))
+    with pytest.raises(PlanError) as caught:
+        fit(lit, tmp_path, max_epochs=3, **kind)
+    fields = [violation.field for violation in caught.value.violations]
+    assert fields == ["max_epochs", "automatic_optimization", "configure_optimizers"]
+
+
+@pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "static_graph"])
+def test_a_strategy_that_was_not_tested_is_refused(lit, tmp_path, name):
+    """On this machine Lightning itself refuses to make a Trainer with the first three: they need GPUs, or a package."""
+    from lightning.pytorch import strategies
+
+    from batchwright.adapters.lightning import _refused
+
+    if name == "static_graph":
+        made, text = strategies.DDPStrategy(static_graph=True), "static_graph=True: must be False"
+    else:
+        kind = getattr(strategies, name)
+        made, text = kind.__new__(kind), f"strategy={name}: was not tested, and is refused: use one device, or ddp."
+        strategies.Strategy.__init__(made)
+    trainer, steps = lit.trainer(tmp_path), lit.Steps(lit.rows(), lit.SCHEDULE, micro_batch_size=4)
+    trainer._accelerator_connector.strategy = made
+    found = [violation.message for violation in _refused(lit.exact(lit.Small)(), trainer, steps)]
+    assert [message.startswith(text) for message in found].count(True) == 1, found
+
+
+@pytest.mark.parametrize(
+    "name", ["GradientAccumulationScheduler", "BatchSizeFinder", "LearningRateFinder", "StochasticWeightAveraging"]
+)
+def test_a_callback_that_trains_by_itself_is_refused(lit, tmp_path, name):
+    """Before it begins: two of them do in their `on_fit_start`."""
+    import lightning as L
+
+    class Data(L.LightningDataModule):
+        batch_size = 4
+
+        def train_dataloader(self) -> Any:
+            return lit.Steps(lit.rows(), lit.SCHEDULE, micro_batch_size=4, collate=lit.collate)
+
+    given = {"GradientAccumulationScheduler": {"scheduling": {0: 1}}, "StochasticWeightAveraging": {"swa_lrs": 0.1}}
+    callback = getattr(L.pytorch.callbacks, name)(**given.get(name, {}))
+    module = lit.exact(type("Tuned", (lit.Small,), {"lr": 0.1}))()
+    with pytest.raises(PlanError, match=f"callbacks={name}: must not be used"):
+        lit.trainer(tmp_path, callbacks=[callback]).fit(module, datamodule=Data())
+
+
+def test_a_module_that_is_no_class_or_stands_before_the_seat_is_refused(lit, tmp_path):
+    steps = lit.Steps(lit.rows(), lit.SCHEDULE, micro_batch_size=4, collate=lit.collate)
+
+    class Before(lit.exact(lit.Small)):
+        def training_step(self, batch: Any, batch_idx: int) -> Any: ...
+
+    with pytest.raises(PlanError, match=r"module=training_step: replaces a part of the seat.*and then exact\(Mine\)"):
+        lit.trainer(tmp_path).fit(Before(), steps)
+    with pytest.raises(PlanError, match=r"torch.compile\(module\): must not be compiled as a whole"):
+        lit.trainer(tmp_path).fit(torch.compile(lit.exact(lit.Small)(), backend="eager"), steps)
+    for wrong, name in ((lit.Small(), "Small(…)"), (torch.nn.Linear, "Linear")):
+        with pytest.raises(ConfigError, match=re.escape(f"exact({name}): must be a class of lightning")):
+            lit.exact(wrong)
+    assert lit.exact(lit.exact(lit.Small)) is lit.exact(lit.Small)
+
+
+def test_data_that_are_no_steps_are_refused(lit, tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(lit.rows())
+
+    loader = torch.utils.data.DataLoader(lit.rows(8), collate_fn=lit.collate)
+    with pytest.raises(PlanError, match="train_dataloaders=DataLoader: must be batchwright"):
+        lit.trainer(tmp_path).fit(lit.exact(lit.Small)(), loader)
     with pytest.raises(RunError, match="only an exact module can train"):
         lit.trainer(tmp_path).fit(lit.Small(), lit.Steps(lit.rows(), lit.SCHEDULE, micro_batch_size=4))
+    for wrong in (loader, Stream()):
+        with pytest.raises(
+            ConfigError, match=f"dataset={type(wrong).__name__}: must be map-style.*collate_fn as collate"
+        ):
+            lit.Steps(wrong, lit.SCHEDULE)
+    with pytest.raises(ConfigError, match="batch_size: in Steps it is micro_batch_size"):
+        lit.Steps(lit.rows(), lit.SCHEDULE, batch_size=4)
 
+
+def test_a_step_without_a_loss_is_refused(lit, tmp_path):
     class Nothing(lit.Small):
         def training_step(self, batch: Any, batch_idx: int) -> None: ...
 
@@ -230,24 +359,19 @@ def test_batchnorm_is_named(lit, tmp_path):
         fit(lit, tmp_path, Normalised, schedule=short(lit, 8), loader={"additive": False})
 
 
-def test_a_scheduler_that_counts_epochs_is_refused(lit, tmp_path):
+def test_a_scheduler_of_the_module_counts_steps(lit, tmp_path):
     rates = []
 
-    def scheduled(interval: str) -> Any:
-        class Scheduled(lit.Learns):
-            def configure_optimizers(self) -> Any:
-                optimizer = super().configure_optimizers()
-                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
+    class Scheduled(lit.Learns):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-            def on_before_optimizer_step(self, optimizer: Any) -> None:
-                rates.append(optimizer.param_groups[0]["lr"])
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
 
-        return Scheduled
-
-    with pytest.raises(PlanError, match="StepLR with interval='epoch': must have the interval 'step'"):
-        fit(lit, tmp_path, scheduled("epoch"))
-    fit(lit, tmp_path, scheduled("step"), schedule=short(lit, 32))
+    fit(lit, tmp_path, Scheduled, schedule=short(lit, 32))
     assert rates == [0.5, 0.25, 0.125, 0.0625]
 
 
@@ -310,15 +434,13 @@ def launch(lit: Any, folder: Path, kind: Any = None, callbacks: Any = (), **opti
 def test_what_would_end_before_the_schedule_is_refused_under_run(lit, launched):
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-    early = {"max_steps": 3, "limit_train_batches": 0.5, "max_time": "00:00:01:00", "min_epochs": 1, "min_steps": 2}
+    early = {"max_steps": 3, "limit_train_batches": 0.5, "max_time": "00:00:01:00"}
     with pytest.raises(PlanError) as caught:
         launch(lit, launched, callbacks=[EarlyStopping("val_loss")], **early)
     for part in (
         "max_steps=3: must be at least 4",
-        "limit_train_batches=0.5",
-        "EarlyStopping, Timer",
-        "min_epochs=1",
-        "min_steps=2",
+        "limit_train_batches=0.5: must be 1.0",
+        "EarlyStopping, Timer: must not be used",
     ):
         assert part in str(caught.value)
     for wrong in ({"save_last": True, "save_weights_only": True}, {"save_last": "link"}):
@@ -519,19 +641,48 @@ def test_check_finds_nothing_in_an_exact_module(lit):
     assert max(split.relative_error for split in report.splits) < 1e-6
 
 
-def test_a_function_may_return_a_module_and_its_data(lit, tmp_path, monkeypatch):
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: Any) -> Path:
+    """A file with functions that return a module and its data: as it is, and exact."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\nfrom batchwright.adapters.lightning import Steps, exact\n"
+        "from tests.adapters.lit_cases import SCHEDULE, Learns, collate, rows\n\n"
+        "def pair():\n    return Learns(), torch.utils.data.DataLoader(rows(8), batch_size=4, collate_fn=collate)\n\n"
+        "def seated():\n    return exact(Learns)(), Steps(rows(8), SCHEDULE, collate=collate)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the processes that trace and try
+    return path
+
+
+def test_a_function_may_return_a_module_and_its_data(lit, written):
     from batchwright.runtime import load_task
 
-    (tmp_path / "mine.py").write_text(
-        "import torch\nfrom tests.adapters.lit_cases import Learns, collate, rows\n\n"
-        "def pair():\n    return Learns(), torch.utils.data.DataLoader(rows(8), batch_size=4, collate_fn=collate)\n"
-    )
-    task = load_task(f"{tmp_path / 'mine.py'}:pair")
-    assert (task.framework, len(task.dataset)) == ("lightning", 8)
-    optimizer = task.optimizer(task.build_model(0).parameters())
-    assert type(optimizer) is torch.optim.SGD and optimizer.param_groups[0]["lr"] == 0.5
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the process that traces
-    made = batchwright.estimate(f"{tmp_path / 'mine.py'}:pair", micro_batch_sizes=(2, 4))
+    for name in ("pair", "seated"):
+        task = load_task(f"{written}:{name}")
+        assert (task.framework, len(task.dataset)) == ("lightning", 8)
+        optimizer = task.optimizer(task.build_model(0).parameters())
+        assert type(optimizer) is torch.optim.SGD and optimizer.param_groups[0]["lr"] == 0.5
+    made = batchwright.estimate(f"{written}:pair", micro_batch_sizes=(2, 4))
     parts = [point.breakdown for point in made.points]
     assert [part["parameters"] for part in parts] == [4 * (64 * 16 + 16 * 32 + 32 + 32 * 64 + 64)] * 2
     assert parts[1]["activations"] == pytest.approx(2 * parts[0]["activations"], rel=0.01)
+
+
+def test_probe_trains_a_module_and_its_data(written, tmp_path, capsys):
+    """In processes of its own, with a limit of memory."""
+    from batchwright.cli import main
+
+    with pytest.raises(SystemExit) as done:
+        main(
+            [
+                *"probe --max=2 --memory=2GiB --limit-only --no-estimate --json".split(),
+                f"{written}:seated",
+                f"--dir={tmp_path}",
+            ]
+        )
+    out, err = capsys.readouterr()
+    assert done.value.code == 0, err
+    found = json.loads(out)
+    assert found["max_micro_batch_size"] == 2
+    assert {(trial["micro_batch_size"], trial["status"]) for trial in found["trials"]} >= {(2, "fits")}

@@ -47,6 +47,7 @@ FRAMEWORKS = {
     "adapters/huggingface_task.py": {"transformers"},
     "adapters/lightning.py": {"lightning", "torchmetrics"},  # Lightning installs torchmetrics
     "adapters/lightning_task.py": {"lightning"},
+    "adapters/lightning_files.py": {"lightning"},
 }
 
 

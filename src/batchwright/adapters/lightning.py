@@ -16,9 +16,8 @@ one micro batch; the seat runs it for every micro batch and scales it by weight 
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -31,7 +30,6 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
-    ModelCheckpoint,
     StochasticWeightAveraging,
     Timer,
 )
@@ -42,18 +40,32 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from batchwright.core.batch.plan import BatchPlan
-from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
+from batchwright.core.errors import ConfigError, PlanError, RunError, Violation, raise_violations
 from batchwright.core.ramp.ramp import Ramp
 from batchwright.core.ramp.schedule import Rule, Schedule
-from batchwright.rundir.atomic import sync_directory
-from batchwright.runtime.data.loader import MapDataset, Micro
+from batchwright.runtime.data.loader import MapDataset
 from batchwright.runtime.data.windows import leading_size
 from batchwright.runtime.step.accumulate import set_learning_rate
 
-from .additive import FP32, HALF, difference, labels_that_count, refuse, warn_of_batch_statistics, without_draws
+from .additive import (
+    FP32,
+    HALF,
+    difference,
+    gradient_difference,
+    labels_that_count,
+    refuse,
+    warn_of_batch_statistics,
+    without_draws,
+)
 from .course import Course, course, under_run
+from .lightning_files import WholeFiles, last_path, saves_last
 from .seat import Group, Seat, Weight
 
+_AGAINST_UNDERFLOW = 2.0**10  # of gradients in fp16; the test compares them relative to their norm
+_NAMES = {  # arguments of a DataLoader
+    "batch_size": "micro_batch_size, and the global batch is in the schedule",
+    "collate_fn": "collate",
+}
 _TUNERS = (BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging)
 
 
@@ -99,6 +111,16 @@ class Steps:
         directory: Path | str | None = None,
         **options: Any,
     ) -> None:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise ConfigError(
+                f"dataset={type(dataset).__name__}: must be map-style, with len() and [i]: a stream has no positions to resume "
+                "from. Of a DataLoader, pass its dataset, and its collate_fn as collate.",
+                field="dataset",
+                given=type(dataset).__name__,
+            )
+        for theirs, ours in _NAMES.items():
+            if theirs in options:
+                raise ConfigError(f"{theirs}: in Steps it is {ours}.", field=theirs, given=options[theirs])
         self.run = under_run()
         self.course: Course = course(
             schedule,
@@ -111,7 +133,6 @@ class Steps:
         self.order = {"seed": seed, "shuffle": shuffle}
         self.additive, self.directory, self.options = additive, directory, options
         self.seat: Seat | None = None
-        self._state: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         """Optimizer steps of the whole run, also after a resume: Lightning counts those before it."""
@@ -163,49 +184,31 @@ class Item:
 
     def map(self, function: Callable[[Any], Any]) -> Item:
         """Replace the data of every micro batch."""
-        self.group = Group(Micro(**{**vars(micro), "data": function(micro.data)}) for micro in self.group)
+        self.group = Group(replace(micro, data=function(micro.data)) for micro in self.group)
         return self
 
 
-class WholeFiles(TorchCheckpointIO):
-    """Checkpoints on a local file system that are complete or absent, also after a kill in the middle of a save.
-
-    Lightning writes to the directory for temporary files and moves the file from there. If that is another file system, the
-    move is a copy, and a kill leaves a part of a checkpoint under its final name.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if "://" in str(path) or storage_options is not None:
-            return super().save_checkpoint(checkpoint, path, storage_options)
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for left in target.parent.glob(f".{glob.escape(target.name)}.*.part"):  # by a launch that was killed
-            left.unlink(missing_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.urandom(8).hex()}.part")
-        try:
-            with open(temporary, "xb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_directory(target.parent)
-
-
 class Exact:
-    """The mixin of `exact`: it stands before a LightningModule."""
+    """The mixin of `exact`: it stands before a LightningModule, whose own names it must not take: these begin with two `_`."""
 
-    _steps: Steps | None = None
-    _item: Item | None = None  # the present step
-    _resumed: Mapping[str, Any] | None = None
-    _written: tuple[int, int] | None = None  # inode and time of the checkpoint that was reported last
+    __steps: Steps | None = None
+    __item: Item | None = None  # the present step
+    __resumed: Mapping[str, Any] | None = None
+    __written: tuple[int, int] | None = None  # inode and time of the checkpoint that was reported last
 
     # -- the start
 
     def setup(self, stage: str) -> None:
-        self._resumed = None
+        self.__resumed = None
+        callbacks = self._trainer.callbacks if self._trainer is not None and stage == "fit" else ()
+        tuners = [type(c).__name__ for c in callbacks if isinstance(c, _TUNERS)]
+        if tuners:  # some begin in `on_fit_start`, before that of the module
+            name = ", ".join(tuners)
+            raise PlanError(
+                f"callbacks={name}: must not be used: it trains steps or changes accumulation by itself.",
+                field="callbacks",
+                given=name,
+            )
         super().setup(stage)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -216,7 +219,7 @@ class Exact:
         loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         states = loops.get("combined_loader", [])
         # An empty state has no position: the seat refuses to continue from it.
-        self._resumed = states[0] if states and "optimizer_states" in checkpoint else {}
+        self.__resumed = states[0] if states and "optimizer_states" in checkpoint else {}
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
@@ -226,21 +229,21 @@ class Exact:
         raise_violations(PlanError, _refused(self, trainer, steps))
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFiles()
-        self._steps = steps
-        seat = steps.open(trainer, self._resumed)
+        self.__steps = steps
+        seat = steps.open(trainer, self.__resumed)
         seat.unlisten()  # until training starts: Lightning stores the handlers now, and restores them after the fit or an error
-        self._written, self._resumed = self._last_file(), None
+        self.__written, self.__resumed = self.__last_file(), None
         if seat.done:
             trainer.should_stop = True
 
     def on_train_start(self) -> None:
         super().on_train_start()
         warn_of_batch_statistics(self, rank_zero_warn)
-        self._steps.seat.listen()  # not Lightning's handler of SIGTERM: it calls a collective wherever the process is
+        self.__steps.seat.listen()  # not Lightning's handler of SIGTERM: it calls a collective wherever the process is
 
     def on_fit_end(self) -> None:
         super().on_fit_end()
-        self._steps.seat.close()
+        self.__steps.seat.close()
 
     # -- the data of a step; hooks of the module or the datamodule get micro batches
 
@@ -251,7 +254,7 @@ class Exact:
         convert = self.trainer.precision_plugin.convert_input
         batch.map(lambda data: one(convert(data), dataloader_idx))
         # The hook may change labels; after the transfer, reading a weight would wait for the device.
-        batch.scales, batch.stop = self._steps.seat.weigh(batch.group, self._steps.weight, self.device)
+        batch.scales, batch.stop = self.__steps.seat.weigh(batch.group, self.__steps.weight, self.device)
         return batch
 
     def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
@@ -268,15 +271,14 @@ class Exact:
     def training_step(self, batch: Item, batch_idx: int) -> Any:
         one, trainer = super().training_step, self.trainer
         several = len(signature(one).parameters) > 1
-        self._item = batch
+        self.__item = batch
 
         def run(data: Any) -> Any:
             return one(data, batch_idx) if several else one(data)
 
-        if self._steps.additive and self._steps.seat.position == 0:
-            self._test_loss(run, batch)
-        for optimizer in trainer.optimizers:
-            optimizer.zero_grad()
+        if self.__steps.additive and self.__steps.seat.position == 0:
+            self.__test_loss(run, batch)
+        super().optimizer_zero_grad(trainer.current_epoch, batch_idx, trainer.optimizers[0])
         total: Any = 0.0
         loss: Any = None
         output: Any = None
@@ -298,65 +300,79 @@ class Exact:
         exact_loss = loss + (total - loss.detach())
         return {**output, "loss": exact_loss} if isinstance(output, Mapping) else exact_loss
 
-    def _test_loss(self, run: Callable[[Any], Any], item: Item) -> None:
-        """Refuse a loss that does not add up. Every rank runs the step three times, since its forward may be collective."""
-        steps, trainer = self._steps, self.trainer
+    def __test_loss(self, run: Callable[[Any], Any], item: Item) -> None:
+        """Refuse a loss that does not add up. Every rank runs the step equally often, since its forward may be collective."""
+        steps, trainer = self.__steps, self.trainer
+        precision = trainer.precision_plugin
         index = next((index for index, scale in enumerate(item.scales) if scale), None)
         micro = item.group[index or 0]
         halves = None if index is None else steps.seat.halves(micro, steps.collate)
-        convert = trainer.precision_plugin.convert_input
         before, move = super()._on_before_batch_transfer, super()._apply_batch_transfer_handler
-        ready = [before(convert(part), 0) for part in halves or ()]  # weighed there, as in training
+        ready = [before(precision.convert_input(part), 0) for part in halves or ()]  # weighed there, as in training
         parts = [(steps.weight(part), move(part, self.device, 0)) for part in ready] or [(1.0, micro.data)] * 2
+        given: Any = (lambda part: part[0]), (0, micro.data), parts
+
+        def loss(part: Any) -> Tensor:
+            with precision.train_step_context():
+                return loss_of(run(part[1])).float()
+
         self.log = lambda *_, **__: None  # these runs are no training
+        self.zero_grad()  # those of the fit before
         try:
-            with without_draws(self):
-                found = difference(
-                    lambda part: float(loss_of(run(part[1]))), lambda part: part[0], (0, micro.data), parts
-                )
+            with without_draws(self), torch.autocast(self.device.type, enabled=False):
+                found = difference(lambda part: float(loss(part)), *given)
+                gradient = gradient_difference(self, lambda part: loss(part) * _AGAINST_UNDERFLOW, *given)
         finally:
             del self.log
         for metric in (m for m in self.modules() if isinstance(m, Metric)):
             metric.reset()
-        worst = trainer.strategy.reduce(torch.tensor(found, device=self.device), reduce_op="max")
-        refuse(float(worst), FP32 if str(trainer.precision).startswith(("32", "64")) else HALF)
+        worst = torch.tensor([found, gradient, halves is not None], device=self.device)
+        worst = worst.nan_to_num(nan=torch.inf, posinf=torch.inf)  # the largest of NaN and a number may be the number
+        found, gradient, seen = trainer.strategy.reduce(worst, reduce_op="max").tolist()
+        if not seen:
+            rank_zero_warn(
+                "The test whether the loss adds up saw nothing: a micro batch has one sample, or the collate function draws and "
+                "its batches cannot be divided by rows. additive=False of Steps skips the test."
+            )
+        half = {p.dtype for p in self.parameters()} & {torch.float16, torch.bfloat16}
+        refuse(found, HALF if half or not precision.precision.startswith(("32", "64")) else FP32, gradient)
 
     # -- after a step
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Apply the step, and then advance: callbacks that save come before `on_train_batch_end` of the module."""
-        steps, scaler = self._steps, getattr(self.trainer.precision_plugin, "scaler", None)
+        steps, scaler = self.__steps, getattr(self.trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if scaler is not None else 0.0
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         skipped = scaler is not None and scaler.get_scale() < scale
-        steps.seat.applied(self._item.group, "skipped" if skipped else "applied")
+        steps.seat.applied(self.__item.group, "skipped" if skipped else "applied")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        self._report()
-        if self._steps.learning_rate is not None:
-            set_learning_rate(self.trainer.optimizers, self._steps.learning_rate(batch.group.step.start_sample))
+        self.__report()
+        if self.__steps.learning_rate is not None:
+            set_learning_rate(self.trainer.optimizers, self.__steps.learning_rate(batch.group.step.start_sample))
         return super().on_train_batch_start(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
-        seat, trainer = self._steps.seat, self.trainer
+        seat, trainer = self.__steps.seat, self.trainer
         if seat.done or batch.stop:
             # At the end of the schedule the epoch ends by itself, and Lightning validates if it is time.
             trainer.should_stop = trainer.should_stop or seat.position < seat.course.samples
             if seat.run is not None:
-                callback = _saves_last(trainer)
-                callback.last_model_path = str(_last_path(callback))
+                callback = saves_last(trainer)
+                callback.last_model_path = str(last_path(callback))
                 trainer.save_checkpoint(callback.last_model_path)
-                self._report()
+                self.__report()
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._report()
-        self._steps.seat.unlisten()
+        self.__report()
+        self.__steps.seat.unlisten()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        seat = self._steps.seat if self._steps is not None else None
+        seat = self.__steps.seat if self.__steps is not None else None
         if seat is None or seat.launch is None:
             return
         seat.before_save()
@@ -366,21 +382,21 @@ class Exact:
                 if isinstance(progress, dict):
                     progress["processed"] = progress["completed"] = max(0, progress["ready"] - 1)
 
-    def _report(self) -> None:
+    def __report(self) -> None:
         """Report the position once the file is there from which the next launch continues.
 
         Lightning writes a checkpoint and then `last.ckpt`. After a kill between the two, the next launch continues from the
         older one: so the position is reported when the second has changed, and both have the position of the present step.
         """
-        written = self._last_file()
-        if written is not None and written != self._written:
-            self._written = written
-            self._steps.seat.saved()
+        written = self.__last_file()
+        if written is not None and written != self.__written:
+            self.__written = written
+            self.__steps.seat.saved()
 
-    def _last_file(self) -> tuple[int, int] | None:
-        callback = _saves_last(self.trainer)
+    def __last_file(self) -> tuple[int, int] | None:
+        callback = saves_last(self.trainer)
         try:
-            found = _last_path(callback).stat() if callback is not None else None
+            found = last_path(callback).stat() if callback is not None else None
         except FileNotFoundError:
             return None
         return None if found is None else (found.st_ino, found.st_mtime_ns)
@@ -389,6 +405,16 @@ class Exact:
 @cache
 def exact(module: type[LightningModule]) -> type[Any]:
     """The LightningModule class with exact accumulation, ramps and exact resume; its train loader is `Steps`."""
+    if not (isinstance(module, type) and issubclass(module, LightningModule)):
+        name = module.__name__ if isinstance(module, type) else f"{type(module).__name__}(…)"
+        raise ConfigError(
+            f"exact({name}): must be a class of lightning.pytorch.LightningModule: exact(MyModule)(…), not "
+            "exact(MyModule(…)); and not of the package pytorch_lightning.",
+            field="module",
+            given=name,
+        )
+    if issubclass(module, Exact):
+        return module
     return type(f"Exact{module.__name__}", (Exact, module), {"__doc__": module.__doc__})
 
 
@@ -405,23 +431,13 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-def _saves_last(trainer: Any) -> ModelCheckpoint | None:
-    """The callback whose `last.ckpt` a launch continues from."""
-    return next((c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.save_last), None)
-
-
-def _last_path(callback: ModelCheckpoint) -> Path:
-    if callback.last_model_path:
-        return Path(callback.last_model_path)
-    return Path(callback.dirpath or "") / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
-
-
 def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
     """Everything about a trainer and a module that cannot be exact, or was not tested."""
     strategy = trainer.strategy
     tested = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not strategy.handles_gradient_accumulation
     own = signature(super(Exact, module).training_step).parameters
-    tuners = [type(c).__name__ for c in trainer.callbacks if isinstance(c, _TUNERS)]
+    above = [kind for kind in type(module).__mro__ if issubclass(kind, Exact)][:-1]  # the last one is Exact itself
+    replaced = [name for kind in above for name in vars(kind) if name in vars(Exact) and not name.startswith("__")]
     schedulers = trainer.lr_scheduler_configs
     by_epoch = [type(c.scheduler).__name__ for c in schedulers if c.interval == "epoch"]
     scheduled = isinstance(steps, Steps) and steps.learning_rate is not None and bool(schedulers)
@@ -444,10 +460,12 @@ def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
          "must return one optimizer"),
         ("dataloader_iter" in own, "training_step", "dataloader_iter",
          "must take a batch: a step of its own reading has no position"),
+        (bool(replaced), "module", ", ".join(replaced),
+         f"replaces a part of the seat, since {type(module).__name__} is a subclass of it. Put your class inside: "
+         "class Mine(MyModule), and then exact(Mine)"),
         (not tested, "strategy", type(strategy).__name__, "was not tested, and is refused: use one device, or ddp"),
         (bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph")), "static_graph", True,
          "must be False: DDP would record the backward of one micro batch as that of the step"),
-        (bool(tuners), "callbacks", ", ".join(tuners), "must not be used: it trains steps or changes accumulation by itself"),
         (getattr(module, "_compiler_ctx", None) is not None, "module", "torch.compile(module)",
          "must not be compiled as a whole: compile the network inside it"),
         (scheduled, "learning_rate", "a scheduler",
@@ -456,7 +474,7 @@ def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
          "must not be used: a position would be reported before its checkpoint exists"),
     ]  # fmt: skip
     if isinstance(steps, Steps) and steps.run is not None:
-        saves = _saves_last(trainer)
+        saves = saves_last(trainer)
         whole = saves is not None and saves.save_last is True and not saves.save_weights_only
         ends = [type(c).__name__ for c in trainer.callbacks if isinstance(c, (EarlyStopping, Timer))]
         last, share = trainer.max_steps, trainer.limit_train_batches

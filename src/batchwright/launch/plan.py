@@ -96,7 +96,8 @@ def build(
     sizes = {stage.global_batch_size for stage in made.placement.stages}
     if command and len(sizes) > 1 and not placeholders(command) & set(BATCH_PLACEHOLDERS):
         notes.append(
-            "The command has no placeholder for its batch, so every stage trains with the command's own batch: write "
+            "The command has no placeholder for its batch. Unless it takes its batch from the run, as batchwright.adapters do, "
+            "every stage trains with the command's own batch: write "
             f"{', '.join(f'{{{name}}}' for name in BATCH_PLACEHOLDERS)} where they belong."
         )
     stage = made.placement.stages[0]
