@@ -43,16 +43,20 @@ def run_steps(
         total: Any = 0
         # From the second micro step on, gradients exist during the forward: two are enough.
         for _ in range(min(accumulation_steps, 2)):
-            with torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext():
-                loss_sum, weight, auxiliary = loss(batch)
-            objective = loss_sum if auxiliary is None else loss_sum + weight * auxiliary
-            objective.backward()
-            total = total + (weight.detach() if isinstance(weight, torch.Tensor) else weight)
-            del loss_sum, objective, auxiliary, weight
+            total = total + micro_step(loss, batch, precision)
         divide_gradients(model, total)
         with stepping():
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+def micro_step(loss: Callable[[Any], tuple[Any, Any, Any]], batch: Any, precision: str) -> Any:
+    """Forward and backward of one micro batch; its weight."""
+    with torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext():
+        loss_sum, weight, auxiliary = loss(batch)
+    objective = loss_sum if auxiliary is None else loss_sum + weight * auxiliary
+    objective.backward()
+    return weight.detach() if isinstance(weight, torch.Tensor) else weight
 
 
 def make_pure(model: nn.Module, precision: str) -> None:
