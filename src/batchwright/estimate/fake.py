@@ -85,7 +85,7 @@ def building(mode: FakeTensorMode) -> Iterator[None]:
 
 
 class FakeRuns:
-    """Estimates of one task at one sequence length; each `point` is two fake steps at one micro batch size."""
+    """Estimates of one task at one sequence length; each `point` is the peak of two steps at one micro batch size."""
 
     def __init__(self, request: EstimateRequest, sequence_length: int | None = None) -> None:
         self.request, self.sequence_length = request, sequence_length

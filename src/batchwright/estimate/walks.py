@@ -17,7 +17,7 @@ from .records import EstimateRequest, Point
 FEW, MORE = 2, 4
 # The fields of errors that say: this model cannot be recomputed, or sharded. Then that is no way to train it.
 CLOSED = ("checkpoint_activations", "ranks")
-Runs = Callable[[EstimateRequest, int | None], Any]  # FakeRuns: each `point` is two fake steps at one size
+Runs = Callable[[EstimateRequest, int | None], Any]  # FakeRuns: each `point` is the peak at one size
 
 
 class Walks:
