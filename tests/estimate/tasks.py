@@ -153,6 +153,37 @@ def convolutional(width: int = 16) -> Task:
     )
 
 
+def unused() -> Task:
+    """A layer that is trained by its flag, and that the loss does not use."""
+    model = lambda: nn.ModuleList(nn.Linear(16, 16) for _ in range(2))  # noqa: E731
+    return Task(
+        model=model,
+        dataset=torch.zeros(8, 16),
+        loss=lambda model, x: (model[0](x).square().sum(), len(x)),  # type: ignore[index]
+        optimizer=lambda params: torch.optim.AdamW(params),
+    )
+
+
+class Remembers(nn.Linear):
+    """Its last result enters the next forward, as in a recurrence over segments."""
+
+    last: Tensor | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        result = super().forward(input if self.last is None else input + self.last)
+        self.last = result.detach().clone()
+        return result
+
+
+def remembers() -> Task:
+    return Task(
+        model=lambda: Remembers(16, 16),
+        dataset=torch.zeros(8, 16),
+        loss=lambda model, x: (model(x).square().sum(), len(x)),
+        optimizer=lambda params: torch.optim.AdamW(params),
+    )
+
+
 def recurrent() -> Task:
     return Task(
         model=lambda: nn.ModuleList([nn.LSTM(8, 8)]),

@@ -14,7 +14,7 @@ from batchwright.core.numbers import divisors
 from batchwright.estimate.choose import choose, closest, ways
 from batchwright.estimate.records import EstimateRequest, Point
 from batchwright.estimate.remedies import remedies
-from batchwright.estimate.walks import Walks
+from batchwright.estimate.walks import Walks, _key
 
 BASE = EstimateRequest("", model="config.json", sequence_lengths=(1024,))
 
@@ -29,15 +29,19 @@ class Scripted(Walks):
         self.__dict__["layers"] = layers
         self.whole, self.states, self.activations, self.late = whole, states, activations, late
         self.walked: list[int | None] = []
+        self.sizes: dict[int | None, set[int]] = {}
 
     def _walk(self, request: EstimateRequest, size: int) -> Point:
         depth = request.layers or self.whole
         self.walked.append(request.layers)
+        self.sizes.setdefault(request.layers, set()).add(size)
         kept = 1 if request.checkpoint_activations else self.activations
         states = self.states * depth * (request.accumulation_steps + 1) // (2 * request.ranks)
         # `late`: a second line that is the peak in deep models only.
         peak = max(states + kept * size * depth, self.late * (depth - 8))
-        return Point(size, 1024, peak, {"parameters": states, "activations": peak - states})
+        point = Point(size, 1024, peak, {"parameters": states, "activations": peak - states})
+        self.known[_key(request), size] = point
+        return point
 
 
 def best(walks: Scripted, limit: int, batch: BatchRequest) -> tuple[int, bool, int] | None:
@@ -82,6 +86,34 @@ def test_the_choice_is_the_best_by_brute_force_from_few_layers_or_all(
     assert (made.plan.micro_batch_size, made.request.checkpoint_activations, made.request.ranks) == wanted
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    size=st.sampled_from([8, 64, 96]),
+    layers=st.sampled_from([None, 32, 33]),
+    late=st.integers(0, 60),
+    states=st.integers(1, 3000),  # the shards of eight ranks and the parts of a device are rounded
+    parallel=st.sampled_from([1, 2, 4]),
+    way=st.integers(0, 3),
+    micro=st.integers(0, 5),
+    beside=st.sampled_from([-1, 0, 1]),
+)
+def test_the_choice_is_right_to_the_byte(size, layers, late, states, parallel, way, micro, beside):
+    """The limit is the peak of one way at one size, or a byte beside it."""
+    batch = BatchRequest(global_batch_size=size, devices=8, sequence_length=1024, tensor_parallel=parallel)
+    options = {"late": late, "states": states, "whole": layers or 32}
+    all_layers = Scripted(None, **options)
+    open_ways = ways(batch, replace(BASE, tensor_parallel=parallel), None, None)
+    share = size * parallel // 8
+    at = divisors(share)[micro % len(divisors(share))]
+    request = replace(open_ways[way % len(open_ways)], accumulation_steps=1 if at == share else 2)
+    limit = all_layers._walk(request, at).split(parallel).peak_memory_bytes + beside
+    made = choose(batch, open_ways, limit, Scripted(layers, **options))
+    wanted = best(all_layers, limit, batch)
+    found = made and (made.plan.micro_batch_size, made.request.checkpoint_activations, made.request.ranks)
+    assert found == wanted
+    assert made is None or made.point.peak_memory_bytes <= limit
+
+
 def test_few_layers_are_walked_often_and_all_layers_for_the_winner():
     batch = BatchRequest(global_batch_size=512, devices=8, sequence_length=1024)
     walks = Scripted(32)
@@ -89,6 +121,14 @@ def test_few_layers_are_walked_often_and_all_layers_for_the_winner():
     assert made is not None and len(made.candidates) == 4
     assert walks.walked.count(None) == 1 and set(walks.walked) == {None, 2, 4}
     assert [c.source for c in made.candidates] == ["estimated", *["extrapolated"] * 3]
+
+
+def test_two_layers_that_do_not_fit_are_enough_to_refuse_a_size():
+    batch = BatchRequest(global_batch_size=512, devices=8, sequence_length=1024)
+    walks = Scripted(32, activations=20)
+    made = choose(batch, ways(batch, BASE, False, False), 2000, walks)
+    assert made is not None and made.plan.micro_batch_size == 2
+    assert walks.sizes[2] >= {1, 2, 4, 64} and 64 not in walks.sizes[4]
 
 
 def test_what_few_layers_call_too_large_is_walked_before_it_is_refused():

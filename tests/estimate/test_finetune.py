@@ -110,6 +110,22 @@ def test_qlora_is_a_rule_and_says_so():
     assert made.points[0].peak_memory_bytes == full["peak"] - saved + 4 * 512 * 64  # the head is the largest layer
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (256, 96), (4096, 512)])
+def test_the_rule_of_four_bits_is_the_size_of_a_real_layer(inputs, outputs):
+    import bitsandbytes as bnb
+    import torch
+
+    layer = bnb.nn.Linear4bit(inputs, outputs, bias=False, quant_type="nf4", compress_statistics=True).to("cpu")
+    state = layer.weight.quant_state
+    scales, of_scales = state.absmax, state.state2.absmax
+    assert layer.weight.dtype == torch.uint8 and state.nested and state.blocksize == 64
+    held = sum(t.numel() * t.element_size() for t in (layer.weight, scales, of_scales))
+    assert held == four_bit_bytes(inputs * outputs)
+    # The rule leaves out what does not grow: two tables of values and one offset for each layer.
+    rest = sum(t.numel() * t.element_size() for t in (state.code, state.state2.code, state.offset))
+    assert rest == 4 * (16 + 256 + 1)
+
+
 def test_experts_are_followed_under_uniform_routing(plain):
     made = estimate(TASK, args={"experts": 4}, micro_batch_sizes=(1, SIZE))
     assert any(line.startswith("uniform routing") for line in made.assumptions)

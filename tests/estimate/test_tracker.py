@@ -123,6 +123,19 @@ def test_peak_and_parts_are_equal_to_those_of_torchs_tracker(tasks, name, option
     ours, oracle = FakeRuns(request), OracleRuns(request)
     for size in (1, 16):
         assert ours.point(size) == oracle.point(size)
+    assert not ours.differs  # one forward and backward stood for both steps
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "differs"), [("unused", 1, False), ("unused", 2, True), ("remembers", 1, True)]
+)
+def test_a_task_whose_second_step_needs_more_is_followed_for_two_steps(tasks, name, steps, differs):
+    request = EstimateRequest(f"{tasks}:{name}", accumulation_steps=steps)
+    ours, both = FakeRuns(request), FakeRuns(request)
+    made = ours.point(64)
+    with both.mode:
+        assert made == both._point(both._twice(both.model, both.batches.of(64)), 64)
+    assert ours.differs == differs
 
 
 def visits_per_operation(kept: int) -> float:

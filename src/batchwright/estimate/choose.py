@@ -6,7 +6,8 @@ is recommended. The rule's constants are assumptions, and the output says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from batchwright.core.batch.request import BatchRequest, resolve_ranks
 from batchwright.core.errors import PlanError
 from batchwright.core.numbers import divisors
 
-from .fit import largest
+from .fit import largest, solve
 from .records import MOST, Candidate, EstimateRequest, Point
 from .walks import CLOSED, Walks
 
@@ -63,7 +64,7 @@ def choose(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int
         fitting = [way for way in found if way.plan is not None]
         # A line from fewer layers is not believed where it says that nothing fits, or where it is often wrong.
         if walks.layers is not None and (not fitting or misses == MISSES):
-            if not fitting and not misses:  # no line was raised: each is below the peak of its way
+            if not fitting:
                 request, _, size = closest(batch, open_ways, walks)
                 if walks.point(request, size, whole=True).peak_memory_bytes > limit:
                     return None
@@ -75,7 +76,7 @@ def choose(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int
         best = min(fitting, key=lambda way: way.candidate.relative_time or 0.0)
         assert best.plan is not None
         micro, steps = best.plan.micro_batch_size, best.plan.accumulation_steps
-        point = walks.verify(replace(best.request, accumulation_steps=min(steps, 2)), micro)
+        point = walks.point(replace(best.request, accumulation_steps=min(steps, 2)), micro, whole=True)
         if point.peak_memory_bytes <= limit:
             source = "rule" if best.request.tensor_parallel > 1 else "estimated"
             shown = replace(best.candidate, peak_memory_bytes=point.peak_memory_bytes, source=source)
@@ -96,10 +97,15 @@ def closest(
 def _least(batch: BatchRequest, request: EstimateRequest, walks: Walks) -> tuple[EstimateRequest, Point, int]:
     """The micro batch of one way that needs least: the smallest, or the whole share, which does not accumulate."""
     fixed, share = _fixed(batch), _share(batch)
-    whole = () if share is None or share > (batch.max_micro_batch_size or MOST) else (share,)
-    sizes = (fixed,) if fixed else (1, *whole)
-    points = [(at := _at(batch, request, size), walks.point(at, size), size) for size in sizes]
-    return min(points, key=lambda one: one[1].peak_memory_bytes)
+    size = fixed or 1
+    at = _at(batch, request, size)
+    found = at, walks.point(at, size), size
+    if fixed or share is None or share > (batch.max_micro_batch_size or MOST):
+        return found
+    at = _at(batch, request, share)
+    if walks.exceeds(at, share, found[1].peak_memory_bytes):
+        return found
+    return min(found, (at, walks.point(at, share), share), key=lambda one: one[1].peak_memory_bytes)
 
 
 def _each(open_ways: Sequence[EstimateRequest], walk: Callable[[EstimateRequest], T]) -> list[T]:
@@ -167,8 +173,14 @@ def _all(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int, 
 def _way(batch: BatchRequest, request: EstimateRequest, limit: int, walks: Walks, least: int = 0) -> _Way:
     """The largest micro batch of one way; sizes up to `least` are expected to fit."""
 
+    known: dict[int, int] = {}
+
     def peak(size: int) -> int:
-        return walks.point(_at(batch, request, size), size).peak_memory_bytes
+        known[size] = walks.point(_at(batch, request, size), size).peak_memory_bytes
+        return known[size]
+
+    def fits(size: int) -> bool:
+        return not walks.exceeds(_at(batch, request, size), size, limit) and peak(size) <= limit
 
     fixed, share = _fixed(batch), _share(batch)
     most = min(share or MOST, batch.max_micro_batch_size or MOST)
@@ -176,14 +188,15 @@ def _way(batch: BatchRequest, request: EstimateRequest, limit: int, walks: Walks
         size = fixed if peak(fixed) <= limit else 0
     elif share is None:
         size = largest(peak, limit, most=most)
-    elif most == share and peak(share) <= limit:  # without accumulation, it may need less than a smaller size
+    elif most == share and fits(share):  # without accumulation, it may need less than a smaller size
         size = share
     else:
         ragged = plan(replace(batch, max_micro_batch_size=None)).ragged
         sizes = [d for d in (range(1, most + 1) if ragged else divisors(share)) if d <= most and d < share]
-        size = _last(sizes, lambda size: peak(size) <= limit, least)
+        size = _last(sizes, fits, least, lambda low, high: _meets(known, (low, high), limit))
     if size == 0:
-        _, point, _ = _least(batch, request, walks)
+        smallest = fixed or 1
+        point = walks.point(_at(batch, request, smallest), smallest)
         return _Way(request, _candidate(request, 0, None, point, None), None)
     origins = batch.origins
     if size != batch.max_micro_batch_size:
@@ -196,8 +209,15 @@ def _way(batch: BatchRequest, request: EstimateRequest, limit: int, walks: Walks
     return _Way(request, _candidate(request, size, made, point, _time(request, made)), made)
 
 
-def _last(sizes: Sequence[int], fits: Callable[[int], bool], least: int) -> int:
-    """The largest size that fits, by bisection; 0 if none does. Sizes up to `least` are taken to fit.
+def _last(
+    sizes: Sequence[int],
+    fits: Callable[[int], bool],
+    least: int,
+    meets: Callable[[int, int], int | None] = lambda low, high: None,
+) -> int:
+    """The largest size that fits; 0 if none does. Sizes up to `least` are taken to fit.
+
+    By bisection, in turn with `meets`: where the line between a size that fits and one that does not is at the limit.
 
     >>> _last([1, 2, 4, 8], lambda size: size <= 5, 0), _last([1, 2], lambda size: False, 0)
     (4, 0)
@@ -207,11 +227,20 @@ def _last(sizes: Sequence[int], fits: Callable[[int], bool], least: int) -> int:
         if not sizes or not fits(sizes[0]):
             return 0
         low = 0
-    high = len(sizes)
+    high, between = len(sizes), True
     while low + 1 < high:
         middle = (low + high) // 2
+        at = meets(sizes[low], sizes[high]) if between and high < len(sizes) else None
+        between = at is None
+        if at is not None:
+            middle = max(low + 1, min(bisect_right(sizes, at) - 1, high - 1))
         low, high = (middle, high) if fits(sizes[middle]) else (low, middle)
     return sizes[low]
+
+
+def _meets(known: Mapping[int, int], sizes: tuple[int, int], limit: int) -> int | None:
+    """The size at which the line through two known peaks meets the limit; None if one is not known."""
+    return solve(known, sizes, limit) if known.keys() >= set(sizes) else None
 
 
 def _time(request: EstimateRequest, made: BatchPlan) -> float:

@@ -40,6 +40,7 @@ from .steps import (
     checkpoint_blocks,
     divide_gradients,
     make_pure,
+    micro_step,
     pure_batch,
     run_steps,
     take_grouped_step,
@@ -84,7 +85,7 @@ def building(mode: FakeTensorMode) -> Iterator[None]:
 
 
 class FakeRuns:
-    """Estimates of one task at one sequence length; each `point` is two fake steps at one micro batch size."""
+    """Estimates of one task at one sequence length; each `point` is the peak of two steps at one micro batch size."""
 
     def __init__(self, request: EstimateRequest, sequence_length: int | None = None) -> None:
         self.request, self.sequence_length = request, sequence_length
@@ -96,6 +97,7 @@ class FakeRuns:
         self.four_bits: FourBits | None = None
         self.model = self._build() if request.ranks == 1 else None
         self.warm = False
+        self.differs = False  # the second step of this task is not like its first
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -175,13 +177,16 @@ class FakeRuns:
         return optimizer
 
     def _follow(self, model: nn.Module, batch: Any) -> Tracker:
+        """Two steps; from one forward and backward where the second would do the same."""
+        if not self.differs:
+            tracker = self._once(model, batch)
+            if tracker is not None:
+                return tracker
+            self.differs = True
+        return self._twice(model, batch)
+
+    def _twice(self, model: nn.Module, batch: Any) -> Tracker:
         optimizer, tracker = self._optimizer(model), Tracker(self.mode)
-
-        @contextmanager
-        def stepping() -> Iterator[None]:
-            with tracker.stepping(optimizer), ReadsAsOne():
-                yield
-
         try:
             with tracker.following(model, optimizer, _tensors(batch)):
                 run_steps(
@@ -189,14 +194,55 @@ class FakeRuns:
                     model,
                     optimizer,
                     batch,
-                    # FSDP2 has its own policy instead of autocast.
-                    precision="fp32" if self.request.ranks > 1 else self.request.precision,
+                    precision=self.autocast,
                     accumulation_steps=self.request.accumulation_steps,
-                    stepping=stepping,
+                    stepping=lambda: _stepping(tracker, optimizer),
                 )
         finally:
             model.zero_grad(set_to_none=True)
         return tracker
+
+    def _once(self, model: nn.Module, batch: Any) -> Tracker | None:
+        """One forward and backward, and the optimizer's step twice.
+
+        In the second step the optimizer's state exists already, so each moment of forward and backward holds that much more.
+        Gradients of a first micro batch are as large as their parameters. None if that is not the same as two steps: a
+        parameter had no gradient, or the first forward left something behind.
+        """
+        optimizer, tracker = self._optimizer(model), Tracker(self.mode)
+        given: dict[nn.Parameter, torch.Tensor] = {}
+        if self.request.accumulation_steps > 1:
+            given = {p: torch.zeros_like(p) for p in model.parameters() if p.requires_grad}
+            for p, gradient in given.items():
+                p.grad = gradient
+        try:
+            with tracker.following(model, optimizer, _tensors(batch)):
+                before = dict(tracker.live)
+                total = micro_step(lambda b: self.task.loss_of(model, b), batch, self.autocast)
+                if any(p.grad is not gradient or not _local(gradient)._version for p, gradient in given.items()):
+                    return None
+                divide_gradients(model, total)
+                peak, parts = tracker.peak, tracker.breakdown
+                with _stepping(tracker, optimizer):
+                    optimizer.step()
+                state = tracker.live["optimizer"]
+                with _stepping(tracker, optimizer):
+                    optimizer.step()
+                del total
+                if any(
+                    tracker.live[kind] != before[kind] for kind in ("parameters", "activations", "buffers", "other")
+                ):
+                    return None
+        finally:
+            model.zero_grad(set_to_none=True)
+        if peak + state > tracker.peak:
+            tracker.peak, tracker.breakdown = peak + state, {**parts, "optimizer": parts["optimizer"] + state}
+        return tracker
+
+    @property
+    def autocast(self) -> str:
+        """The precision of autocast; FSDP2 has its own policy instead."""
+        return "fp32" if self.request.ranks > 1 else self.request.precision
 
     def _shard(self, model: nn.Module) -> None:
         _shard(model, self.request.ranks, self.request.precision)
@@ -211,6 +257,17 @@ class FakeRuns:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             self.warm = True
+
+
+@contextmanager
+def _stepping(tracker: Tracker, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    with tracker.stepping(optimizer), ReadsAsOne():
+        yield
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a tensor that is sharded."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:

@@ -44,11 +44,11 @@ def largest(peak: Peak, limit: int, *, most: int = MOST, convex: bool = True, ru
         else:
             high = guess
         fitting = sorted(b for b in known if b <= low)[-2:]
-        beyond = _solve(known, fitting, limit) if len(fitting) == 2 else most
+        beyond = solve(known, fitting, limit) if len(fitting) == 2 else most
         if convex and beyond <= low:
             break  # the line is a lower bound: low + 1 is above the limit
         if high in known:
-            chord = _solve(known, (low, high), limit)
+            chord = solve(known, (low, high), limit)
             guess = chord if chord > low else min(beyond, (low + high) // 2)
         else:
             guess = beyond
@@ -56,7 +56,7 @@ def largest(peak: Peak, limit: int, *, most: int = MOST, convex: bool = True, ru
     return low
 
 
-def _solve(known: dict[int, int], sizes: Sequence[int], limit: int) -> int:
+def solve(known: Mapping[int, int], sizes: Sequence[int], limit: int) -> int:
     """Where the line through two known sizes meets the limit."""
     first, second = sizes
     rise = known[second] - known[first]

@@ -3,8 +3,9 @@ same tensors."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from typing import Any
 
@@ -43,16 +44,20 @@ def run_steps(
         total: Any = 0
         # From the second micro step on, gradients exist during the forward: two are enough.
         for _ in range(min(accumulation_steps, 2)):
-            with torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext():
-                loss_sum, weight, auxiliary = loss(batch)
-            objective = loss_sum if auxiliary is None else loss_sum + weight * auxiliary
-            objective.backward()
-            total = total + (weight.detach() if isinstance(weight, torch.Tensor) else weight)
-            del loss_sum, objective, auxiliary, weight
+            total = total + micro_step(loss, batch, precision)
         divide_gradients(model, total)
         with stepping():
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+def micro_step(loss: Callable[[Any], tuple[Any, Any, Any]], batch: Any, precision: str) -> Any:
+    """Forward and backward of one micro batch; its weight."""
+    with torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext():
+        loss_sum, weight, auxiliary = loss(batch)
+    objective = loss_sum if auxiliary is None else loss_sum + weight * auxiliary
+    objective.backward()
+    return weight.detach() if isinstance(weight, torch.Tensor) else weight
 
 
 def make_pure(model: nn.Module, precision: str) -> None:
@@ -189,8 +194,14 @@ def _shape(two: Any, three: Any) -> list[tuple[int, int]] | None:
 def measure(request: EstimateRequest) -> int:
     """Run two steps at the request's only size: peak resident bytes above those of the process after its imports."""
     torch.set_num_threads(1)  # every thread has its own scratch memory
+    args = request.arguments(next(iter(request.sequence_lengths), None))
+    # Libraries that the task's functions import (transformers takes 150 MiB) are no tensors: a first model, whose tensors
+    # take no memory, imports them. What it raises is raised again below if it is an error of the task.
+    with suppress(Exception), torch.device("meta"):
+        load_task(request.task, args).build_model(seed=0)
+    gc.collect()
     before = status_bytes("VmRSS")
-    task = load_task(request.task, request.arguments(next(iter(request.sequence_lengths), None)))
+    task = load_task(request.task, args)
     model = task.build_model(seed=0)
     make_pure(model, request.precision)
     if request.checkpoint_activations:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import (
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "other")
 _PLAIN = {Tensor, FakeTensor, nn.Parameter, nn.Buffer}
+_DEVICE = torch.ops.prim.device.default
 
 
 class Held(weakref.ref[torch.UntypedStorage]):
@@ -97,6 +98,8 @@ class Tracker(TorchDispatchMode):
             self._created = "activations"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # `tensor.device` comes here twice as often as all operations
         if not _PLAIN.issuperset(types) and any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented  # its own operations, on the tensors inside, come here afterwards
         result = func(*args, **kwargs or {})

@@ -2,6 +2,7 @@
 
 A peak is a maximum of lines in the number of layers, as it is in the batch: the line through two and four layers is never
 above the peak of all. So a variant that does not fit by this line does not fit, and one that fits has to be walked as a whole.
+Bytes are rounded (shards, parts of a device), and a line over many layers multiplies that: it is lowered by as much.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .records import EstimateRequest, Point
 FEW, MORE = 2, 4
 # The fields of errors that say: this model cannot be recomputed, or sharded. Then that is no way to train it.
 CLOSED = ("checkpoint_activations", "ranks")
-Runs = Callable[[EstimateRequest, int | None], Any]  # FakeRuns: each `point` is two fake steps at one size
+Runs = Callable[[EstimateRequest, int | None], Any]  # FakeRuns: each `point` is the peak at one size
 
 
 class Walks:
@@ -28,7 +29,6 @@ class Walks:
         self.known: dict[tuple[str, int], Point] = {}
         self.runners: dict[str, Any] = {}
         self.ranks = 1
-        self.corrections: dict[str, int] = {}
 
     @cached_property
     def layers(self) -> int | None:
@@ -37,44 +37,42 @@ class Walks:
             return None
         from .models.causal_lm import alike
 
-        return alike(self.model)
+        count = alike(self.model)
+        # Up to six, all layers are no more than two and four of them.
+        return None if count is None or count <= FEW + MORE else count
 
     def whole_only(self) -> None:
         """Walk all layers from now on."""
         self.layers = None
 
     def point(self, request: EstimateRequest, size: int, *, whole: bool = False) -> Point:
-        """The peak; `extrapolated` if it is from fewer layers."""
+        """The peak of all layers if `whole` or if it is known; else `extrapolated` from fewer."""
         self.model = request.model
-        if whole or request.model is None or self.layers is None:
+        if whole or request.model is None or self.layers is None or (_key(request), size) in self.known:
             return self._walk(request, size).split(request.tensor_parallel)
         few, more = (self._walk(replace(request, layers=n), size) for n in (FEW, MORE))
         rest = self.layers - FEW
         parts = {k: v + (more.breakdown.get(k, 0) - v) * rest // (MORE - FEW) for k, v in few.breakdown.items()}
         peak = few.peak_memory_bytes + (more.peak_memory_bytes - few.peak_memory_bytes) * rest // (MORE - FEW)
-        # What a whole walk found to be missing in this line; in a part, so that it is divided as the others are.
-        missing = self.corrections.get(_key(request), 0)
-        parts["activations"] = parts.get("activations", 0) + missing
-        peak += missing
-        return replace(few, peak_memory_bytes=peak, breakdown=parts, source="extrapolated").split(
-            request.tensor_parallel
-        )
+        lowered = rounding(len(parts), self.layers, request.tensor_parallel)
+        parts["activations"] = parts.get("activations", 0) - lowered  # in a part: it is divided as the others are
+        made = replace(few, peak_memory_bytes=peak - lowered, breakdown=parts, source="extrapolated")
+        return made.split(request.tensor_parallel)
 
-    def verify(self, request: EstimateRequest, size: int) -> Point:
-        """The peak of all layers. Where the line was lower, its other points rise by the difference."""
-        guess, point = self.point(request, size), self.point(request, size, whole=True)
-        if guess.source == "extrapolated" or (request.tensor_parallel > 1 and self.layers):
-            missing = (point.peak_memory_bytes - guess.peak_memory_bytes) * request.tensor_parallel
-            key = _key(request)
-            self.corrections[key] = self.corrections.get(key, 0) + max(0, missing)
-        return point
+    def exceeds(self, request: EstimateRequest, size: int, limit: int) -> bool:
+        """Whether two layers alone need more than the limit: then all do, and four need not be walked."""
+        self.model = request.model
+        if request.model is None or self.layers is None:
+            return False
+        few = self._walk(replace(request, layers=FEW), size).split(request.tensor_parallel)
+        return few.peak_memory_bytes - len(few.breakdown) > limit
 
     def said(self, what: str) -> list[str]:
         """The `rules` or `notes` of the model: those of the first walk."""
         return list(getattr(next(iter(self.runners.values())), what, ()))
 
     def _walk(self, request: EstimateRequest, size: int) -> Point:
-        key = repr(replace(request, tensor_parallel=1, memory_bytes=None))
+        key = _key(request)
         if (key, size) not in self.known:
             if request.ranks != self.ranks:
                 from .fake import destroy_fake_group
@@ -88,5 +86,14 @@ class Walks:
         return self.known[key, size]
 
 
+def rounding(parts: int, layers: int, devices: int) -> int:
+    """How far the line through a few layers may be above the peak of all because each part is rounded to bytes.
+
+    >>> rounding(6, 32, 1)
+    96
+    """
+    return parts * ((layers - FEW) // (MORE - FEW) + devices)
+
+
 def _key(request: EstimateRequest) -> str:
-    return repr(replace(request, accumulation_steps=1, tensor_parallel=1))
+    return repr(replace(request, tensor_parallel=1, memory_bytes=None))
