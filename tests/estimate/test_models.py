@@ -22,7 +22,7 @@ pytestmark = [
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 172,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 8,  # more than six: extrapolated from two and four
     "num_attention_heads": 4,
     "vocab_size": 512,
 }

@@ -256,7 +256,7 @@ FORMATS = {
             "{'train_runtime': '1.953', 'train_samples_per_second': '8.191', 'train_loss': '5.429', 'epoch': '0.001707'}",
         ],
     ),
-    # accelerate's example scripts have tqdm(range(max_train_steps)); tqdm 4.
+    # accelerate's example scripts have tqdm(range(max_train_steps)): the format of tqdm 4, with made-up figures.
     "accelerate": (
         lambda n: f"  {4 * n}%|▍         | {n}/25 [00:0{n}<00:05,  4.65it/s]",
         [f"Loading checkpoint shards:  {n}0%|██        | {n}/10 [00:00<00:00,  9.11it/s]" for n in range(9)],
