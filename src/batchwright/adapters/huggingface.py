@@ -232,6 +232,7 @@ class Exact:
             with self.accelerator.no_sync(model):
                 gradient = gradient_difference(model, loss, *given)
             worst = torch.tensor([found, gradient], dtype=widest_float(self.args.device), device=self.args.device)
+            worst = worst.nan_to_num(nan=torch.inf, posinf=torch.inf)  # of NaN and 0, the largest may be 0
             if self.seat.ranks > 1:
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             return worst.tolist()
