@@ -625,5 +625,6 @@ def test_probe_and_estimate_take_a_function_that_returns_a_trainer(hf, tmp_path)
     assert found.trials and all(trial.fits for trial in found.trials)
     point = FakeRuns(EstimateRequest(target, args={**arguments, "stock": True})).point(8)
     parameters = sum(p.numel() for p in load_task(target, arguments).build_model(0).parameters())
-    assert point.breakdown["parameters"] == 4 * parameters and point.breakdown["gradients"] == 4 * parameters
+    assert point.breakdown["parameters"] == 4 * parameters
+    assert 8 * parameters <= point.breakdown["optimizer"] < 8.1 * parameters  # two moments, and the counters of steps
     assert not list(tmp_path.iterdir())  # nothing was trained

@@ -457,8 +457,7 @@ def test_sigterm_ends_the_process_again_after_a_fit_and_after_an_error(lit, laun
             heard.append(signal.getsignal(signal.SIGTERM))
             raise ZeroDivisionError
 
-    before = signal.getsignal(signal.SIGTERM)
-    assert before is signal.SIG_DFL
+    outside, before = signal.signal(signal.SIGTERM, signal.SIG_DFL), signal.SIG_DFL
     try:
         launch(lit, launched)
         assert signal.getsignal(signal.SIGTERM) is before
@@ -467,7 +466,7 @@ def test_sigterm_ends_the_process_again_after_a_fit_and_after_an_error(lit, laun
             launch(lit, launched, Fails)
         assert signal.getsignal(signal.SIGTERM) is before is not heard[0]
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, outside)
 
 
 def test_a_save_that_is_cut_off_leaves_the_checkpoint_before(lit, tmp_path, monkeypatch):

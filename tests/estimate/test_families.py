@@ -14,8 +14,9 @@ from batchwright.core.numbers import parse_bytes
 from batchwright.estimate import estimate
 from batchwright.probe import probe
 from batchwright.probe.machine import trial_environment
+from tests.needs import needs
 
-from .conftest import TASKS, needs
+from .conftest import TASKS
 
 pytestmark = pytest.mark.torch
 HF_TASKS = TASKS.with_name("hf_tasks.py")
@@ -78,7 +79,7 @@ def rounds(family: str, memory: str) -> Any:
     ("family", "memory"),
     [
         ("convolutional net", "256MiB"),
-        ("GPT", "512MiB"),
+        rounds("GPT", "512MiB"),
         rounds("convolutional net", "4GiB"),
         rounds("GPT", "1GiB"),
         rounds("Llama", "512MiB"),

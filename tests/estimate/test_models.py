@@ -76,9 +76,9 @@ def test_layers_that_differ_are_walked_as_a_whole(tmp_path):
     same, other = tmp_path / "same", tmp_path / "other"
     same.mkdir()
     other.mkdir()
-    assert alike(find_config(written(same, **TINY))) == 6
+    assert alike(find_config(written(same, **TINY))) == 8
     # The last layers attend to a window: same parameters, other work.
-    windows = {"layer_types": ["full_attention"] * 4 + ["sliding_attention"] * 2, "sliding_window": 8}
+    windows = {"layer_types": ["full_attention"] * 6 + ["sliding_attention"] * 2, "sliding_window": 8}
     path = written(other, **{**TINY, "model_type": "qwen2", "use_sliding_window": True, **windows})
     assert alike(find_config(path)) is None
 

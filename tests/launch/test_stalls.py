@@ -73,6 +73,7 @@ def test_what_the_loop_says_is_progress(tmp_path):
     assert [p.nonfinite for p in seen] == [False] * 8 + [True, True]
 
 
+@pytest.mark.rounds
 def test_a_loss_that_stays_nonfinite_ends_the_run_after_one_retry_and_is_in_the_summary(run):
     arguments = stalling(run, "--stop-after-nonfinite", "2", "--checkpoint-samples", "16", args=("nan=1",), samples=256)
     code, out, err = run(*arguments)

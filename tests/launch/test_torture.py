@@ -147,6 +147,7 @@ def test_rank_torchrun_and_supervisor_killed_a_rank_stopped_a_checkpoint_cut(run
     assert [p.name for p in run.directory.parent.iterdir()] == [run.directory.name]
 
 
+@pytest.mark.rounds
 def test_an_interrupt_saves_the_step_in_progress_and_nothing_is_repeated(run):
     process = run.start(
         *run.task("--json", "--checkpoint-samples", "640", ramp="0:16", samples=640, nodes=1, args=("slow=0.2",))

@@ -14,7 +14,7 @@ import pytest
 
 from batchwright.cli import main
 from batchwright.probe import probe
-from tests.estimate.conftest import needs
+from tests.needs import needs
 
 pytestmark = pytest.mark.torch
 CLM, LIT = (Path(__file__).with_name(name) for name in ("clm.py", "lit.py"))
@@ -88,6 +88,7 @@ def training(batch: str = "{micro_batch_size}") -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--use_cpu"]
 
 
+@pytest.mark.rounds
 def test_sft_of_trl(capsys, folder):
     """The script that `trl sft` runs, from its package."""
     needs("trl")
