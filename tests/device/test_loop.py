@@ -72,12 +72,7 @@ def both(variant: str, folder: str) -> bool:
     return same(run(f"{folder}/there", "auto", of, **options), run(f"{folder}/here", "cpu", of, **options))
 
 
-FURTHER = {"evaluated", "workers"}
-
-
-@pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=pytest.mark.rounds) if v in FURTHER else v for v in VARIANTS]
-)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_on_a_device_is_that_of_the_cpu(on_device, tmp_path, variant):
     assert on_device(both, variant, str(tmp_path))
 

@@ -101,7 +101,6 @@ def small(folder: str) -> dict[str, Any]:
     return trial(folder, 1, memory=100 * MIB)
 
 
-@pytest.mark.rounds
 def test_two_ranks_measure_together(on_ranks, tmp_path):
     for found in on_ranks(trial, str(tmp_path), 4):
         assert found["status"] == "done", found

@@ -33,7 +33,6 @@ def test_a_process_that_stops_right_after_its_first_step_has_the_limit_of_a_step
     Path(f"{run.directory}.frozen").unlink()
 
 
-@pytest.mark.rounds
 def test_an_evaluation_and_a_save_may_take_longer_than_the_limit(run):
     settings = ("task.settings.evaluation_samples=512", "task.settings.evaluate_every=32")
     arguments = stalling(
@@ -73,7 +72,6 @@ def test_what_the_loop_says_is_progress(tmp_path):
     assert [p.nonfinite for p in seen] == [False] * 8 + [True, True]
 
 
-@pytest.mark.rounds
 def test_a_loss_that_stays_nonfinite_ends_the_run_after_one_retry_and_is_in_the_summary(run):
     arguments = stalling(run, "--stop-after-nonfinite", "2", "--checkpoint-samples", "16", args=("nan=1",), samples=256)
     code, out, err = run(*arguments)

@@ -11,7 +11,10 @@ from tests.launch.conftest import _signals_as_at_a_terminal  # noqa: F401  (for 
 from .disks import FAULTS, Unavailable, disk
 
 
-@pytest.mark.parametrize("fault", ["full", *(pytest.param(f, marks=pytest.mark.rounds) for f in FAULTS if f != "full")])
+FURTHER = [pytest.param(fault, marks=pytest.mark.rounds) for fault in FAULTS if fault not in ("full", "read-only")]
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only", *FURTHER])
 @pytest.mark.parametrize("kind", ["command", pytest.param("task", marks=[pytest.mark.rounds, pytest.mark.torch])])
 def test_a_disk_that_fails_under_a_run(tmp_path, kind, fault):
     try:
