@@ -10,7 +10,6 @@ from tests.launch.conftest import _signals_as_at_a_terminal  # noqa: F401  (for 
 
 from .disks import FAULTS, Unavailable, disk
 
-
 FURTHER = [pytest.param(fault, marks=pytest.mark.rounds) for fault in FAULTS if fault not in ("full", "read-only")]
 
 
