@@ -21,15 +21,14 @@ import time
 from pathlib import Path
 
 ROUNDS = int(sys.argv[sys.argv.index("--rounds") + 1]) if "--rounds" in sys.argv else 1
-BUDGET = 768 * 2**20
-TASK = """
+GPT = """
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 V, D, T, LAYERS = 4096, 128, 128, 2
 
-class GPT(nn.Module):
+class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(T, D)
@@ -55,14 +54,41 @@ def loss(model, batch):
 
 def task():
     from batchwright.runtime.task import Task
-    return Task(model=GPT, dataset=Data(), loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+    return Task(model=Model, dataset=Data(), loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
 """
+# Up to some hundred samples the optimizer's step is the peak, so small batches show no slope.
+MLP = """
+import torch
+from torch import nn
+
+class Model(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())))
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1 << 15
+    def __getitem__(self, i):
+        return torch.full((1024,), float(i % 7))
+
+def loss(model, batch):
+    return model(batch).square().sum(), len(batch)
+
+def task():
+    from batchwright.runtime.task import Task
+    return Task(model=Model, dataset=Data(), loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+"""
+# Name: source, budget, the sizes that Accelerate starts from, a size that does not fit.
+MODELS = {
+    "two-layer GPT": (GPT, 768 * 2**20, (256, 1024), 256),
+    "four-layer MLP, optimizer-bound": (MLP, 256 * 2**20, (8192, 32768), 32768),
+}
 # What another tool's process does: import, set the budget, search, print what it found and left behind.
 PEER = """
-import json, os, random, resource, sys
+import inspect, json, os, random, resource, sys
 sys.path.insert(0, os.getcwd())
 import torch, torch._dynamo
-from bench_task import GPT, Data, loss
+from bench_task import Model, Data, loss
 tool = sys.argv[1]
 if tool.startswith("lightning"):
     import lightning
@@ -81,7 +107,7 @@ if tool.startswith("lightning"):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.batch_size, self.model = 2, GPT()
+            self.batch_size, self.model = 2, Model()
         def training_step(self, batch, index):
             if not tried or tried[-1] != self.batch_size:
                 tried.append(self.batch_size)
@@ -96,13 +122,16 @@ if tool.startswith("lightning"):
     trainer = lightning.Trainer(max_steps=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
                                 enable_checkpointing=False, accelerator="cpu")
     rng = torch.get_rng_state()
-    found = lightning.pytorch.tuner.Tuner(trainer).scale_batch_size(module, mode="binsearch", steps_per_trial=2, max_trials=50)
+    # Newer versions stop at 8192 unless they are told another cap.
+    takes = inspect.signature(lightning.pytorch.tuner.Tuner.scale_batch_size).parameters
+    largest = {"max_val": len(Data())} if "max_val" in takes else {}
+    found = lightning.pytorch.tuner.Tuner(trainer).scale_batch_size(module, mode="binsearch", steps_per_trial=2, max_trials=50, **largest)
 else:
     data = Data()
 
     def train(batch_size):
         tried.append(batch_size)
-        model = GPT()
+        model = Model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(2):
             batch = torch.stack([data[(step * batch_size + i) % len(data)] for i in range(batch_size)])
@@ -128,7 +157,6 @@ ENVIRONMENT = os.environ | {
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "OPENBLAS_NUM_THREADS": "1",
 }
-TOOLS = ("lightning-binsearch", "accelerate-256", "accelerate-1024")
 
 
 def clocks() -> tuple[float, float]:
@@ -141,7 +169,7 @@ def since(before: tuple[float, float]) -> dict[str, float]:
     return dict(zip(("seconds", "cpu"), (now - then for now, then in zip(clocks(), before, strict=True)), strict=True))
 
 
-def ours(folder: Path) -> dict[str, object]:
+def ours(folder: Path, budget: int) -> dict[str, object]:
     arguments = [
         sys.executable,
         "-m",
@@ -149,7 +177,7 @@ def ours(folder: Path) -> dict[str, object]:
         "probe",
         f"{folder / 'bench_task.py'}:task",
         "--memory",
-        str(BUDGET),
+        str(budget),
     ]
     started, before = clocks(), set(os.listdir(folder))
     arguments += ["--limit-only", "--exact", "--accumulation-steps", "1", "--fresh", "--json"]
@@ -161,9 +189,9 @@ def ours(folder: Path) -> dict[str, object]:
     return {"found": made["max_micro_batch_size"], "trials": trials, "files": left, "rng": False} | since(started)
 
 
-def peer(tool: str, folder: Path) -> dict[str, object] | None:
+def peer(tool: str, folder: Path, budget: int) -> dict[str, object] | None:
     started = clocks()
-    arguments = [sys.executable, "peer.py", tool, str(BUDGET)]
+    arguments = [sys.executable, "peer.py", tool, str(budget)]
     done = subprocess.run(arguments, cwd=folder, env=ENVIRONMENT, text=True, capture_output=True, check=False)
     if done.returncode:
         print(f"{tool}: {'not installed' if 'No module named' in done.stderr else done.stderr[-300:]}", file=sys.stderr)
@@ -171,11 +199,11 @@ def peer(tool: str, folder: Path) -> dict[str, object] | None:
     return json.loads(done.stdout.strip().splitlines()[-1]) | since(started)
 
 
-def truth(folder: Path) -> int:
-    low, high = 0, 256
+def truth(folder: Path, budget: int, high: int) -> int:
+    low = 0
     while high - low > 1:
         middle = (low + high) // 2
-        arguments = [sys.executable, "peer.py", f"plain-{middle}", str(BUDGET)]
+        arguments = [sys.executable, "peer.py", f"plain-{middle}", str(budget)]
         done = subprocess.run(arguments, cwd=folder, env=ENVIRONMENT, text=True, capture_output=True, check=False)
         if done.returncode and "allocate" not in done.stderr:
             raise SystemExit(done.stderr)
@@ -183,19 +211,22 @@ def truth(folder: Path) -> int:
     return low
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "bench_task.py").write_text(TASK)
+def compare(name: str) -> str | None:
+    """Print the table of one model; what is wrong with our row, if anything is."""
+    source, budget, starts, high = MODELS[name]
+    tools = ("lightning-binsearch", *(f"accelerate-{start}" for start in starts))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "bench_task.py").write_text(source)
         (folder / "peer.py").write_text(PEER)
-        rows: dict[str, list[dict[str, object]]] = {"batchwright probe": []} | {tool: [] for tool in TOOLS}
+        rows: dict[str, list[dict[str, object]]] = {"batchwright probe": []} | {tool: [] for tool in tools}
         for _ in range(ROUNDS):
-            rows["batchwright probe"].append(ours(folder))
-            for tool in TOOLS:
-                if (found := peer(tool, folder)) is not None:
+            rows["batchwright probe"].append(ours(folder, budget))
+            for tool in tools:
+                if (found := peer(tool, folder, budget)) is not None:
                     rows[tool].append(found)
-        largest = truth(folder)
-    print(f"Largest micro batch by bisection with fresh processes: {largest} (budget {BUDGET >> 20} MiB)\n")
+        largest = truth(folder, budget, high)
+    print(f"{name}: by bisection with new processes {largest} (budget {budget >> 20} MiB)\n")
     print("| tool | found | limit trials | CPU, ratio to ours | wall, ratio to ours | files left | RNG changed |")
     print("|---|---|---|---|---|---|---|")
     base = rows["batchwright probe"]
@@ -210,9 +241,16 @@ def main() -> None:
         last = runs[-1]
         left, changed = ", ".join(last["files"]) or "none", "yes" if last["rng"] else "no"  # type: ignore[arg-type]
         print(f"| {tool} | {last['found']} | {last['trials']} | {cpu:.2f} | {wall:.2f} | {left} | {changed} |")
-    mine = rows["batchwright probe"][-1]
+    print(flush=True)
+    mine = base[-1]
     if mine["found"] != largest or int(mine["trials"]) > 5:  # type: ignore[call-overload]
-        sys.exit(f"expected {largest} in at most 5 trials: found {mine['found']} in {mine['trials']} limit trials")
+        return f"{name}: expected {largest} in at most 5 trials: found {mine['found']} in {mine['trials']} limit trials"
+    return None
+
+
+def main() -> None:
+    if wrong := [said for name in MODELS if (said := compare(name))]:
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":
