@@ -14,7 +14,7 @@ from batchwright.core.numbers import divisors
 from batchwright.estimate.choose import choose, closest, ways
 from batchwright.estimate.records import EstimateRequest, Point
 from batchwright.estimate.remedies import remedies
-from batchwright.estimate.walks import Walks, _key
+from batchwright.estimate.walks import FEW, MORE, Walks, _key
 
 BASE = EstimateRequest("", model="config.json", sequence_lengths=(1024,))
 
@@ -119,24 +119,24 @@ def test_few_layers_are_walked_often_and_all_layers_for_the_winner():
     walks = Scripted(32)
     made = choose(batch, ways(batch, BASE, None, None), 900, walks)
     assert made is not None and len(made.candidates) == 4
-    assert walks.walked.count(None) == 1 and set(walks.walked) == {None, 2, 4}
+    assert walks.walked.count(None) == 1 and set(walks.walked) == {None, FEW, MORE}
     assert [c.source for c in made.candidates] == ["estimated", *["extrapolated"] * 3]
 
 
-def test_two_layers_that_do_not_fit_are_enough_to_refuse_a_size():
+def test_few_layers_that_do_not_fit_are_enough_to_refuse_a_size():
     batch = BatchRequest(global_batch_size=512, devices=8, sequence_length=1024)
     walks = Scripted(32, activations=20)
     made = choose(batch, ways(batch, BASE, False, False), 2000, walks)
     assert made is not None and made.plan.micro_batch_size == 2
-    assert walks.sizes[2] >= {1, 2, 4, 64} and 64 not in walks.sizes[4]
+    assert walks.sizes[FEW] >= {1, 2, 4, 64} and 64 not in walks.sizes[MORE]
 
 
 def test_what_few_layers_call_too_large_is_walked_before_it_is_refused():
-    # Two and four layers overestimate: as if a first block were shared by all.
+    # Few layers overestimate: as if a first block were shared by all.
     class Wrong(Scripted):
         def _walk(self, request, size):
             point = super()._walk(request, size)
-            return replace(point, peak_memory_bytes=point.peak_memory_bytes * 10) if request.layers == 4 else point
+            return replace(point, peak_memory_bytes=point.peak_memory_bytes * 10) if request.layers == MORE else point
 
     batch = BatchRequest(global_batch_size=8, devices=8, sequence_length=1024)
     made = choose(batch, ways(batch, BASE, None, None), 600, Wrong(32))
@@ -257,5 +257,5 @@ def test_the_ranks_that_fit_are_tried_once():
     request = replace(BASE, checkpoint_activations=True)
     found = [r for r in remedies(request, 1, 300, walks) if r.change.startswith("ranks=")]
     assert [(r.change, r.fits) for r in found] == [("ranks=128", True)]
-    # Five changes and two numbers of ranks, each with two and four layers, and all layers of the one that fits.
+    # Five changes and two numbers of ranks, each with few and more layers, and all layers of the one that fits.
     assert len(walks.walked) == 2 * (5 + 2) + 1, len(walks.walked)

@@ -9,7 +9,7 @@ import pytest
 from batchwright.estimate import estimate
 from batchwright.estimate.fake import FakeRuns
 from batchwright.estimate.records import EstimateRequest
-from batchwright.estimate.rules import four_bit_bytes
+from batchwright.estimate.rules import four_bit_bytes, four_bits
 from tests.needs import needs
 
 pytestmark = [
@@ -103,11 +103,24 @@ def test_optimizers_hold_their_state(plain):
 def test_qlora_is_a_rule_and_says_so():
     full = held(lora=4)
     made = estimate(TASK, args={"lora": 4}, micro_batch_sizes=(SIZE,), quantize_frozen=True)
-    assert any(line.startswith("rule: the weights of 15 frozen linear layers take 4 bits") for line in made.assumptions)
+    assert any(line.startswith("rule: the weights of 14 frozen linear layers take 4 bits") for line in made.assumptions)
     layers = [64 * 64, 64 * 64, 32 * 64, 32 * 64] + 3 * [64 * 128]
-    saved = sum(4 * n - four_bit_bytes(n) for n in 2 * layers + [512 * 64])
+    saved = sum(4 * n - four_bit_bytes(n) for n in 2 * layers)
     assert full["parameters"] - made.points[0].breakdown["parameters"] == saved
-    assert made.points[0].peak_memory_bytes == full["peak"] - saved + 4 * 512 * 64  # the head is the largest layer
+    assert made.points[0].peak_memory_bytes == full["peak"] - saved + 4 * 64 * 128  # the largest layer
+    assert made.points[0].source == "rule"
+
+
+def test_the_rule_of_four_bits_leaves_out_the_head_as_transformers_does():
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    for tied in (False, True):
+        config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=tied)
+        model = LlamaForCausalLM(config).requires_grad_(False)
+        assert "lm_head" in get_keys_to_not_convert(model)
+        assert four_bits(model).layers == 2 * 7
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (256, 96), (4096, 512)])

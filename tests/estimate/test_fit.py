@@ -90,3 +90,14 @@ def test_the_frontier_ends_where_nothing_fits():
     rows = frontier(FrontierFit(100, 1, 0.01, 0.0), 10_000, {64: 60})
     assert rows[0].source == "estimated" and rows[0].max_micro_batch_size == 60
     assert rows[-1].max_micro_batch_size == 0 and all(r.source == "fit" for r in rows[1:])
+
+
+def test_on_a_flat_segment_sizes_grow_by_sixteen_at_most():
+    asked = []
+
+    def peak(size):
+        asked.append(size)
+        return max(1000, size)
+
+    assert largest(peak, 5000) == 5000
+    assert max(asked) < 16 * 5000

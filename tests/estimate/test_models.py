@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import batchwright
 from batchwright.core.errors import ConfigError, EnvironmentFault, NothingFitsError, PlanError
 from batchwright.estimate import estimate, worker
+from batchwright.estimate.fake import FakeRuns, destroy_fake_group
 from batchwright.estimate.model import find_config
 from batchwright.estimate.records import EstimateRequest
+from batchwright.estimate.walks import Walks
 
 pytestmark = [
     pytest.mark.torch,
@@ -22,7 +28,7 @@ pytestmark = [
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 172,
-    "num_hidden_layers": 8,  # more than six: extrapolated from two and four
+    "num_hidden_layers": 12,  # more than eight: extrapolated from three and five
     "num_attention_heads": 4,
     "vocab_size": 512,
 }
@@ -76,9 +82,9 @@ def test_layers_that_differ_are_walked_as_a_whole(tmp_path):
     same, other = tmp_path / "same", tmp_path / "other"
     same.mkdir()
     other.mkdir()
-    assert alike(find_config(written(same, **TINY))) == 8
+    assert alike(find_config(written(same, **TINY))) == 12
     # The last layers attend to a window: same parameters, other work.
-    windows = {"layer_types": ["full_attention"] * 6 + ["sliding_attention"] * 2, "sliding_window": 8}
+    windows = {"layer_types": ["full_attention"] * 10 + ["sliding_attention"] * 2, "sliding_window": 8}
     path = written(other, **{**TINY, "model_type": "qwen2", "use_sliding_window": True, **windows})
     assert alike(find_config(path)) is None
 
@@ -86,7 +92,7 @@ def test_layers_that_differ_are_walked_as_a_whole(tmp_path):
 @pytest.mark.usefixtures("in_process")
 def test_a_model_and_memory_become_a_plan_whose_winner_was_walked_as_a_whole(tiny):
     given = {"model": tiny, "global_batch_size": 16, "devices": 2, "sequence_length": 64, "shard": False}
-    made = batchwright.plan(memory_bytes=10 * 2**20, **given)
+    made = batchwright.plan(memory_bytes=15 * 2**20, **given)
     placed = made.memory
     assert made.micro_batch_size * made.accumulation_steps * 2 == 16
     assert made.sources["max_micro_batch_size"] == placed.source == placed.candidates[0].source == "estimated"
@@ -94,12 +100,116 @@ def test_a_model_and_memory_become_a_plan_whose_winner_was_walked_as_a_whole(tin
     request = EstimateRequest(
         "", model=find_config(tiny), sequence_lengths=(64,), micro_batch_sizes=(made.micro_batch_size,), **options
     )
-    if made.accumulation_steps > 1:
-        whole = worker.answer("estimate", request)["points"][0]
-        assert placed.peak_memory_bytes == whole["peak_memory_bytes"] <= 10 * 2**20
+    assert made.accumulation_steps > 1
+    whole = worker.answer("estimate", request)["points"][0]
+    assert placed.peak_memory_bytes == whole["peak_memory_bytes"] <= 15 * 2**20
     assert made.settings["per_device_train_batch_size"] == made.micro_batch_size
     assert made.settings["gradient_accumulation_steps"] == made.accumulation_steps
     assert json.loads(json.dumps(made.to_json()))["memory"]["candidates"]
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_line_through_few_layers_is_never_above_the_peak_of_all(tiny, ranks, recomputed):
+    base = EstimateRequest("", model=find_config(tiny), sequence_lengths=(32,), ranks=ranks)
+    walks = Walks(FakeRuns)
+    for precision, steps, size in (("bf16", 2, 1), ("bf16-pure", 1, 2), ("bf16-pure", 2, 1)):
+        request = replace(
+            base, precision=precision, accumulation_steps=steps, accelerator=True, checkpoint_activations=recomputed
+        )
+        line = walks.point(request, size)
+        assert line.source == "extrapolated"
+        assert 0.99 < line.peak_memory_bytes / walks.point(request, size, whole=True).peak_memory_bytes <= 1.0
+    destroy_fake_group()
+
+
+def test_an_8_bit_optimizer_takes_no_shards_in_reality_and_in_the_rule(tiny, tmp_path):
+    from bitsandbytes.optim import AdamW8bit
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path / 'store'}")
+    try:
+        layer = fully_shard(torch.nn.Linear(128, 128), mesh=init_device_mesh("cpu", (1,)))
+        layer(torch.ones(4, 128)).sum().backward()
+        with pytest.raises(RuntimeError, match="DTensor"):
+            AdamW8bit(layer.parameters()).step()
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(PlanError, match="ranks=2: bitsandbytes' AdamW8bit takes no shards"):
+        one(tiny, optimizer="adamw-8bit", ranks=2)
+
+
+def test_the_8_bit_states_of_a_model_are_those_of_the_real_trainer(tiny, tmp_path):
+    from bitsandbytes.optim import GlobalOptimManager
+    from transformers import Trainer, TrainingArguments
+
+    from batchwright.estimate.models.causal_lm import build, optimizers, read_config
+
+    model = build(read_config(tiny, 2), torch.float32, 0, False)
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim="adamw_8bit", report_to=[])
+    theirs = Trainer(model, arguments, train_dataset=[0]).create_optimizer()
+    held = {}
+    for name, optimizer in {
+        "theirs": theirs,
+        **{k: optimizers(k)["adamw-8bit"](model.parameters()) for k in (0, 1)},
+    }.items():
+        model(input_ids=torch.zeros(1, 8, dtype=torch.long), labels=torch.zeros(1, 8, dtype=torch.long)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held[name] = {
+            key: sum(state[part].nbytes for state in optimizer.state.values() if part in state)
+            for key, part in {"moments": "state1", "scales": "absmax1"}.items()
+        }
+    GlobalOptimManager.get_instance().initialize()  # it remembers parameters of this process by their addresses
+    assert held["theirs"] == held[0] == held[1] and held[0]["scales"]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_models_of_other_kinds_are_refused_or_named(tmp_path):
+    opt = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64, "layerdrop": 0.1}
+    bert = {"model_type": "bert", "hidden_size": 64, "architectures": ["BertForMaskedLM"], "is_decoder": True}
+    small = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    options = {"sequence_lengths": (16,), "micro_batch_sizes": (1,)}
+    assert estimate(model=written(tmp_path, **small, **opt), **options).notes == ()
+    made = estimate(model=written(tmp_path, **small, **bert), **options)
+    assert made.notes == (
+        "The configuration names BertForMaskedLM; BertLMHeadModel, its causal language model, is estimated.",
+    )
+    with pytest.raises(PlanError, match="BartConfig is not a causal language model"):
+        estimate(model=written(tmp_path, model_type="bart", d_model=64), **options)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_search_that_ends_at_its_cap_says_so(tiny):
+    made = estimate(model=tiny, sequence_lengths=(2,), memory_bytes=2**50)
+    assert made.max_micro_batch_size == 2**20
+    assert any("1,048,576 is the largest micro batch that is searched, not the limit" in note for note in made.notes)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_frontier_ends_at_the_positions_of_the_model(tmp_path):
+    tiny = written(tmp_path, **{**TINY, "num_hidden_layers": 1, "max_position_embeddings": 128})
+    made = estimate(model=tiny, sequence_lengths=(16, 32), memory_bytes=2**28)
+    assert [(row.sequence_length, row.source) for row in made.frontier[-2:]] == [(64, "fit"), (128, "fit")]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_given_sizes_that_do_not_fit_are_answered_with_a_smaller_one(tmp_path):
+    tiny = written(tmp_path, **{**TINY, "num_hidden_layers": 1})
+    with pytest.raises(NothingFitsError, match="Use a smaller micro_batch_size, a shorter sequence"):
+        estimate(model=tiny, sequence_lengths=(16,), memory_bytes=2**20, micro_batch_sizes=(1000,), lora=2)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_changes_of_the_ranks_can_be_planned(tmp_path, capsys):
+    """Ranks that are there come first, and a batch of four samples has no plan on more than four ranks."""
+    tiny = written(tmp_path, **{**TINY, "num_hidden_layers": 2})
+    given = {"model": tiny, "global_batch_size": 4, "devices": 2, "sequence_length": 16, "memory_bytes": 2**16}
+    with pytest.raises(NothingFitsError) as caught:
+        batchwright.plan(shard=False, precision="bf16-pure", progress=True, **given)
+    sharded = {r["change"] for r in caught.value.remedies if "shard" in r["change"]}
+    assert "shard" in sharded and not any("devices=8" in change for change in sharded)
+    assert "estimated micro_batch_size 1 (recomputed, 2 micro batches): " in capsys.readouterr().err
 
 
 @pytest.mark.rounds
@@ -124,6 +234,9 @@ def test_the_settings_are_those_of_the_real_training_arguments(tmp_path):
     made = training_arguments(2, 8, checkpoint_activations=True, sharded=True)
     read = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **made)
     assert read.fsdp_plugin_args["fsdp_version"] == 2 and read.fsdp_plugin_args["activation_checkpointing"]
+    # As estimated: gradients are reduced after every micro batch, not held whole until the end of the step.
+    assert read.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}
+    assert "accelerator_config" not in training_arguments(2, 1, sharded=True)
 
 
 def test_all_that_is_wrong_is_reported_at_once(tmp_path):
@@ -189,7 +302,7 @@ LORA = ("--lora", "16", *PURE, "--checkpoint-activations")
         ("7b", "4090", 1, 1, 32, LORA),
         ("7b", "4090", 2, 2, 8, (*LORA, "--no-shard")),
         ("13b", "h100", 1, 4, 8, LORA),
-        ("70b", "h100", 8, 1, 8, (*PURE, "--optimizer", "adamw-8bit", "--checkpoint-activations", "--shard")),
+        ("70b", "h100", 8, 1, 8, (*LORA, "--shard")),
     ],
 )
 def test_the_common_patterns_of_fine_tuning_fit(tmp_path, size, device, devices, micro, steps, options):
@@ -203,6 +316,22 @@ def test_the_common_patterns_of_fine_tuning_fit(tmp_path, size, device, devices,
     assert made["global_batch_size"] == micro * steps * devices
     assert made["memory"]["peak_memory_bytes"] <= made["memory"]["usable_bytes"]
     assert made["settings"]["per_device_train_batch_size"] == micro
+    said = " ".join(made["memory"]["assumptions"])
+    assert "context" in said and "computed again" in said and ("LoRA of rank 16" in said or "bf16-pure" in said)
+    if "--shard" in options:
+        assert "reduced after every micro batch" in said
+        assert made["settings"]["accelerator_config"]["gradient_accumulation_kwargs"] == {"sync_each_batch": True}
+
+
+@pytest.mark.rounds
+def test_a_70b_model_without_adapters_on_eight_cards_says_what_is_missing(tmp_path):
+    model = written(tmp_path, **SIZES["70b"])
+    batch = ["--devices", "8", "--micro-batch-size", "1", "--accumulation-steps", "8", *PURE]
+    command = [*COMMAND, "--model", model, "--device", "h100", *batch, "--checkpoint-activations", "--shard"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 3, done.stderr
+    fitting = {r["change"] for r in json.loads(done.stdout)["remedies"] if r["fits"]}
+    assert fitting == {"lora=16", "shard + devices=16"}
 
 
 @pytest.mark.rounds

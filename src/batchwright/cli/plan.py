@@ -264,7 +264,7 @@ def _memory(made: Plan) -> list[str]:
                     )
                     for c in placed.candidates
                 ],
-                head=("recomputed", "sharded", "micro", "accumulation", "peak", "time", ""),
+                head=("recomputed", "sharded", "micro", "accumulation", "peak", "relative time", ""),
                 right=range(2, 6),
             ),
         ]

@@ -45,6 +45,9 @@ def training_arguments(
         # Under FSDP, the Trainer wants checkpointing in the configuration of FSDP.
         made["fsdp"] = True
         made["fsdp_config"] = {"version": 2, "activation_checkpointing": checkpoint_activations}
+        if accumulation_steps > 1:
+            # Otherwise the Trainer reduces once per step, and every rank holds the gradients of the whole model until then.
+            made["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     else:
         made["gradient_checkpointing"] = checkpoint_activations
     return made

@@ -78,8 +78,7 @@ def choose(batch: BatchRequest, open_ways: Sequence[EstimateRequest], limit: int
         micro, steps = best.plan.micro_batch_size, best.plan.accumulation_steps
         point = walks.point(replace(best.request, accumulation_steps=min(steps, 2)), micro, whole=True)
         if point.peak_memory_bytes <= limit:
-            source = "rule" if best.request.tensor_parallel > 1 else "estimated"
-            shown = replace(best.candidate, peak_memory_bytes=point.peak_memory_bytes, source=source)
+            shown = replace(best.candidate, peak_memory_bytes=point.peak_memory_bytes, source=_source(point))
             rest = sorted((way for way in found if way is not best), key=_order)
             return Choice(best.plan, best.request, point, (shown, *(way.candidate for way in rest)))
         misses += 1
@@ -261,5 +260,9 @@ def _candidate(
         accumulation_steps=made.accumulation_steps if made else None,
         peak_memory_bytes=point.peak_memory_bytes,
         relative_time=time,
-        source="estimated" if point.source == "predicted" else point.source,
+        source=_source(point),
     )
+
+
+def _source(point: Point) -> str:
+    return "estimated" if point.source == "predicted" else point.source

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
@@ -106,6 +108,9 @@ def estimate(
     if request.memory_bytes is not None and not any(row.max_micro_batch_size for row in lengths):
         raise nothing_fits(room, points[0], result.get("remedies", ()))
     fit, rows, notes = _frontier(points, lengths, request)
+    largest = {p.micro_batch_size: p.peak_memory_bytes for p in points}.get(MOST)
+    if largest is not None and not micro_batch_sizes and largest <= (request.memory_bytes or 0):
+        notes += (f"{MOST:,} is the largest micro batch that is searched, not the limit.",)
     calibration = _calibrate(request, points, lengths, timeout=timeout) if calibrate else None
     return Estimate(
         task=task or "",
@@ -159,7 +164,7 @@ def predict_slope(
         checkpoint_activations=checkpoint_activations,
         accumulation_steps=accumulation_steps,
     )
-    result = worker.run("estimate", request, timeout=timeout)
+    result = worker.run("slope", request, timeout=timeout)
     points = tuple(codec.decode(Point, p) for p in result["points"])
     slope = _lengths(points, result)[-1].slope
     if slope is None:
@@ -283,7 +288,8 @@ def nothing_fits(room: Room, smallest: Point, changes: Sequence[Mapping[str, Any
     safely = room.memory_bytes is not None and smallest.peak_memory_bytes <= room.memory_bytes
     found = [codec.decode(Remedy, change) for change in changes]
     fitting = [f"{r.change} ({format_bytes(r.peak_memory_bytes)})" for r in found if r.fits]
-    would = "Use a shorter sequence or a smaller model."
+    smaller = "a smaller micro_batch_size, " if smallest.micro_batch_size > 1 else ""
+    would = f"Use {smaller}a shorter sequence or a smaller model."
     if fitting:
         would = f"{len(fitting)} of {len(found)} changes would fit. Nearest: {fitting[0]}."
     elif found:
@@ -319,7 +325,11 @@ def _frontier(
     if request.memory_bytes is None:
         return fit, (), ()
     known = {row.sequence_length: row.max_micro_batch_size or 0 for row in lengths if row.sequence_length is not None}
-    return fit, frontier(fit, request.memory_bytes, known), ()
+    rows = frontier(fit, request.memory_bytes, known)
+    if request.model is not None:  # a longer sequence has no positions
+        longest = json.loads(Path(request.model).read_text(encoding="utf-8")).get("max_position_embeddings")
+        rows = tuple(row for row in rows if longest is None or row.sequence_length <= longest)
+    return fit, rows, ()
 
 
 def assumptions(request: EstimateRequest, framework: str, room: Room) -> tuple[str, ...]:
@@ -327,8 +337,8 @@ def assumptions(request: EstimateRequest, framework: str, room: Room) -> tuple[s
     beside = ()
     if room.memory_bytes is not None and room.allowance != NO_ALLOWANCE:
         beside = (
-            f"Left free beside tensors: {room.allowance.text()}; not measured. Change it with context, workspaces and "
-            "fragmentation.",
+            f"Left free beside tensors: {room.allowance.text()}; not measured. Change it with --context, --workspaces "
+            "and --fragmentation.",
         )
     if framework == "jax":
         return (
@@ -357,7 +367,10 @@ def assumptions(request: EstimateRequest, framework: str, room: Room) -> tuple[s
             f"LoRA of rank {request.lora} on all linear layers, adapters in fp32 as peft makes them; everything else is frozen."
         )
     if request.model is not None and request.optimizer == "adamw-8bit":
-        lines.append("adamw-8bit: the states of bitsandbytes by rule, one byte and 1/64 for scales each.")
+        lines.append(
+            "adamw-8bit: by rule, each state of bitsandbytes is a byte and 1/64 for scales; those of embeddings are fp32, as "
+            "in transformers' Trainer."
+        )
     if request.model is not None and request.checkpoint_activations:
         lines.append("Every layer is computed again in the backward pass (gradient checkpointing of transformers).")
     if request.tensor_parallel > 1:
@@ -372,6 +385,11 @@ def assumptions(request: EstimateRequest, framework: str, room: Room) -> tuple[s
         )
     if request.ranks > 1:
         lines.append(f"Sharded by FSDP2 over {request.ranks} ranks: every repeated block, then the rest. Per rank.")
+        if request.accumulation_steps > 1:
+            lines.append(
+                "Gradients are reduced after every micro batch. A trainer that reduces once per step (no_sync) holds the "
+                "gradients of the whole model on every rank."
+            )
     if room.device is not None:
         lines.append("The optimizer updates all parameters at once (foreach), as torch does on devices.")
     if request.accumulation_steps == 1:

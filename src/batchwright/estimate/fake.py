@@ -31,7 +31,7 @@ from batchwright.core.errors import BatchwrightError, PlanError, RunError
 from batchwright.processes.endings import is_users, sentence, users_frames
 from batchwright.runtime.task import Task, load_task
 
-from .records import EstimateRequest, Point
+from .records import CAUSAL_LM, EstimateRequest, Point
 from .rules import FourBits, bucket_bytes, four_bits, route_uniformly
 from .steps import (
     AUTOCAST,
@@ -95,6 +95,7 @@ class FakeRuns:
         self.task, self.batches = self._load()
         self.rules: tuple[str, ...] = ()
         self.four_bits: FourBits | None = None
+        self.optimizer_by_rule = False
         self.model = self._build() if request.ranks == 1 else None
         self.warm = False
         self.differs = False  # the second step of this task is not like its first
@@ -109,7 +110,15 @@ class FakeRuns:
             f"{', '.join(kinds)}: recurrent kernels need workspaces that fake tensors do not show, several times the "
             "estimate. Compare with --calibrate, or probe."
         )
-        return (text,) if kinds else ()
+        return (*((text,) if kinds else ()), *self._other_class(model))
+
+    def _other_class(self, model: nn.Module) -> tuple[str, ...]:
+        """If a configuration is of another class than the causal language model that is estimated."""
+        named = getattr(getattr(model, "config", None), "architectures", None) or ()
+        made = type(model).__name__
+        if self.request.task != CAUSAL_LM or not named or self.request.lora or made in named:
+            return ()
+        return (f"The configuration names {', '.join(named)}; {made}, its causal language model, is estimated.",)
 
     def point(self, micro_batch_size: int) -> Point:
         """The estimated peak at one size."""
@@ -132,7 +141,8 @@ class FakeRuns:
         if self.model is not None and self.request.replicas > 1:
             parts["buckets"] = bucket_bytes(self.model)
             peak += parts["buckets"]
-        return Point(micro_batch_size, self.sequence_length, peak, parts)
+        by_rule = self.four_bits is not None or self.optimizer_by_rule
+        return Point(micro_batch_size, self.sequence_length, peak, parts, "rule" if by_rule else "predicted")
 
     def _load(self) -> tuple[Task, Batches]:
         # In fake mode a model of any size needs no memory. A task that reads values of its data (`.numpy()`, `.item()`)
@@ -172,6 +182,7 @@ class FakeRuns:
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         with ReadsAsOne():  # an 8-bit optimizer reads the values of its code table
             optimizer = self.task.optimizer(model.parameters())
+        self.optimizer_by_rule = hasattr(optimizer, "by_rule")
         if self.request.accelerator:
             take_grouped_step(optimizer)
         return optimizer
@@ -250,6 +261,10 @@ class FakeRuns:
             # Torch runs every operation on shards once on whole fake tensors, to find out what it returns. These must not
             # count, so the operations of a step on shards run here first.
             optimizer = self._optimizer(model)
+            if reason := getattr(optimizer, "refuses_shards", None):
+                raise PlanError(
+                    f"ranks={self.request.ranks}: {reason}.", field="ranks", given=self.request.ranks, nearest=(1,)
+                )
             for p in model.parameters():
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
             divide_gradients(model, 1)

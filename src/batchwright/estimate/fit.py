@@ -13,6 +13,8 @@ from .records import MOST, FrontierFit, FrontierRow, Point, Slope
 Peak = Callable[[int], int]
 # With fake tensors two slopes of one segment are equal; a tenth of a percent allows for rounding up.
 SAME_SLOPE = 1e-3
+# On a flat segment the line says nothing about the next one: a guess is at most so many times the largest that fits.
+FARTHEST = 16
 # Above this error the three coefficients do not describe the model, and no length is predicted from them.
 WORST_FIT = 0.05
 
@@ -51,7 +53,7 @@ def largest(peak: Peak, limit: int, *, most: int = MOST, convex: bool = True, ru
             chord = solve(known, (low, high), limit)
             guess = chord if chord > low else min(beyond, (low + high) // 2)
         else:
-            guess = beyond
+            guess = min(beyond, FARTHEST * low)
         guess = max(low + 1, min(guess, high - 1))
     return low
 

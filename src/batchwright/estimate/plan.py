@@ -56,7 +56,11 @@ def plan_memory(
     result = worker.run("choose", request, timeout=timeout)
     if "remedies" in result:
         way = codec.decode(EstimateRequest, result["way"])
-        changes = [{**r, "change": _on_devices(r["change"], batch)} for r in result["remedies"]]
+        changes = [
+            {**r, "change": change}
+            for r in result["remedies"]
+            if (change := _on_devices(r["change"], batch)) is not None
+        ]
         raise nothing_fits(room, codec.decode(Point, result["point"]), changes, _trained(way))
     made = codec.decode(Choice, result)
     way = replace(made.request, accumulation_steps=made.plan.accumulation_steps)
@@ -64,7 +68,7 @@ def plan_memory(
         f"Ways to train are ranked by rule, not by measured times: recomputation takes {RECOMPUTED:.2f} times as long, "
         f"sharding {SHARDED:g} times, and a micro batch of {HALF_SPEED_TOKENS} tokens runs at half speed.",
     )
-    few = ("`extrapolated`: from two and four layers, since all are the same. The first row is from all layers.",)
+    few = ("`extrapolated`: from three and five layers, since all are the same. The first row is from all layers.",)
     extrapolated = any(c.source == "extrapolated" for c in made.candidates)
     planned = replace(made.plan, notes=(*made.plan.notes, *result["notes"]))
     return planned, Placement(
@@ -99,20 +103,28 @@ def _trained(way: EstimateRequest) -> str:
     return f", {recomputed} and {f'sharded over {way.ranks} ranks' if way.ranks > 1 else 'not sharded'},"
 
 
-def _on_devices(change: str, batch: BatchRequest) -> str:
-    """A change of the ranks, as plan takes it.
+def _on_devices(change: str, batch: BatchRequest) -> str | None:
+    """A change of the ranks, as plan takes it; None if the batch cannot be planned on them.
 
     >>> _on_devices("lora=16 + ranks=8", BatchRequest(tensor_parallel=2))
     'lora=16 + shard + devices=16'
     >>> _on_devices("ranks=8", BatchRequest(devices_per_node=4))
     'shard + nodes=2'
+    >>> _on_devices("ranks=8", BatchRequest(devices=8, global_batch_size=16))
+    'shard'
+    >>> _on_devices("ranks=16", BatchRequest(devices=8, global_batch_size=8))
     """
     names, found, ranks = change.rpartition("ranks=")
     if not found:
         return change
-    devices = int(ranks) * batch.tensor_parallel
-    each = batch.devices_per_node
-    return f"{names}shard + " + (f"nodes={devices // each}" if each and devices % each == 0 else f"devices={devices}")
+    if int(ranks) == resolve_ranks(batch):
+        return f"{names}shard"
+    devices, each = int(ranks) * batch.tensor_parallel, batch.devices_per_node
+    if each and devices % each == 0:
+        said, world = f"nodes={devices // each}", replace(batch, nodes=devices // each, devices=None)
+    else:
+        said, world = f"devices={devices}", replace(batch, devices=devices, nodes=None, devices_per_node=None)
+    return None if on_devices(world)[1] else f"{names}shard + {said}"
 
 
 def described(

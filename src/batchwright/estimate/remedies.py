@@ -71,8 +71,9 @@ def _named(changes: Mapping[str, object]) -> tuple[str, ...]:
 
 def _ranks(names: tuple[str, ...], variant: EstimateRequest, size: int, limit: int, walks: Walks) -> Iterator[Remedy]:
     """The fewest ranks, in doublings, over which a variant fits: solved from one sharded walk, then walked."""
+    # Ranks that are there already come first.
+    first = variant.replicas if variant.replicas > 1 else variant.ranks * 2
     variant = replace(variant, replicas=1)
-    first = variant.ranks * 2
     point = _point(replace(variant, ranks=first), size, limit, walks)
     if point is None:
         return

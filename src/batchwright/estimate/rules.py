@@ -46,8 +46,13 @@ def four_bits(model: nn.Module) -> FourBits:
     >>> four_bits(nn.Sequential(layer, nn.Linear(2, 2)))
     FourBits(layers=1, saved_bytes=57084, largest_bytes=65536)
     """
+    # Embeddings, and a head that shares their weights or follows the last layer, stay as they are.
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    kept = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or m is head}
     weights = {
-        id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Linear) and not m.weight.requires_grad
+        id(m.weight): m.weight
+        for m in model.modules()
+        if isinstance(m, nn.Linear) and not m.weight.requires_grad and id(m.weight) not in kept
     }
     sizes = [(w.numel(), w.numel() * w.element_size()) for w in weights.values()]
     return FourBits(

@@ -1,20 +1,24 @@
-"""Peaks of many variants of one request, in one process: whole, or from two and four layers where all layers are the same.
+"""Peaks of many variants of one request, in one process: whole, or from three and five layers where all layers are the same.
 
-A peak is a maximum of lines in the number of layers, as it is in the batch: the line through two and four layers is never
+A peak is a maximum of lines in the number of layers, as it is in the batch: the line through three and five layers is never
 above the peak of all. So a variant that does not fit by this line does not fit, and one that fits has to be walked as a whole.
+One and two layers are no part of that: FSDP2 holds the buffers of two layers at once from the third layer on.
 Bytes are rounded (shards, parts of a device), and a line over many layers multiplies that: it is lowered by as much.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from batchwright.core.numbers import format_bytes
+
 from .records import EstimateRequest, Point
 
-FEW, MORE = 2, 4
+FEW, MORE = 3, 5
 # The fields of errors that say: this model cannot be recomputed, or sharded. Then that is no way to train it.
 CLOSED = ("checkpoint_activations", "ranks")
 Runs = Callable[[EstimateRequest, int | None], Any]  # FakeRuns: each `point` is the peak at one size
@@ -38,7 +42,7 @@ class Walks:
         from .models.causal_lm import alike
 
         count = alike(self.model)
-        # Up to six, all layers are no more than two and four of them.
+        # Up to eight, all layers are no more than three and five of them.
         return None if count is None or count <= FEW + MORE else count
 
     def whole_only(self) -> None:
@@ -60,7 +64,7 @@ class Walks:
         return made.split(request.tensor_parallel)
 
     def exceeds(self, request: EstimateRequest, size: int, limit: int) -> bool:
-        """Whether two layers alone need more than the limit: then all do, and four need not be walked."""
+        """Whether three layers alone need more than the limit: then all do, and five need not be walked."""
         self.model = request.model
         if request.model is None or self.layers is None:
             return False
@@ -83,6 +87,8 @@ class Walks:
                 length = next(iter(request.sequence_lengths), None)
                 self.runners[key] = self.runs(request.as_task(), length)
             self.known[key, size] = self.runners[key].point(size)
+            if request.progress:
+                _say(request, self.known[key, size])
         return self.known[key, size]
 
 
@@ -93,6 +99,16 @@ def rounding(parts: int, layers: int, devices: int) -> int:
     96
     """
     return parts * ((layers - FEW) // (MORE - FEW) + devices)
+
+
+def _say(request: EstimateRequest, point: Point) -> None:
+    ways = [f"{request.layers} layers"] if request.layers else []
+    ways += ["recomputed"] if request.checkpoint_activations else []
+    ways += [f"sharded over {request.ranks}"] if request.ranks > 1 else []
+    ways += [f"{request.accumulation_steps} micro batches"] if request.accumulation_steps > 1 else []
+    how = f" ({', '.join(ways)})" if ways else ""
+    peak = format_bytes(point.peak_memory_bytes)
+    print(f"estimated micro_batch_size {point.micro_batch_size}{how}: {peak}", file=sys.stderr, flush=True)
 
 
 def _key(request: EstimateRequest) -> str:

@@ -36,7 +36,7 @@ _TOLERANCE = {"torch": SAME_SLOPE, "jax": 0.05}
 
 
 def run(job: str, request: EstimateRequest | ChoiceRequest, *, timeout: float) -> dict[str, Any]:
-    """Do one job (`estimate`, `trial` or `choose`) in a process of its own, which never outlives this call."""
+    """Do one job (`estimate`, `slope`, `trial` or `choose`) in a process of its own, which never outlives this call."""
     with tempfile.TemporaryDirectory(prefix="batchwright-estimate-") as folder:
         asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
         asked.write_text(json.dumps({"job": job, "request": codec.encode(request)}), encoding="utf-8")
@@ -53,7 +53,7 @@ def run(job: str, request: EstimateRequest | ChoiceRequest, *, timeout: float) -
                     "Give a micro batch (--micro-batch-size) or a way to train (--no-shard, --checkpoint-activations)."
                 )
             raise RunError(
-                f"{'plan' if job == 'choose' else job} did not finish within {timeout:g} s. {less}",
+                f"{'plan' if job == 'choose' else 'estimate'} did not finish within {timeout:g} s. {less}",
                 field="timeout",
                 given=timeout,
             )
@@ -86,7 +86,7 @@ def answer(job: str, request: EstimateRequest | ChoiceRequest) -> dict[str, Any]
                 check_split(base.model, base.tensor_parallel)
             if isinstance(request, ChoiceRequest):
                 return _choose(request, framework)
-            return _trial(request, framework) if job == "trial" else _estimate(request, framework)
+            return _trial(request, framework) if job == "trial" else _estimate(request, framework, job == "estimate")
         except BaseException as error:
             return {"error": _error(error, base)}
         finally:
@@ -96,7 +96,7 @@ def answer(job: str, request: EstimateRequest | ChoiceRequest) -> dict[str, Any]
                 destroy_fake_group()
 
 
-def _estimate(request: EstimateRequest, framework: str) -> dict[str, Any]:
+def _estimate(request: EstimateRequest, framework: str, remedy: bool) -> dict[str, Any]:
     runs = _runner(request, framework)
     points: list[Point] = []
     limits: list[dict[str, Any]] = []
@@ -133,7 +133,8 @@ def _estimate(request: EstimateRequest, framework: str) -> dict[str, Any]:
         "notes": notes,
         "rules": rules,
     }
-    if framework == "torch" and request.memory_bytes is not None and not any(r["max_micro_batch_size"] for r in limits):
+    none = request.memory_bytes is not None and not any(row["max_micro_batch_size"] for row in limits)
+    if remedy and framework == "torch" and none:
         length = points[0].sequence_length
         smallest = replace(request, sequence_lengths=() if length is None else (length,))
         result["remedies"] = _remedies(smallest, points[0].micro_batch_size, Walks(runs))

@@ -20,7 +20,8 @@ from batchwright.core.numbers import divisors
 from batchwright.runtime.task import Task
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# bitsandbytes: one scale for each 256 values; tensors below 4,096 values keep states of 32 bits.
+# bitsandbytes: one scale for each 256 values; tensors below 4,096 values keep states of 32 bits, and so do embeddings in
+# transformers' Trainer.
 BLOCK, SMALL = 256, 4096
 
 
@@ -57,7 +58,7 @@ def task(
         return mean * weight, weight
 
     vocabulary = getattr(settings.get_text_config(), "vocab_size", None)
-    if not isinstance(vocabulary, int):
+    if not isinstance(vocabulary, int) or settings.is_encoder_decoder:
         raise _not_a_language_model(settings)
     return Task(
         model=model,
@@ -90,7 +91,7 @@ def read_config(path: str, layers: int | None = None) -> Any:
         settings = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:
         raise PlanError(
-            f"model={path}: transformers cannot read this configuration: {str(error).splitlines()[0]}",
+            f"model={path}: transformers cannot read this configuration: {(str(error).splitlines() or [''])[0]}",
             field="model",
             given=path,
         ) from None
@@ -134,7 +135,13 @@ def build(settings: Any, dtype: torch.dtype, lora: int, checkpoint_activations: 
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
-    return model.train()
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.weight.is_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
+        if hasattr(module, "layerdrop"):
+            module.training = False  # no layer is left out: a random value decides that, and a fake tensor has none
+    return model
 
 
 def _not_a_language_model(settings: Any) -> PlanError:
@@ -176,12 +183,19 @@ def optimizers(real: bool) -> dict[str, Callable[[Any], Optimizer]]:
 
 def _bitsandbytes(params: Any) -> Optimizer:
     from bitsandbytes.optim.adamw import AdamW8bit
+    from bitsandbytes.optim.optimizer import GlobalOptimManager
 
+    params = list(params)
+    embeddings = [p for p in params if hasattr(p, "is_embedding")]
+    GlobalOptimManager.get_instance().override_config(embeddings, "optim_bits", 32)
     return AdamW8bit(params, lr=1e-5)
 
 
 class AdamW8bit(Optimizer):
     """The memory of bitsandbytes' AdamW8bit, by rule: it updates in place, one tensor at a time. It trains nothing."""
+
+    by_rule = True
+    refuses_shards = "bitsandbytes' AdamW8bit takes no shards of FSDP2 (DTensor)"
 
     def __init__(self, params: Any) -> None:
         super().__init__([p for p in params if p.requires_grad], {})
@@ -192,17 +206,16 @@ class AdamW8bit(Optimizer):
             for p in group["params"]:
                 if p.grad is None or self.state[p]:
                     continue
-                local = p.to_local() if hasattr(p, "to_local") else p
-                small = local.numel() < SMALL
+                whole = p.numel() < SMALL or hasattr(p, "is_embedding")
                 for moment in (1, 2):
-                    like = torch.zeros_like(local, dtype=torch.float32 if small else torch.uint8)
+                    like = torch.zeros_like(p, dtype=torch.float32 if whole else torch.uint8)
                     self.state[p][f"state{moment}"] = like
-                    if not small:
-                        self.state[p][f"absmax{moment}"] = torch.zeros(-(-local.numel() // BLOCK), device=local.device)
+                    if not whole:
+                        self.state[p][f"absmax{moment}"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
 
 
 def alike(path: str) -> int | None:
-    """The number of layers if all are the same and two or four of them behave as all do; None if they differ.
+    """The number of layers if all are the same and a few of them behave as all do; None if they differ.
 
     Compared are the classes, the parameters and every plain attribute of every module in a layer, and lists of the
     configuration with one entry for each layer.
