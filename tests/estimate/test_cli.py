@@ -122,5 +122,5 @@ def test_notes_about_a_model_reach_its_plan_and_what_is_too_small_says_which_way
     flat = " ".join(err.split())
     assert code == 3 and "not recomputed and not sharded, needs an estimated" in flat
     assert "--precision bf16" in out and "ranks" not in out  # a ModuleList cannot be sharded
-    code, out, err = run("--task", f"{tasks}:small", "--global-batch-size", "4", "--memory", "4KiB", verb="plan")
+    code, out, err = run("--task", f"{tasks}:small", "--global-batch-size", "1024", "--memory", "4KiB", verb="plan")
     assert code == 3 and re.search(r"--shard --devices \d+", out) and "ranks=" not in out + err

@@ -96,7 +96,7 @@ def rounding(parts: int, layers: int, devices: int) -> int:
     """How far the line through a few layers may be above the peak of all because each part is rounded to bytes.
 
     >>> rounding(6, 32, 1)
-    96
+    90
     """
     return parts * ((layers - FEW) // (MORE - FEW) + devices)
 
