@@ -23,9 +23,9 @@ ALLOWED = {
     "processes": {"core", "processes"},
     "dialects": {"core", "dialects"},
     "report": {"core", "rundir", "report"},
-    "launch": {"core", "rundir", "processes", "launch"},
-    "probe": {"core", "rundir", "processes", "probe"},
-    "estimate": {"core", "rundir", "processes", "runtime", "estimate"},
+    "launch": {"core", "rundir", "processes", "report", "launch"},
+    "probe": {"core", "rundir", "processes", "report", "probe"},
+    "estimate": {"core", "rundir", "processes", "runtime", "report", "estimate"},
     "runtime": {"core", "rundir", "processes", "runtime"},
     "adapters": {"core", "rundir", "processes", "runtime", "adapters"},
 }

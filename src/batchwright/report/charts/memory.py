@@ -164,23 +164,23 @@ def _measured(probe: Document) -> Spec | None:
     looks = series(names, shapes, dashes)
     tooltip = [{"field": "size", "type": "quantitative", "title": "micro batch"}, {"field": "text", "type": "nominal"}]
     layers: list[Spec] = [
-        {"data": {"values": lines}, "mark": {"type": "line", "strokeWidth": 1.75}, "encoding": {"y": y}},
+        {"data": {"values": lines}, "mark": {"type": "line", "strokeWidth": 1.75}, "encoding": {"y": y, **looks}},
         {
             "data": {"values": lines},
             "transform": [{"filter": "datum.series == 'measured'"}],
             "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-            "encoding": {"y": y, "tooltip": tooltip},
+            "encoding": {"y": y, "tooltip": tooltip, **looks},
         },
         {
             "data": {"values": lines},
             "transform": [{"filter": "datum.series == 'predicted'"}],
             "mark": {"type": "point", "fill": "@background", "size": 60, "opacity": 1, "strokeWidth": 2},
-            "encoding": {"y": y, "tooltip": tooltip},
+            "encoding": {"y": y, "tooltip": tooltip, **looks},
         },
         {
             "data": {"values": crosses},
             "mark": {"type": "point", "filled": True, "size": 110, "angle": 45, "opacity": 1},
-            "encoding": {"y": y, "tooltip": tooltip},
+            "encoding": {"y": y, "tooltip": tooltip, **looks},
         },
     ]
     if positive(limit):
@@ -193,7 +193,7 @@ def _measured(probe: Document) -> Spec | None:
         text += f"; smallest that failed: {min(failed)}"
     return frame(
         "Memory", text, f"Peak memory against micro batch size: {text}.",
-        height=HEIGHT, encoding={"x": sizes_axis([*measured, *predicted, *failed]), **looks}, layer=layers,
+        height=HEIGHT, encoding={"x": sizes_axis([*measured, *predicted, *failed])}, layer=layers,
     )  # fmt: skip
 
 

@@ -23,23 +23,25 @@ def throughput(probe: Document) -> Spec | None:
         {
             "data": {"values": rows},
             "mark": {"type": "rule", "strokeWidth": 2},
-            "encoding": {"y": _rate("low"), "y2": {"field": "high"}, "tooltip": _SPEED_TOOLTIP},
+            "encoding": {"y": _rate("low"), "y2": {"field": "high"}, "tooltip": _SPEED_TOOLTIP, "color": {"value": "@blue"}},
         }
     ]
     fit = _fit(probe, rows)
     if fit:
         names["predicted by the fit t = a + b × B"] = "orange"
+    looks = series(names, shapes=("circle", "stroke")[: len(names)], dashes=([1, 0], DASH)[: len(names)])
+    if fit:
         label = list(names)[-1]
         layers.insert(0, {
             "data": {"values": [{**row, "series": label} for row in fit]},
             "mark": {"type": "line", "strokeWidth": 1.75},
-            "encoding": {"y": _rate("rate")},
+            "encoding": {"y": _rate("rate"), **looks},
         })  # fmt: skip
     layers.append(
         {
             "data": {"values": rows},
             "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-            "encoding": {"y": _rate("rate"), "tooltip": _SPEED_TOOLTIP},
+            "encoding": {"y": _rate("rate"), "tooltip": _SPEED_TOOLTIP, **looks},
         }
     )
     sizes = [row["size"] for row in rows]
@@ -60,7 +62,6 @@ def throughput(probe: Document) -> Spec | None:
             "encoding": {"y": _rate("rate"), "text": {"field": "text"}, "color": {"value": "@text"}},
         }
     )
-    looks = series(names, dashes=([1, 0], DASH)[: len(names)])
     peak = max(rows, key=lambda row: row["rate"])
     text = f"{_short(peak['rate'])} samples/s at micro batch {peak['size']}, the best of {len(rows)} measured"
     if positive(knee):
@@ -70,7 +71,6 @@ def throughput(probe: Document) -> Spec | None:
     encoding = {
         "x": sizes_axis(sizes),
         "y": {"type": "quantitative", "scale": {"domain": [0, top * 1.15], "nice": False}},
-        **looks,
     }
     return frame(
         "Throughput", text, f"Throughput against micro batch size: {text}.",

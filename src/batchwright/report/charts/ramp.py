@@ -32,7 +32,7 @@ def staircase(ramp: Document, run: Document | None = None) -> Spec | None:
         panels[0]["encoding"]["x"]["axis"] |= {"title": None, "labels": False, "ticks": False}
     if run and (failures := _failures(run)) and several:
         panels[-1]["layer"].append(_crosses(failures))
-    batches = f"{first['global_batch_size']:,} to {last['global_batch_size']:,} samples per step"
+    batches = f"planned: {first['global_batch_size']:,} to {last['global_batch_size']:,} samples per step"
     text = f"{batches} in {len(stages)} stage{'s' * (len(stages) > 1)}"
     if several:
         text += f", on {first['nodes']:,} to {last['nodes']:,} node{'s' * (last['nodes'] > 1)}"
@@ -81,7 +81,7 @@ def _panel(title: str, color: str, rows: list[dict[str, Any]], done: list[dict[s
     area: Spec = {
         "data": {"values": _corners(rows)},
         "mark": {"type": "area", "interpolate": "step-after", "fillOpacity": 0.3},
-        "encoding": {"fill": {"datum": "planned", "type": "nominal", "scale": scale, "legend": legend if done else None}},
+        "encoding": {"fill": {"datum": "planned", "type": "nominal", "scale": scale, "legend": legend if done and color == "blue" else None}},
     }
     # Without a run the plan has an edge; with one, only what was trained is a line.
     edge: Spec = {
@@ -108,7 +108,7 @@ def _panel(title: str, color: str, rows: list[dict[str, Any]], done: list[dict[s
                         "datum": "trained",
                         "type": "nominal",
                         "scale": {"domain": ["trained"], "range": [role]},
-                        "legend": {"symbolType": "stroke"},
+                        "legend": {"symbolType": "stroke"} if color == "blue" else None,
                     },
                 },
             }

@@ -18,46 +18,46 @@ from .spec import (
     time_unit,
 )  # fmt: skip
 
-_BLUE = {"value": "@blue"}
-
 
 @drawn
 def loss(run: Document, against: str = "samples") -> Spec | None:
     """The loss of every step against `samples` or `time`, with stage boundaries; above 600 steps a mean and its extremes."""
-    steps = run["steps"]
     axis = _Axis.of(run, against)
     if axis is None:
         return None
-    pairs = [(x, y) for x, y in zip(axis.values, steps["loss"], strict=True) if finite(x)]
-    good = [(x, y) for x, y in pairs if math.isfinite(y)]
-    bad = [x for x, y in pairs if not math.isfinite(y)]
-    if not pairs:
-        return None
-    low, high = (min(y for _, y in good), max(y for _, y in good)) if good else (0.0, 1.0)
-    layers: list[Spec] = axis.boundaries()
-    entries: dict[str, str] = {}
-    title = {"field": "loss", "type": "quantitative", "axis": {"title": "loss"}}
+    columns = zip(axis.values, run["steps"]["loss"], run["steps"]["launch"], strict=True)
+    known = [(x, y, int(n) if math.isfinite(n) else 0) for x, y, n in columns if math.isfinite(x)]
+    good = [row for row in known if math.isfinite(row[1])]
+    bad = [x for x, y, _ in known if not math.isfinite(y)]
     evaluated = [
         {axis.field: x, "loss": rounded(e["loss"]), "series": "evaluation loss"}
         for e in run.get("evaluations") or ()
         if finite(e.get("loss")) and (x := axis.of_event(e)) is not None
     ]
     many = len(good) > BUCKETS
+    training = f"training loss, mean of about {len(good) / BUCKETS:.0f} steps" if many else "training loss"
+    broken = f"not finite: {len(bad):,} step{'s' * (len(bad) > 1)}"
+    found = {training: good, "evaluation loss": evaluated, broken: bad}
+    names = [name for name, values in found.items() if values]
+    roles = dict(zip(found, (("blue", "stroke"), ("orange", "circle"), ("red", "triangle-up")), strict=True))
+    looks = {
+        channel: {
+            "field": "series", "type": "nominal",
+            "scale": {"domain": names, "range": [f"{at}{roles[name][part]}" for name in names]},
+        }
+        for part, (channel, at) in enumerate((("color", "@"), ("shape", "")))
+    }  # fmt: skip
+    y = {"field": "loss", "type": "quantitative", "axis": {"title": "loss"}}
+    lines = {"y": y, "tooltip": axis.tooltip("loss"), **looks}
+    layers = axis.boundaries()
     if good:
-        name = f"mean training loss of about {len(good) / BUCKETS:.0f} steps" if many else "training loss"
-        entries[name] = "blue"
-        rows = [
-            {axis.field: rounded(x, 7), "loss": rounded(mean), "low": rounded(small), "high": rounded(large), "series": name}
-            for x, small, mean, large, _ in (
-                thinned(*zip(*good, strict=True)) if many else ((x, y, y, y, 1) for x, y in good)
-            )
-        ]  # fmt: skip
+        rows = _loss_rows(axis, good, training, many)
         if many:
             layers.append({
                 "data": {"values": rows},
-                "mark": {"type": "area", "opacity": 0.3, "tooltip": True},
+                "mark": {"type": "area", "opacity": 0.3},
                 "encoding": {
-                    "y": {**title, "field": "low"}, "y2": {"field": "high"},
+                    "y": {**y, "field": "low"}, "y2": {"field": "high"}, "detail": {"field": "launch"},
                     "fill": {
                         "datum": "smallest to largest", "type": "nominal",
                         "scale": {"domain": ["smallest to largest"], "range": ["@blue"]},
@@ -65,56 +65,52 @@ def loss(run: Document, against: str = "samples") -> Spec | None:
                     },
                 },
             })  # fmt: skip
-        layers.append({
-            "data": {"values": rows},
-            "mark": {"type": "line", "strokeWidth": 1.75, "point": len(rows) == 1 and {"filled": True}},
-            "encoding": {"y": title, "tooltip": axis.tooltip("loss")},
-        })  # fmt: skip
+        mark = {"type": "line", "strokeWidth": 1.75, "point": len(rows) == 1 and {"filled": True}}
+        layers.append({"data": {"values": rows}, "mark": mark, "encoding": {**lines, "detail": {"field": "launch"}}})
     if evaluated:
-        entries["evaluation loss"] = "orange"
         for mark in ({"type": "line", "strokeWidth": 1.5}, {"type": "point", "filled": True, "size": 60, "opacity": 1}):
-            layers.append({
-                "data": {"values": evaluated}, "mark": mark, "encoding": {"y": title, "tooltip": axis.tooltip("loss")},
-            })  # fmt: skip
+            layers.append({"data": {"values": evaluated}, "mark": mark, "encoding": lines})
     if bad:
-        name = f"not finite: {len(bad):,} step{'s' * (len(bad) > 1)}"
-        entries[name] = "red"
-        shown = thinned(bad, [0.0] * len(bad), 200)
-        rows = [{axis.field: rounded(x, 7), "series": name, "loss": count} for x, _, _, _, count in shown]
+        counts = thinned(bad, [0.0] * len(bad), 200)
         layers.append({
-            "data": {"values": rows},
-            "mark": {"type": "point", "filled": True, "shape": "triangle-up", "size": 70, "opacity": 1, "yOffset": 6},
+            "data": {"values": [{axis.field: rounded(x, 7), "series": broken, "steps": n} for x, _, _, _, n in counts]},
+            "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1, "yOffset": 6},
             "encoding": {
                 "y": {"value": 0},
-                "tooltip": [{"field": "loss", "type": "quantitative", "title": "steps whose loss is not finite"}],
+                "tooltip": [{"field": "steps", "type": "quantitative", "title": "steps whose loss is not finite"}],
+                **looks,
             },
         })  # fmt: skip
+    values = [y for _, y, _ in good] or [0.0, 1.0]
+    low, high = min(values), max(values)
     span = (high - low) or abs(high) or 1.0
-    shapes = {"training": "stroke", "mean": "stroke", "evaluation": "circle", "not": "triangle-up"}
-    looks = {
-        "color": {
-            "field": "series", "type": "nominal",
-            "scale": {"domain": list(entries), "range": [f"@{role}" for role in entries.values()]},
-        },
-        "shape": {
-            "field": "series", "type": "nominal",
-            "scale": {"domain": list(entries), "range": [shapes[name.split()[0]] for name in entries]},
-        },
-    }  # fmt: skip
-    text = f"{len(pairs):,} steps"
+    text = f"{len(known):,} step{'s' * (len(known) > 1)}"
     if good:
-        text += f": {good[0][1]:.4g} at first, {good[-1][1]:.4g} at last, smallest {low:.4g}, largest {high:.4g}"
+        text += f": {values[0]:.4g} at first, {values[-1]:.4g} at last, smallest {low:.4g}, largest {high:.4g}"
     if bad:
         text += f"; not finite in {len(bad):,}"
-    encoding = {
-        "x": axis.encoding(),
-        "y": {"type": "quantitative", "scale": {"domain": [low - 0.04 * span, high + 0.06 * span], "nice": False, "zero": False}},
-        **looks,
-    }  # fmt: skip
-    where = "samples" if against == "samples" else "time"
+    scale = {"domain": [low - 0.04 * span, high + 0.06 * span], "nice": False, "zero": False}
+    encoding = {"x": axis.encoding(), "y": {"type": "quantitative", "scale": scale}}
     return frame(
-        f"Loss against {where}", text, f"Loss against {where}: {text}.", height=HEIGHT, encoding=encoding, layer=layers
+        f"Loss against {against}", text, f"Loss against {against}: {text}.", height=HEIGHT, encoding=encoding, layer=layers
     )
+
+
+def _loss_rows(axis: _Axis, good: list[tuple[float, float, int]], name: str, many: bool) -> list[dict[str, Any]]:
+    """Every step, or the mean and the extremes of many; against time, a line ends with its launch."""
+    parts: dict[int, list[tuple[float, float, int]]] = {0: good}
+    if axis.field != "samples":
+        parts = {}
+        for row in good:
+            parts.setdefault(row[2], []).append(row)
+    rows: list[dict[str, Any]] = []
+    for launch, part in parts.items():
+        xs, ys, _ = zip(*part, strict=True)
+        points = thinned(xs, ys, max(1, BUCKETS * len(part) // len(good))) if many else [(x, y, y, y, 1) for x, y, _ in part]
+        for x, small, mean, large, _ in points:
+            row = {axis.field: rounded(x, 7), "loss": rounded(mean), "series": name, "launch": launch}
+            rows.append(row | ({"low": rounded(small), "high": rounded(large)} if many else {}))
+    return rows
 
 
 class _Axis:
@@ -215,7 +211,7 @@ def stage_throughput(run: Document) -> Spec | None:
         if not values and expected is None:
             continue
         nodes = stage.get("nodes")
-        label = f"{stage['global_batch_size']:,}" + (f"|{nodes} node{'s' * (nodes != 1)}" if nodes else "")
+        label = f"batch {stage['global_batch_size']:,}" + (f"|{nodes} node{'s' * (nodes != 1)}" if nodes else "")
         label = f"stage {index + 1}|{label}"
         order.append(label)
         if values:
@@ -290,7 +286,7 @@ def noise_scale(run: Document) -> Spec | None:
     known = [row for row in table if positive(row[0]) and positive(row[1])]
     if not known:
         return None
-    name, band, batch = "noise scale", "95% interval", "weight of a step (tokens, if the loss counts tokens)"
+    name, band, batch = "noise scale", "95% interval", "global batch in the same unit"
     every = max(1, len(known) // BUCKETS)
     rows = [
         {"samples": s, "value": rounded(n), "low": rounded(a) if positive(a) else None, "high": rounded(b) if positive(b) else None}
@@ -307,7 +303,7 @@ def noise_scale(run: Document) -> Spec | None:
     values = [v for row in [*rows, *sizes] for k, v in row.items() if k in ("value", "low", "high") and positive(v)]
     y = {
         "type": "quantitative", "scale": {"type": "log", "domain": [min(values) / 1.3, max(values) * 1.3], "nice": False},
-        "axis": short_axis("weight, as in the loss (logarithmic)"),
+        "axis": short_axis("in the unit of the loss's weight, such as tokens (logarithmic)", values=_decades(values)),
     }  # fmt: skip
     names = {name: "blue", batch: "orange"}
     looks = {
@@ -357,6 +353,13 @@ def noise_scale(run: Document) -> Spec | None:
         "Gradient noise scale", text, f"Gradient noise scale against samples: {text}.",
         height=HEIGHT, encoding=encoding, layer=layers,
     )  # fmt: skip
+
+
+def _decades(values: list[float]) -> list[float]:
+    """Labels of a logarithmic axis: powers of ten, and 2 and 5 times these if there are few."""
+    low, high = math.floor(math.log10(min(values) / 1.3)), math.ceil(math.log10(max(values) * 1.3))
+    factors = (1,) if high - low > 4 else (1, 3) if high - low > 2 else (1, 2, 5)
+    return [factor * 10.0**power for power in range(low, high + 1) for factor in factors]
 
 
 @drawn

@@ -47,7 +47,7 @@ def frame(title: str, subtitle: str, description: str, **view: Any) -> Spec:
 
 def short_axis(title: str | None = None, **more: Any) -> Spec:
     """An axis of large numbers: 10M, not 10,000,000 or 1e+07."""
-    return {"title": title, "labelExpr": _SHORT, **more}
+    return {"title": title, "labelExpr": _SHORT, "labelOverlap": "values" not in more and "greedy", **more}
 
 
 def samples_axis(end: float, field: str = "samples", **axis: Any) -> Spec:
@@ -65,7 +65,11 @@ def sizes_axis(sizes: Iterable[int]) -> Spec:
             kept.append(size)
     low, high = ordered[0], ordered[-1]
     scale = {"type": "log", "base": 2, "domain": [low / 1.12, high * 1.12], "nice": False}
-    axis = {"title": "micro batch size, samples", "values": kept[::-1], "format": ",d", "labelOverlap": False}
+    # labelExpr: a logarithmic axis leaves out labels that it formats itself.
+    axis = {
+        "title": "micro batch size, samples", "values": kept[::-1], "labelExpr": "format(datum.value, ',d')",
+        "labelOverlap": False,
+    }  # fmt: skip
     return {"field": "size", "type": "quantitative", "scale": scale, "axis": axis}
 
 

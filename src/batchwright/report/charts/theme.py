@@ -82,7 +82,7 @@ def config(theme: str) -> dict[str, Any]:
         },
         "legend": {
             "orient": "top", "direction": "horizontal", "title": None, "labelColor": "@text", "labelFontSize": 12,
-            "symbolSize": 90, "symbolStrokeWidth": 2, "labelLimit": 0, "offset": 26, "columnPadding": 16,
+            "symbolSize": 90, "symbolStrokeWidth": 2, "labelLimit": 0, "offset": 34, "columnPadding": 16,
         },
         "line": {"strokeWidth": 2},
         "text": {"color": "@text", "fontSize": 12},
