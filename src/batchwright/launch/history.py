@@ -111,5 +111,3 @@ def _versions(directory: RunDirectory) -> dict[str, str]:
         if isinstance(versions, dict):
             return {str(key): str(value) for key, value in cast("dict[Any, Any]", versions).items()}
     return {}
-
-

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 
 from .charts.spec import Spec
-from .charts.theme import colors
+from .charts.theme import PAGE_FONT, colors
 from .render import bundle
 from .sections import Lines, Section, Table
 
@@ -31,7 +31,7 @@ const draw = async figure => {
   const spec = fit(structuredClone(charts[figure.dataset.chart]), width);
   if (width < 420) spec.config.legend.direction = "vertical";
   try {
-    await vegaEmbed(figure.querySelector(".chart"), spec, {actions: false, renderer: "svg"});
+    await vegaEmbed(figure.querySelector(".chart"), spec, {actions: false, renderer: "svg", mode: "vega-lite"});
     figure.dataset.drawn = "yes";
   } catch (error) {
     figure.querySelector(".chart").textContent = "This chart could not be drawn: " + error.message;
@@ -50,7 +50,7 @@ _STYLE = """
 @media print { :root { %(light)s } figure, tr { break-inside: avoid } nav { display: none } }
 * { box-sizing: border-box }
 body { margin: 0 auto; padding: 1.5rem clamp(1rem, 4vw, 3rem) 4rem; max-width: 68rem; background: var(--background);
-  color: var(--text); font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif }
+  color: var(--text); font: 16px/1.5 %(font)s }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .25rem }
 h2 { font-size: 1.35rem; margin: 3rem 0 .5rem; padding-top: 1rem; border-top: 1px solid var(--grid); overflow-wrap: anywhere }
 h3 { font-size: 1.05rem; margin: 2rem 0 .4rem; overflow-wrap: anywhere }
@@ -65,7 +65,8 @@ figure h3 { margin-bottom: 0 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem }
 th, td { padding: .3rem .9rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--grid) }
 th { font-weight: 600; white-space: nowrap }
-td { overflow-wrap: anywhere; min-width: 3.2rem }
+td { overflow-wrap: break-word; max-width: 42ch }
+td.text:last-child { min-width: 12rem }
 .number { text-align: right; white-space: nowrap }
 pre { overflow-x: auto; padding: .75rem; border: 1px solid var(--grid); border-radius: 6px; font-size: .85rem }
 ul { margin: .3rem 0; padding-left: 1.2rem }
@@ -86,9 +87,8 @@ def page(title: str, sections: Sequence[Section], theme: str = "auto") -> str:
     if charts:
         # `<` in JSON is written so that no text of a document can end the script element.
         data = json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-        script = (
-            f'<script type="application/json" id="charts">{data}</script>\n<script>{bundle()}</script>\n<script>{_SCRIPT}</script>'
-        )
+        script = f'<script type="application/json" id="charts">{data}</script>\n<script>{bundle()}</script>\n'
+        script += f"<script>{_SCRIPT}</script>"
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -103,7 +103,8 @@ def page(title: str, sections: Sequence[Section], theme: str = "auto") -> str:
 <header><h1>{escape(title)}</h1>{contents}</header>
 <main>
 {"".join(bodies)}</main>
-<footer><p>Made by <code>batchwright report</code>. Solid marks are measured; dashed and hollow ones are predicted or planned.</p></footer>
+<footer><p>Made by <code>batchwright report</code>. Solid marks are measured; dashed and hollow ones are predicted or
+planned.</p></footer>
 {script}
 </body>
 </html>
@@ -118,10 +119,14 @@ def fragment(section: Section, pictures: Sequence[str]) -> str:
 
 
 def _style(theme: str) -> str:
-    light, dark = ("".join(f"--{role}: {color}; " for role, color in colors(name).items()) for name in ("light", "dark"))
+    light, dark = (
+        "".join(f"--{role}: {color}; " for role, color in colors(name).items()) for name in ("light", "dark")
+    )
     chosen = {"auto": (light, dark), "light": (light, light), "dark": (dark, dark)}[theme]
     scheme = {"auto": "light dark", "light": "light", "dark": "dark"}[theme]
-    return (_STYLE % {"light": chosen[0], "dark": chosen[1]}).replace("color-scheme: light dark", f"color-scheme: {scheme}")
+    return (_STYLE % {"light": chosen[0], "dark": chosen[1], "font": PAGE_FONT}).replace(
+        "color-scheme: light dark", f"color-scheme: {scheme}"
+    )
 
 
 def _section(section: Section, index: int, charts: dict[str, Spec]) -> str:
@@ -130,7 +135,7 @@ def _section(section: Section, index: int, charts: dict[str, Spec]) -> str:
     parts.append(f'<p class="muted">from {escape(section.source)}</p>\n')
     for name, spec in section.charts.items():
         key = f"{index}-{name}"
-        charts[key] = {k: v for k, v in spec.items() if k != "title"}
+        charts[key] = {k: v for k, v in spec.items() if k not in ("title", "$schema")}
         title, text = spec["title"]["text"], spec["title"]["subtitle"]
         parts.append(
             f'<figure data-chart="{key}" aria-label="{escape(spec["description"])}"><h3>{escape(title)}</h3>'
@@ -142,13 +147,14 @@ def _section(section: Section, index: int, charts: dict[str, Spec]) -> str:
 
 
 def _table(table: Table) -> str:
-    numeric = [all(_is_number(row[i]) for row in table.rows) for i in range(len(table.head))]
+    columns = [[row[i] for row in table.rows] for i in range(len(table.head))]
+    numeric = [any(column) and all(map(_is_number, column)) for column in columns]
 
     def cells(row: Sequence[str], tag: str) -> str:
         made: list[str] = []
         for i, cell in enumerate(row):
             scope = ' scope="col"' if tag == "th" else ""
-            right = ' class="number"' if numeric[i] else ""
+            right = f' class="{"number" if numeric[i] else "text"}"'
             made.append(f"<{tag}{scope}{right}>{escape(cell)}</{tag}>")
         return f"<tr>{''.join(made)}</tr>"
 
@@ -163,7 +169,7 @@ def _table(table: Table) -> str:
 
 def _is_number(cell: str) -> bool:
     """Whether a cell is a number with a unit, or unknown."""
-    return not cell or cell == "-" or cell[0].isdigit() or cell.startswith(("-", "…"))
+    return cell in ("", "-") or cell.removeprefix("-")[:1].isdigit() or cell.startswith("…")
 
 
 def _lines(block: Lines) -> str:

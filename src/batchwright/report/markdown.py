@@ -26,7 +26,9 @@ def markdown(title: str, sections: Sequence[Section], pictures: Mapping[tuple[in
 
 def _table(table: Table) -> str:
     rows = [table.head, ["---"] * len(table.head), *table.rows]
-    return "\n".join("| " + " | ".join(_text(cell) if row is not rows[1] else cell for cell in row) + " |" for row in rows)
+    return "\n".join(
+        "| " + " | ".join(_text(cell) if row is not rows[1] else cell for cell in row) + " |" for row in rows
+    )
 
 
 def _lines(block: Lines) -> str:
@@ -44,4 +46,6 @@ def _text(text: str) -> str:
     'a\\\\|b &lt;script> \\\\*x\\\\*'
     """
     flat = " ".join(text.split())
-    return re.sub(r"([\\`*|\[\]]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))", r"\\\1", flat.replace("&", "&amp;").replace("<", "&lt;"))
+    return re.sub(
+        r"([\\`*|\[\]]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))", r"\\\1", flat.replace("&", "&amp;").replace("<", "&lt;")
+    )

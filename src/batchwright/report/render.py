@@ -8,24 +8,22 @@ from batchwright.core.errors import MissingExtraError
 
 from .charts.spec import Spec
 
-# The version of Vega-Lite that draws: the newest one that reads the charts' schema.
-_VERSION = "5.21"
 _SCALE = 2.0  # pixels of a PNG per unit of the chart: sharp on paper and on dense screens
 
 
 def svg(spec: Spec) -> str:
     """A chart as SVG."""
-    return _converter().vegalite_to_svg(spec, vl_version=_VERSION, allowed_base_urls=[])
+    return _converter().vegalite_to_svg(spec, allowed_base_urls=[])
 
 
 def png(spec: Spec) -> bytes:
     """A chart as PNG."""
-    return _converter().vegalite_to_png(spec, vl_version=_VERSION, scale=_SCALE, allowed_base_urls=[])
+    return _converter().vegalite_to_png(spec, scale=_SCALE, allowed_base_urls=[])
 
 
 def bundle() -> str:
     """JavaScript for a page: Vega, Vega-Lite and Vega-Embed, as `vegaEmbed`."""
-    made = _converter().javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=_VERSION)
+    made = _converter().javascript_bundle("window.vegaEmbed = vegaEmbed;")
     return made.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 

@@ -62,14 +62,17 @@ def _plan(plan: Document) -> Parts:
         f"{plan['data_parallel_size']:,} data-parallel{ragged}"
     )
     sources, reasons = plan.get("sources") or {}, plan.get("reasons") or {}
-    rows = [(name, _cell(plan.get(name)), source, reasons.get(name) or "") for name, source in sources.items()]
-    keys = ("micro_batch_size", "accumulation_steps", "data_parallel_size", "reason")
+    numbers = {**(plan.get("loading") or {}), **(plan.get("pipeline") or {}), **plan}
+    rows = [(name, _cell(numbers.get(name)), source, reasons.get(name) or "") for name, source in sources.items()]
+    columns = {
+        "micro_batch_size": "micro", "accumulation_steps": "accumulation", "data_parallel_size": "data-parallel", "reason": "",
+    }  # fmt: skip
     return (
         "Plan",
         [equation],
         [
             _table("The equation and its sources", ("number", "value", "source", "reason"), rows),
-            _records("Alternatives", plan.get("alternatives"), dict(zip(keys, ("micro", "accumulation", "data-parallel", ""), strict=True))),
+            _records("Alternatives", plan.get("alternatives"), columns),
             _notes(plan),
         ],
     )  # fmt: skip
@@ -83,8 +86,14 @@ _STAGE = {
 
 
 def _stages(stages: Sequence[Mapping[str, Any]]) -> Table:
-    counted = [{**stage, "index": stage["index"] + 1} for stage in stages]
-    return _records("The equation, stage by stage: global batch = micro × accumulation × ranks", counted, _STAGE)
+    return _records(
+        "The equation, stage by stage: global batch = micro × accumulation × ranks", _counted(stages), _STAGE
+    )
+
+
+def _counted(records: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """Records whose index counts from 1, as people count."""
+    return [{**record, "index": record["index"] + 1, "launch": record["index"] + 1} for record in records or ()]
 
 
 def _ramp(ramp: Document) -> Parts:
@@ -93,13 +102,17 @@ def _ramp(ramp: Document) -> Parts:
     total = "open end" if ramp.get("total_steps") is None else (
         f"{ramp['total_steps']:,} steps, {human(ramp['total_samples'])} samples"
     )  # fmt: skip
-    summary = [f"global batch {first['global_batch_size']:,} -> {last['global_batch_size']:,} in {len(stages)} stages; {total}"]
+    summary = [
+        f"global batch {first['global_batch_size']:,} -> {last['global_batch_size']:,} in {len(stages)} stages; {total}"
+    ]
     if finite(ramp.get("node_hours")) and finite(ramp.get("hours")):
-        summary.append(f"{ramp['hours']:,.4g} hours and {ramp['node_hours']:,.4g} node-hours, restarts included (predicted)")
+        summary.append(
+            f"{ramp['hours']:,.4g} hours and {ramp['node_hours']:,.4g} node-hours, restarts included (predicted)"
+        )
     sources = [(name, source) for name, source in (ramp.get("sources") or {}).items()]
     launches = _records(
-        "Launches", ramp.get("launches"),
-        {"index": "launch", "nodes": "nodes", "first_step": "first step", "start_sample": "from sample", "end_sample": "to sample"},
+        "Launches", _counted(ramp.get("launches")),
+        {name: _STAGE.get(name, "launch") for name in ("launch", "nodes", "start_sample", "end_sample")},
     )  # fmt: skip
     return (
         "Ramp",
@@ -125,13 +138,19 @@ def _probe(probe: Document) -> Parts:
         for t in probe["trials"]
     ]  # fmt: skip
     failed = [t for t in probe["trials"] if t["status"] != "fits"]
-    reasons = [f"micro_batch_size {t['micro_batch_size']}: {t['cause'] or t['status']}. {t['reason'] or ''}" for t in failed]
+    reasons = [
+        f"micro_batch_size {t['micro_batch_size']}: {t['cause'] or t['status']}. {t['reason'] or ''}" for t in failed
+    ]
     identity = probe.get("identity") or {}
     return (
-        f"Probe of {probe.get('target') or 'a command'}",
+        f"Probe of {_name(probe.get('target')) or 'a command'}",
         summary,
         [
-            _table("Trials", ("purpose", "micro batch", "verdict", "peak memory", "predicted", "samples/s", "seconds"), rows),
+            _table(
+                "Trials",
+                ("purpose", "micro batch", "verdict", "peak memory", "predicted", "samples/s", "seconds"),
+                rows,
+            ),
             Lines("Failures", tuple(reasons)),
             _versions(identity.get("versions"), device=probe.get("device")),
             _notes(probe),
@@ -154,7 +173,7 @@ def _estimate(estimate: Document) -> Parts:
         for p in points
     ]  # fmt: skip
     return (
-        f"Estimate of {estimate.get('model') or estimate.get('task')}",
+        f"Estimate of {_name(estimate.get('model') or estimate.get('task'))}",
         summary,
         [
             _table("Peak memory, predicted", ("length", "micro batch", "peak", *kinds, "verdict"), rows),
@@ -168,7 +187,10 @@ def _run(run: Document) -> Parts:
     plan = run["plan"]
     what = plan["target"] or " ".join(plan["command"])
     summary = [run["headline"], *([f"reason: {run['reason']}"] if run["reason"] else []), f"trained: {what}"]
-    skipped = [f"{name}: {count:,} lines were skipped, because they are damaged or incomplete." for name, count in run["skipped"].items()]
+    skipped = [
+        f"{name}: {count:,} lines were skipped, because they are damaged or incomplete."
+        for name, count in run["skipped"].items()
+    ]
     starts = [
         (
             _cell(s["number"]), "-" if s["stage"] is None else _cell(s["stage"] + 1), _cell(s["nodes"]), _cell(s["ranks"]),
@@ -180,7 +202,9 @@ def _run(run: Document) -> Parts:
     parts = ("save_seconds", "stop_seconds", "start_seconds", "load_seconds", "lost_seconds")
     boundaries = [(_cell(b["position"]), *(_seconds(b[part]) for part in parts)) for b in run["boundaries"]]
     replanned = [
-        f"At sample {human(int(e['position']))} the rest of the run was planned anew." for e in run["replanned"] if finite(e.get("position"))
+        f"At sample {human(int(e['position']))} the rest of the run was planned anew."
+        for e in run["replanned"]
+        if finite(e.get("position"))
     ]  # fmt: skip
     return (
         f"Run {run['name']}",
@@ -194,7 +218,7 @@ def _run(run: Document) -> Parts:
             Lines("Ledger", tuple(_ledger(run["ledger"], plan["kind"]))),
             Lines("Changes of the plan", tuple(replanned)),
             Lines("Left out of this report", tuple(skipped)),
-            _versions(run["versions"], device=run["device"], strategy=run["strategy"], parameters=run["parameters"], seed=plan["seed"]),
+            _versions(run["versions"], **{name: run[name] for name in ("device", "strategy", "parameters")}, seed=plan["seed"]),
             _notes(plan),
         ],
     )  # fmt: skip
@@ -204,7 +228,7 @@ def _given(plan: Document) -> list[tuple[str, str, str]]:
     """Every number that was given, and how those that were not follow from them."""
     rows = [(name, _cell(value), plan["origins"].get(name) or "given") for name, value in plan["given"].items()]
     derived = {
-        "data_parallel_size": f"derived: nodes × {plan['devices_per_node']} devices per node, divided among the parts of a replica",
+        "data_parallel_size": f"derived: nodes × {plan['devices_per_node']} devices per node / devices of a replica",
         "accumulation_steps": "derived: global batch / (micro × ranks)",
         "nodes of each stage": f"derived by node_policy {plan['given'].get('node_policy') or '(default)'}",
     }
@@ -215,17 +239,26 @@ def _failure(failure: Mapping[str, Any]) -> Lines:
     """Why one launch failed, with the last lines of its log."""
     lines = [failure["reason"], *([failure["advice"]] if failure.get("advice") else [])]
     return Lines(
-        f"Failure of launch {failure['number']} at sample {failure['position']:,}", tuple(lines), tuple(failure["lines"])
+        f"Failure of launch {failure['number']} at sample {failure['position']:,}",
+        tuple(lines),
+        tuple(failure["lines"]),
     )
 
 
 def _ledger(ledger: Mapping[str, Any], kind: str) -> list[str]:
     if ledger.get("ok") is None:
-        return ["A command keeps no ledger." if kind == "command" else "It was not audited: no ledger, or numpy is not installed."]
+        return [
+            "A command keeps no ledger."
+            if kind == "command"
+            else "It was not audited: no ledger, or numpy is not installed."
+        ]
     how = "ids, spans and counts" if ledger.get("ids_checked") else "spans and counts, not ids"
     verdict = "ok: every saved sample was trained in exactly one step" if ledger["ok"] else "NOT ok"
-    numbers = f"{ledger['gaps']:,} gaps, {ledger['repeats']:,} repeats, {ledger.get('discarded_samples') or 0:,} samples discarded and trained again"
-    return [f"{verdict} ({how}). {numbers}.", *(f"{f['cause']}: {f['message']}" for f in ledger.get("findings") or ())][:20]
+    numbers = f"{ledger['gaps']:,} gaps, {ledger['repeats']:,} repeats"
+    numbers += f", {ledger.get('discarded_samples') or 0:,} samples discarded and trained again"
+    return [f"{verdict} ({how}). {numbers}.", *(f"{f['cause']}: {f['message']}" for f in ledger.get("findings") or ())][
+        :20
+    ]
 
 
 def _versions(versions: Mapping[str, Any] | None, **facts: Any) -> Table:
@@ -262,6 +295,11 @@ def _cell(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
+
+
+def _name(target: str | None) -> str:
+    """A task or model without its folders, and without the end of a long command."""
+    return (target or "").rpartition("/")[2][:80]
 
 
 def _seconds(value: object) -> str:

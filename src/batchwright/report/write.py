@@ -49,14 +49,18 @@ def write(
     """Write what is asked for; `inputs` are (kind, document, source). `markdown` may be `-`: the text is only returned."""
     if theme not in PAGE_THEMES:
         raise ConfigError(
-            f"theme={theme[:40]!r} must be one of {', '.join(PAGE_THEMES)}.", field="theme", given=theme[:40], nearest=PAGE_THEMES
+            f"theme={theme[:40]!r} must be one of {', '.join(PAGE_THEMES)}.",
+            field="theme",
+            given=theme[:40],
+            nearest=PAGE_THEMES,
         )
     named = [Path(source).resolve().name if source else kind for kind, _, source in inputs]
     title = f"batchwright report: {', '.join(named)}"[:120]
     files: list[str] = []
     pictures: dict[tuple[int, str], str] = {}
-    fixed = theme if theme in THEMES else "light"  # a picture has one theme
-    drawn = [section(*one, fixed) for one in inputs]
+    # A picture has one theme; a page has colours that its style sheet sets.
+    pictured = png_dir is not None or svg_dir is not None
+    drawn = [section(*one, (theme if theme in THEMES else "light") if pictured else "css") for one in inputs]
     for folder, ending, render in ((png_dir, "png", lambda spec: png(spec)), (svg_dir, "svg", lambda spec: svg(spec))):
         if folder is None:
             continue
@@ -67,13 +71,14 @@ def write(
     text = None
     if markdown is not None:
         place = Path.cwd() if markdown == "-" else Path(markdown).resolve().parent
-        shown = {key: os.path.relpath(path, place) for key, path in pictures.items()}
-        text = markdown_of(title, drawn, shown)
+        relative = {key: os.path.relpath(path, place) for key, path in pictures.items()}
+        text = markdown_of(title, drawn, relative)
         if markdown != "-":
             _write(Path(markdown), text)
             files.append(str(markdown))
     if output is not None:
-        _write(Path(output), page(title, [section(*one, "css") for one in inputs], theme))
+        shown = [section(*one, "css") for one in inputs] if pictured else drawn
+        _write(Path(output), page(title, shown, theme))
         files.append(str(output))
     skipped: dict[str, int] = {}
     for _, document, source in inputs:
@@ -104,4 +109,6 @@ def _write(path: Path, content: str | bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write(path, content)
     except OSError as error:
-        raise EnvironmentFault(f"{path} cannot be written: {error.strerror}.", field="output", given=str(path)) from None
+        raise EnvironmentFault(
+            f"{path} cannot be written: {error.strerror}.", field="output", given=str(path)
+        ) from None

@@ -53,7 +53,10 @@ def chart_of(kind: str, document: Document, name: str | None = None, theme: str 
         if name not in CHARTS[kind]:
             known = ", ".join(CHARTS[kind])
             raise ConfigError(
-                f"name={name!r} is not a chart of a {kind}. Known: {known}.", field="name", given=name, nearest=[*CHARTS[kind]]
+                f"name={name!r} is not a chart of a {kind}. Known: {known}.",
+                field="name",
+                given=name,
+                nearest=[*CHARTS[kind]],
             )
         return CHARTS[kind][name](document, theme=theme)
     found = list(charts_of(kind, document, theme).values())

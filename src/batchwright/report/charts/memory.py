@@ -35,8 +35,8 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
     trial = document.get("calibration") or {}
     peaks = [p["peak_memory_bytes"] for p in points]
     # A limit far above all peaks would leave bars that cannot be seen; the text names it.
-    shown = positive(limit) and limit <= 8 * max(peaks)
-    unit, scale = byte_unit(max([*peaks, *([limit] if shown else [])]))
+    drawn_limit = limit if positive(limit) and limit <= 8 * max(peaks) else 0
+    unit, scale = byte_unit(max([*peaks, drawn_limit]))
     several = len({p["sequence_length"] for p in points}) > 1
     kinds = [k for k in _PARTS if any(p["breakdown"].get(k) for p in points)]
     kinds += [k for k in points[0]["breakdown"] if k not in _PARTS and any(p["breakdown"].get(k) for p in points)]
@@ -52,7 +52,7 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
             at += part
     order = list(dict.fromkeys(row["size"] for row in rows))
     roles = [_PARTS.get(kind) or _REST[i % len(_REST)] for i, kind in enumerate(kinds)]
-    top = max([*peaks, *([limit] if shown else []), trial.get("measured_bytes") or 0]) / scale
+    top = max([*peaks, drawn_limit, trial.get("measured_bytes") or 0]) / scale
     layers: list[Spec] = [
         {
             "data": {"values": rows},
@@ -78,10 +78,10 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
             },
         }
     ]  # fmt: skip
-    if shown:
+    if drawn_limit:
         device = (document.get("device") or {}).get("name") if isinstance(document.get("device"), dict) else None
-        layers += _line(limit / scale, f"{device or 'memory'}: {format_bytes(limit)}", [1, 0])
-        if positive(usable) and usable < limit * 0.995:
+        layers += _line(drawn_limit / scale, f"{device or 'memory'}: {format_bytes(limit)}", [1, 0])
+        if positive(usable) and usable < drawn_limit * 0.995:
             layers += _line(usable / scale, f"usable: {format_bytes(usable)}", [4, 3], below=True)
     if positive(trial.get("measured_bytes")) and str(trial.get("micro_batch_size")) in order:
         layers.append({
@@ -144,7 +144,9 @@ def _measured(probe: Document) -> Spec | None:
     if not measured:
         return None
     unit, scale = byte_unit(max([*measured.values(), limit if positive(limit) else 0]))
-    names = {"measured": "blue"} | ({"predicted": "orange"} if predicted else {}) | ({"failed": "red"} if failed else {})
+    names = (
+        {"measured": "blue"} | ({"predicted": "orange"} if predicted else {}) | ({"failed": "red"} if failed else {})
+    )
     top = max([*measured.values(), *predicted.values(), limit if positive(limit) else 0]) / scale
 
     def row(name: str, size: int, value: float, text: str) -> dict[str, Any]:
@@ -164,7 +166,11 @@ def _measured(probe: Document) -> Spec | None:
     looks = series(names, shapes, dashes)
     tooltip = [{"field": "size", "type": "quantitative", "title": "micro batch"}, {"field": "text", "type": "nominal"}]
     layers: list[Spec] = [
-        {"data": {"values": lines}, "mark": {"type": "line", "strokeWidth": 1.75}, "encoding": {"y": y, **looks}},
+        {
+            "data": {"values": lines},
+            "mark": {"type": "line", "strokeWidth": 1.75},
+            "encoding": {"y": y, "color": looks["color"], "strokeDash": looks["strokeDash"]},
+        },
         {
             "data": {"values": lines},
             "transform": [{"filter": "datum.series == 'measured'"}],

@@ -27,8 +27,18 @@ def split(plan: Document) -> Spec | None:
         return {"title": title, "labelAngle": 0, "ticks": False, "domain": False, "labelOverlap": False}
 
     encoding = {
-        "x": {"field": "step", "type": "ordinal", "sort": columns, "axis": {**axis("accumulation step"), "orient": "top"}},
-        "y": {"field": "rank", "type": "ordinal", "sort": rows, "axis": {**axis("rank"), "minExtent": 30, "titleX": -30}},
+        "x": {
+            "field": "step",
+            "type": "ordinal",
+            "sort": columns,
+            "axis": {**axis("accumulation step"), "orient": "top"},
+        },
+        "y": {
+            "field": "rank",
+            "type": "ordinal",
+            "sort": rows,
+            "axis": {**axis("rank"), "minExtent": 30, "titleX": -30},
+        },
     }
     layers = [
         {"mark": {"type": "rect", "fill": "@blue", "fillOpacity": 0.25, "stroke": "@background", "strokeWidth": 3}},

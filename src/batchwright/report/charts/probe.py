@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .spec import DASH, HEIGHT, Document, Spec, drawn, frame, positive, rounded, series, short_axis, sizes_axis
+from .spec import (
+    DASH,
+    HEIGHT,
+    Document,
+    Spec,
+    drawn,
+    finite,
+    frame,
+    positive,
+    readable,
+    rounded,
+    series,
+    short_axis,
+    sizes_axis,
+)
 
 
 @drawn
@@ -23,7 +37,12 @@ def throughput(probe: Document) -> Spec | None:
         {
             "data": {"values": rows},
             "mark": {"type": "rule", "strokeWidth": 2},
-            "encoding": {"y": _rate("low"), "y2": {"field": "high"}, "tooltip": _SPEED_TOOLTIP, "color": {"value": "@blue"}},
+            "encoding": {
+                "y": _rate("low"),
+                "y2": {"field": "high"},
+                "tooltip": _SPEED_TOOLTIP,
+                "color": {"value": "@blue"},
+            },
         }
     ]
     fit = _fit(probe, rows)
@@ -35,7 +54,7 @@ def throughput(probe: Document) -> Spec | None:
         layers.insert(0, {
             "data": {"values": [{**row, "series": label} for row in fit]},
             "mark": {"type": "line", "strokeWidth": 1.75},
-            "encoding": {"y": _rate("rate"), **looks},
+            "encoding": {"y": _rate("rate"), "color": looks["color"], "strokeDash": looks["strokeDash"]},
         })  # fmt: skip
     layers.append(
         {
@@ -63,7 +82,7 @@ def throughput(probe: Document) -> Spec | None:
         }
     )
     peak = max(rows, key=lambda row: row["rate"])
-    text = f"{_short(peak['rate'])} samples/s at micro batch {peak['size']}, the best of {len(rows)} measured"
+    text = f"{readable(peak['rate'])} samples/s at micro batch {peak['size']}, the best of {len(rows)} measured"
     if positive(knee):
         text += f"; 90% of it from {knee} on (the knee)"
     if positive(failing):
@@ -91,11 +110,12 @@ def _rate(field: str) -> Spec:
 
 
 def _speeds(probe: Document) -> list[dict[str, Any]]:
-    """One row per size whose speed was measured; the last trial of a size counts."""
+    """One row per size whose speed was measured: as in the fit, without the later comparison at one of them."""
     found: dict[int, dict[str, Any]] = {}
     for trial in probe.get("trials") or ():
         size, rate, timing = trial.get("micro_batch_size"), trial.get("samples_per_second"), trial.get("timing") or {}
-        if trial.get("status") != "fits" or not (positive(size) and positive(rate)):
+        again = size in found and trial.get("contrasts")
+        if trial.get("status") != "fits" or again or not (positive(size) and positive(rate)):
             continue
         middle, low, high = timing.get("seconds"), timing.get("low"), timing.get("high")
         known = positive(middle) and positive(low) and positive(high)
@@ -112,7 +132,7 @@ def _fit(probe: Document, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Throughput by t = a + b × B, from the smallest to the largest measured size; nothing from fewer than three."""
     curve = probe.get("curve") or {}
     fixed, each = curve.get("fixed_seconds"), curve.get("per_sample_seconds")
-    if len(rows) < 3 or not all(isinstance(v, (int, float)) for v in (fixed, each)) or not positive(fixed + each):
+    if len(rows) < 3 or not finite(fixed) or not finite(each) or fixed + each <= 0:
         return []
     # At the measured sizes a step of a rank is timed; its rate may be of several ranks.
     ranks = probe.get("ranks") or 1
@@ -208,7 +228,3 @@ def _seconds(timings: Mapping[str, Any], name: str) -> float | None:
 
 def _time(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _short(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

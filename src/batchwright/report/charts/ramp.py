@@ -22,7 +22,7 @@ def staircase(ramp: Document, run: Document | None = None) -> Spec | None:
     stages = [s for s in ramp.get("stages") or () if positive(s.get("global_batch_size"))]
     if not stages:
         return None
-    first, last = stages[0], stages[-1]
+    last = stages[-1]
     end = last["end_sample"] or max(last["start_sample"] * 5 // 4, last["start_sample"] + last["global_batch_size"])
     done = _trained_batches(run) if run else []
     panels = [_panel("global batch, samples per step", "blue", _steps(stages, "global_batch_size", end), done, HEIGHT)]
@@ -32,10 +32,9 @@ def staircase(ramp: Document, run: Document | None = None) -> Spec | None:
         panels[0]["encoding"]["x"]["axis"] |= {"title": None, "labels": False, "ticks": False}
     if run and (failures := _failures(run)) and several:
         panels[-1]["layer"].append(_crosses(failures))
-    batches = f"planned: {first['global_batch_size']:,} to {last['global_batch_size']:,} samples per step"
-    text = f"{batches} in {len(stages)} stage{'s' * (len(stages) > 1)}"
+    text = f"planned: {_span(stages, 'global_batch_size')} samples per step in {len(stages)} stage{'s' * (len(stages) > 1)}"
     if several:
-        text += f", on {first['nodes']:,} to {last['nodes']:,} node{'s' * (last['nodes'] > 1)}"
+        text += f", on {_span(stages, 'nodes')} node{'s' * (max(s['nodes'] for s in stages) > 1)}"
     text += f", over {human(end)} samples" if last["end_sample"] else ", with an open end"
     title = "Batch size and nodes" if several else "Batch size"
     resolve = {"scale": dict.fromkeys(("color", "fill", "stroke"), "independent")}
@@ -61,6 +60,11 @@ def _steps(stages: Sequence[Mapping[str, Any]], key: str, end: int) -> list[dict
     return rows
 
 
+def _span(stages: Sequence[Mapping[str, Any]], key: str) -> str:
+    first, last = stages[0][key], stages[-1][key]
+    return f"{first:,}" if all(stage[key] == first for stage in stages) else f"{first:,} to {last:,}"
+
+
 def _corners(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The points of a line with steps: the start of each, and the end of the last."""
     points = [{"samples": row["samples"], "value": row["value"]} for row in rows]
@@ -81,7 +85,14 @@ def _panel(title: str, color: str, rows: list[dict[str, Any]], done: list[dict[s
     area: Spec = {
         "data": {"values": _corners(rows)},
         "mark": {"type": "area", "interpolate": "step-after", "fillOpacity": 0.3},
-        "encoding": {"fill": {"datum": "planned", "type": "nominal", "scale": scale, "legend": legend if done and color == "blue" else None}},
+        "encoding": {
+            "fill": {
+                "datum": "planned",
+                "type": "nominal",
+                "scale": scale,
+                "legend": legend if done and color == "blue" else None,
+            }
+        },
     }
     # Without a run the plan has an edge; with one, only what was trained is a line.
     edge: Spec = {
@@ -114,23 +125,33 @@ def _panel(title: str, color: str, rows: list[dict[str, Any]], done: list[dict[s
             }
         )
     shown = rows if len(rows) <= _LABELLED else [rows[0], rows[-1]]
-    layers.append(
-        {
-            "data": {"values": [{**row, "middle": (row["samples"] + row["until"]) / 2} for row in shown]},
-            "mark": {"type": "text", "dy": -9, "fontWeight": "bold"},
-            "encoding": {
-                "x": {"field": "middle", "type": "quantitative"},
-                "text": {"field": "value", "type": "quantitative", "format": ","},
-            },
-        }
-    )
+    for narrow in (True, False):
+        # The number of a narrow step ends where the step ends: to its left, above lower steps, nothing is drawn.
+        part = [row for row in shown if (row["until"] - row["samples"] < 0.15 * (end - rows[0]["samples"])) is narrow]
+        at = {row["samples"]: row["until"] if narrow else (row["samples"] + row["until"]) / 2 for row in part}
+        layers.append(
+            {
+                "data": {"values": [{**row, "at": at[row["samples"]]} for row in part]},
+                "mark": {
+                    "type": "text",
+                    "dy": -9,
+                    "fontWeight": "bold",
+                    "align": "right" if narrow else "center",
+                    "dx": -4 if narrow else 0,
+                },
+                "encoding": {
+                    "x": {"field": "at", "type": "quantitative"},
+                    "text": {"field": "value", "type": "quantitative", "format": ","},
+                },
+            }
+        )
     encoding = {
         "x": samples_axis(end),
         "y": {
             "field": "value",
             "type": "quantitative",
             "scale": {"domain": domain, "nice": False},
-            "axis": {"title": title, "format": ",d", "tickMinStep": 1},
+            "axis": {"title": title, "format": ",d", **({"values": list(range(top + 1))} if top < 5 else {})},
         },
     }
     return {"width": WIDTH, "height": height, "encoding": encoding, "layer": layers}

@@ -8,13 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any
 
 from batchwright.core.numbers import human
 
 from .spec import (
-    BUCKETS, DASH, HEIGHT, Document, Spec, drawn, finite, frame, positive, rounded, samples_axis, short_axis, thinned,
+    BUCKETS,
+    DASH,
+    HEIGHT,
+    Document,
+    Spec,
+    drawn,
+    finite,
+    frame,
+    positive,
+    readable,
+    rounded,
+    samples_axis,
+    series,
+    short_axis,
+    thinned,
     time_unit,
 )  # fmt: skip
 
@@ -48,14 +62,14 @@ def loss(run: Document, against: str = "samples") -> Spec | None:
         for part, (channel, at) in enumerate((("color", "@"), ("shape", "")))
     }  # fmt: skip
     y = {"field": "loss", "type": "quantitative", "axis": {"title": "loss"}}
-    lines = {"y": y, "tooltip": axis.tooltip("loss"), **looks}
+    lines = {"y": y, "tooltip": axis.tooltip("loss"), "color": looks["color"]}
     layers = axis.boundaries()
     if good:
         rows = _loss_rows(axis, good, training, many)
         if many:
             layers.append({
                 "data": {"values": rows},
-                "mark": {"type": "area", "opacity": 0.3},
+                "mark": {"type": "area", "fillOpacity": 0.3, "stroke": "@blue", "strokeWidth": 0.75, "strokeOpacity": 0.6},
                 "encoding": {
                     "y": {**y, "field": "low"}, "y2": {"field": "high"}, "detail": {"field": "launch"},
                     "fill": {
@@ -68,8 +82,9 @@ def loss(run: Document, against: str = "samples") -> Spec | None:
         mark = {"type": "line", "strokeWidth": 1.75, "point": len(rows) == 1 and {"filled": True}}
         layers.append({"data": {"values": rows}, "mark": mark, "encoding": {**lines, "detail": {"field": "launch"}}})
     if evaluated:
-        for mark in ({"type": "line", "strokeWidth": 1.5}, {"type": "point", "filled": True, "size": 60, "opacity": 1}):
-            layers.append({"data": {"values": evaluated}, "mark": mark, "encoding": lines})
+        points = {"type": "point", "filled": True, "size": 60, "opacity": 1}
+        layers.append({"data": {"values": evaluated}, "mark": {"type": "line", "strokeWidth": 1.5}, "encoding": lines})
+        layers.append({"data": {"values": evaluated}, "mark": points, "encoding": {**lines, **looks}})
     if bad:
         counts = thinned(bad, [0.0] * len(bad), 200)
         layers.append({
@@ -92,7 +107,12 @@ def loss(run: Document, against: str = "samples") -> Spec | None:
     scale = {"domain": [low - 0.04 * span, high + 0.06 * span], "nice": False, "zero": False}
     encoding = {"x": axis.encoding(), "y": {"type": "quantitative", "scale": scale}}
     return frame(
-        f"Loss against {against}", text, f"Loss against {against}: {text}.", height=HEIGHT, encoding=encoding, layer=layers
+        f"Loss against {against}",
+        text,
+        f"Loss against {against}: {text}.",
+        height=HEIGHT,
+        encoding=encoding,
+        layer=layers,
     )
 
 
@@ -106,7 +126,9 @@ def _loss_rows(axis: _Axis, good: list[tuple[float, float, int]], name: str, man
     rows: list[dict[str, Any]] = []
     for launch, part in parts.items():
         xs, ys, _ = zip(*part, strict=True)
-        points = thinned(xs, ys, max(1, BUCKETS * len(part) // len(good))) if many else [(x, y, y, y, 1) for x, y, _ in part]
+        points = (
+            thinned(xs, ys, max(1, BUCKETS * len(part) // len(good))) if many else [(x, y, y, y, 1) for x, y, _ in part]
+        )
         for x, small, mean, large, _ in points:
             row = {axis.field: rounded(x, 7), "loss": rounded(mean), "series": name, "launch": launch}
             rows.append(row | ({"low": rounded(small), "high": rounded(large)} if many else {}))
@@ -142,7 +164,7 @@ class _Axis:
         if self.field == "samples":
             return samples_axis(self.end)
         scale = {"domain": [0, rounded(self.end or 1.0)], "nice": False}
-        axis = {"title": f"{self._unit} since the run was started, pauses included"}
+        axis = {"title": f"{self._unit} since the start, pauses included"}
         return {"field": "at", "type": "quantitative", "scale": scale, "axis": axis}
 
     def tooltip(self, value: str) -> list[Spec]:
@@ -260,11 +282,13 @@ def stage_throughput(run: Document) -> Spec | None:
             },
         },
     ]
-    text = ", ".join(f"{row['rate']:,.4g}" for row in rows[:12]) + " samples/s"
+    text = ", ".join(readable(row["rate"]) for row in rows[:12]) + " samples/s"
     encoding = {
         "x": {
             "field": "stage", "type": "ordinal", "sort": order,
-            "axis": {"title": None, "labelAngle": 0, "labelExpr": "split(datum.label, '|')", "ticks": False, "labelOverlap": False},
+            "axis": {
+                "title": None, "labelAngle": 0, "labelExpr": "split(datum.label, '|')", "ticks": False, "labelOverlap": False,
+            },
         },
         "color": {
             "field": "series", "type": "nominal",
@@ -289,7 +313,7 @@ def noise_scale(run: Document) -> Spec | None:
     name, band, batch = "noise scale", "95% interval", "global batch in the same unit"
     every = max(1, len(known) // BUCKETS)
     rows = [
-        {"samples": s, "value": rounded(n), "low": rounded(a) if positive(a) else None, "high": rounded(b) if positive(b) else None}
+        {"samples": s, "value": rounded(n), **{k: rounded(v) if positive(v) else None for k, v in (("low", a), ("high", b))}}
         for s, n, a, b, _, _ in known[::every]
     ]  # fmt: skip
     sizes: list[dict[str, Any]] = []
@@ -303,14 +327,10 @@ def noise_scale(run: Document) -> Spec | None:
     values = [v for row in [*rows, *sizes] for k, v in row.items() if k in ("value", "low", "high") and positive(v)]
     y = {
         "type": "quantitative", "scale": {"type": "log", "domain": [min(values) / 1.3, max(values) * 1.3], "nice": False},
-        "axis": short_axis("in the unit of the loss's weight, such as tokens (logarithmic)", values=_decades(values)),
+        "axis": short_axis("weight in the loss, such as tokens; logarithmic", values=_decades(values)),
     }  # fmt: skip
-    names = {name: "blue", batch: "orange"}
-    looks = {
-        "scale": {"domain": list(names), "range": ["@blue", "@orange"]},
-        "legend": {"symbolType": "stroke"},
-    }
-    dashes = {"field": "series", "type": "nominal", "scale": {"domain": list(names), "range": [[1, 0], DASH]}}
+    looks = series({name: "blue", batch: "orange"}, dashes=([1, 0], DASH))
+    looks["color"]["legend"] = {"symbolType": "stroke"}
     layers: list[Spec] = [
         {
             "data": {"values": [row for row in rows if row["low"] and row["high"]]},
@@ -326,13 +346,14 @@ def noise_scale(run: Document) -> Spec | None:
         {
             "data": {"values": [{**row, "series": batch} for row in sizes]},
             "mark": {"type": "line", "interpolate": "step"},
-            "encoding": {"y": {**y, "field": "value"}},
+            "encoding": {"y": {**y, "field": "value"}, **looks},
         },
         {
             "data": {"values": [{**row, "series": name} for row in rows]},
             "mark": {"type": "line", "point": len(rows) < 40},
             "encoding": {
                 "y": {**y, "field": "value"},
+                **looks,
                 "tooltip": [
                     {"field": field, "type": "quantitative", "format": ",.4~g"} for field in ("samples", "value", "low", "high")
                 ],
@@ -340,15 +361,11 @@ def noise_scale(run: Document) -> Spec | None:
         },
     ]  # fmt: skip
     last = rows[-1]
-    text = f"{last['value']:,.3g} at sample {human(int(last['samples']))}"
+    text = f"{readable(last['value'])} at sample {human(int(last['samples']))}"
     if last["low"] and last["high"]:
-        text += f" (95% interval {last['low']:,.3g} to {last['high']:,.3g})"
+        text += f" (95% interval {readable(last['low'])} to {readable(last['high'])})"
     end = max(row[0] for row in table if positive(row[0]))
-    encoding = {
-        "x": samples_axis(end),
-        "color": {"field": "series", "type": "nominal", **looks},
-        "strokeDash": dashes,
-    }
+    encoding = {"x": samples_axis(end)}
     return frame(
         "Gradient noise scale", text, f"Gradient noise scale against samples: {text}.",
         height=HEIGHT, encoding=encoding, layer=layers,
@@ -384,7 +401,9 @@ def node_hours(run: Document) -> Spec | None:
             break
         planned.append({"samples": stage["end_sample"], "hours": planned[-1]["hours"] + stage["node_hours"]})
     most = max([total, *(row["hours"] for row in planned)])
-    unit, scale = next(((u, s) for u, s in (("node-hours", 1.0), ("node-minutes", 60.0)) if most * s >= 1), ("node-seconds", 3600.0))
+    unit, scale = next(
+        ((u, s) for u, s in (("node-hours", 1.0), ("node-minutes", 60.0)) if most * s >= 1), ("node-seconds", 3600.0)
+    )
     names = {"used": "blue"} | ({"planned": "orange"} if planned else {})
     rows = [{**row, "series": name} for name, part in (("used", used), ("planned", planned)) for row in part]
     for row in rows:
@@ -407,11 +426,14 @@ def node_hours(run: Document) -> Spec | None:
     }
     layers: list[Spec] = [
         {"mark": {"type": "line", "interpolate": "linear"}},
-        {"mark": {"type": "point", "filled": True, "size": 45, "opacity": 1}, "transform": [{"filter": "datum.series == 'used'"}]},
-    ]  # fmt: skip
-    text = f"{total * scale:,.3g} {unit} used"
+        {
+            "transform": [{"filter": "datum.series == 'used'"}],
+            "mark": {"type": "point", "filled": True, "size": 45, "opacity": 1},
+        },
+    ]
+    text = f"{readable(total * scale)} {unit} used"
     if planned:
-        text += f", {planned[-1]['hours']:,.3g} planned for the whole run, without restarts"
+        text += f", {readable(planned[-1]['hours'] * scale)} planned for the whole run, without restarts"
     else:
         text += "; the plan has no step times to compare with"
     return frame(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeGuard
 
 from .theme import config, themed
 
@@ -22,6 +22,8 @@ WIDTH, HEIGHT = 640, 240
 # 10000000 -> 10M, 1500 -> 1.5K, as everywhere in batchwright; d3 writes G and k.
 _SHORT = "replace(replace(format(datum.value, '~s'), 'G', 'B'), 'k', 'K')"
 DASH = [6, 4]
+# Every label of `values`: Vega would leave out every second one, until `tickCount` are left.
+_ALL = {"labelOverlap": False, "tickCount": 100}
 # Columns of pixels that a chart has at most: more points than two per column cannot be seen.
 BUCKETS = 600
 
@@ -47,7 +49,7 @@ def frame(title: str, subtitle: str, description: str, **view: Any) -> Spec:
 
 def short_axis(title: str | None = None, **more: Any) -> Spec:
     """An axis of large numbers: 10M, not 10,000,000 or 1e+07."""
-    return {"title": title, "labelExpr": _SHORT, "labelOverlap": "values" not in more and "greedy", **more}
+    return {"title": title, "labelExpr": _SHORT, **(_ALL if "values" in more else {}), **more}
 
 
 def samples_axis(end: float, field: str = "samples", **axis: Any) -> Spec:
@@ -61,14 +63,13 @@ def sizes_axis(sizes: Iterable[int]) -> Spec:
     ordered = sorted(set(sizes))
     kept: list[int] = []
     for size in reversed(ordered):  # the largest ones matter most, and are closest to each other
-        if not kept or size * 1.35 <= kept[-1]:
+        if not kept or size * 1.3 <= kept[-1]:
             kept.append(size)
     low, high = ordered[0], ordered[-1]
     scale = {"type": "log", "base": 2, "domain": [low / 1.12, high * 1.12], "nice": False}
     # labelExpr: a logarithmic axis leaves out labels that it formats itself.
     axis = {
-        "title": "micro batch size, samples", "values": kept[::-1], "labelExpr": "format(datum.value, ',d')",
-        "labelOverlap": False,
+        "title": "micro batch size, samples", "values": kept[::-1], "labelExpr": "format(datum.value, ',d')", **_ALL,
     }  # fmt: skip
     return {"field": "size", "type": "quantitative", "scale": scale, "axis": axis}
 
@@ -90,12 +91,12 @@ def series(names: Mapping[str, str], shapes: Sequence[str] = (), dashes: Sequenc
     return found
 
 
-def finite(value: Any) -> bool:
+def finite(value: Any) -> TypeGuard[Any]:
     """Whether a value is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def positive(value: Any) -> bool:
+def positive(value: Any) -> TypeGuard[Any]:
     """Whether a value is a finite number above zero."""
     return finite(value) and value > 0
 
@@ -107,6 +108,15 @@ def rounded(value: float, digits: int = 5) -> float:
     (3.14, 123000.0, 0.0)
     """
     return float(f"{value:.{digits}g}")
+
+
+def readable(value: float) -> str:
+    """A number in a sentence: three digits at least, and no exponent.
+
+    >>> readable(5472.3), readable(43.27), readable(0.00123)
+    ('5,472', '43.3', '0.00123')
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def thinned(

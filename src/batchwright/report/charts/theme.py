@@ -24,6 +24,8 @@ COLORS = {
     "red": ("#c4450c", "#f0804a"),
 }
 THEMES = ("light", "dark")
+# A page and its charts have the same font. A picture is measured with a font that vl-convert carries.
+PAGE_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 _FONT = "Helvetica, Arial, sans-serif"
 
 
@@ -63,7 +65,7 @@ def config(theme: str) -> dict[str, Any]:
     page = theme == "css"
     return {
         "background": "transparent" if page else "@background",
-        "font": "inherit" if page else _FONT,
+        "font": PAGE_FONT if page else _FONT,
         "padding": 2 if page else 16,
         "view": {"stroke": None},
         "title": {
@@ -83,6 +85,7 @@ def config(theme: str) -> dict[str, Any]:
         "legend": {
             "orient": "top", "direction": "horizontal", "title": None, "labelColor": "@text", "labelFontSize": 12,
             "symbolSize": 90, "symbolStrokeWidth": 2, "labelLimit": 0, "offset": 34, "columnPadding": 16,
+            "layout": {"top": {"anchor": "start", "direction": "horizontal", "margin": 16, "bounds": "full"}},
         },
         "line": {"strokeWidth": 2},
         "text": {"color": "@text", "fontSize": 12},

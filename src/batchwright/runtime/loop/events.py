@@ -6,7 +6,8 @@ kind, beside those:
     launch      step, samples, ranks, strategy, device, parameters, setup_seconds, load_seconds, lost_seconds, lost
     step        step, samples, tokens, loss, auxiliary, global_batch_size, micro_batch_size, accumulation_steps,
                 samples_per_second, tokens_per_second, step_seconds, learning_rate, grad_norm, mfu, stage, ranks,
-                noise_scale, noise_low and noise_high (its 95% interval), outcome (applied, or skipped by the GradScaler), loss_scale (the GradScaler's next)
+                noise_scale, noise_low, noise_high (its 95% interval), outcome (applied, or skipped by the GradScaler),
+                loss_scale (the GradScaler's next)
     stage       stage, step, samples, global_batch_size
     evaluating  step, samples, evaluated (samples so far): when an evaluation begins, and about once a second
     evaluation  step, samples, loss, weight, seconds
