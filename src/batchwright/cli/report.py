@@ -20,8 +20,8 @@ from .options import json_option, number, print_json
 )
 @click.argument("sources", nargs=-1, metavar="[RUN_DIR | FILE.json]...")
 @click.option(
-    "-o",
     "--output",
+    "-o",
     metavar="FILE.html",
     help="The page to write.  [default: report.html, unless another output is given]",
 )

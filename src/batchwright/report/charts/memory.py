@@ -175,18 +175,18 @@ def _measured(probe: Document) -> Spec | None:
             "data": {"values": lines},
             "transform": [{"filter": "datum.series == 'measured'"}],
             "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-            "encoding": {"y": y, "tooltip": tooltip, **looks},
+            "encoding": {"y": y, "tooltip": tooltip, "color": looks["color"], "shape": looks["shape"]},
         },
         {
             "data": {"values": lines},
             "transform": [{"filter": "datum.series == 'predicted'"}],
             "mark": {"type": "point", "fill": "@background", "size": 60, "opacity": 1, "strokeWidth": 2},
-            "encoding": {"y": y, "tooltip": tooltip, **looks},
+            "encoding": {"y": y, "tooltip": tooltip, "color": looks["color"], "shape": looks["shape"]},
         },
         {
             "data": {"values": crosses},
             "mark": {"type": "point", "filled": True, "size": 110, "angle": 45, "opacity": 1},
-            "encoding": {"y": y, "tooltip": tooltip, **looks},
+            "encoding": {"y": y, "tooltip": tooltip, "color": looks["color"], "shape": looks["shape"]},
         },
     ]
     if positive(limit):

@@ -73,14 +73,21 @@ def throughput(probe: Document) -> Spec | None:
     if positive(best):
         marks[best] = "knee, recommended" if best == knee else "recommended"
     by_size = {row["size"]: row for row in rows}
-    labels = [{"size": s, "rate": by_size[s]["high"], "text": f"{t}: {s}"} for s, t in marks.items() if s in by_size]
-    layers.append(
-        {
-            "data": {"values": labels},
-            "mark": {"type": "text", "dy": -12, "fontWeight": "bold", "align": "center"},
-            "encoding": {"y": _rate("rate"), "text": {"field": "text"}, "color": {"value": "@text"}},
-        }
-    )
+    middle = (rows[0]["size"] * max(sizes)) ** 0.5
+    for right in (False, True):  # a label begins or ends at its point, so that it stays inside
+        labels = [
+            {"size": s, "rate": by_size[s]["high"], "text": f"{text}: {s}"}
+            for s, text in marks.items()
+            if s in by_size and (s > middle) is right
+        ]
+        align = {"align": "right", "dx": 4} if right else {"align": "left", "dx": -4}
+        layers.append(
+            {
+                "data": {"values": labels},
+                "mark": {"type": "text", "dy": -12, "fontWeight": "bold", **align},
+                "encoding": {"y": _rate("rate"), "text": {"field": "text"}, "color": {"value": "@text"}},
+            }
+        )
     peak = max(rows, key=lambda row: row["rate"])
     text = f"{readable(peak['rate'])} samples/s at micro batch {peak['size']}, the best of {len(rows)} measured"
     if positive(knee):
@@ -148,8 +155,8 @@ def _failing(size: int) -> list[Spec]:
         {**at, "mark": {"type": "rule", "strokeWidth": 2, "strokeDash": [2, 3]}, "encoding": {"color": {"value": "@red"}}},
         {
             **at,
-            "mark": {"type": "text", "align": "right", "dx": -6, "baseline": "top", "fontWeight": "bold"},
-            "encoding": {"y": {"value": 2}, "text": {"field": "text"}, "color": {"value": "@red"}},
+            "mark": {"type": "text", "align": "right", "dx": -6, "baseline": "bottom", "fontWeight": "bold"},
+            "encoding": {"y": {"value": HEIGHT - 6}, "text": {"field": "text"}, "color": {"value": "@red"}},
         },
     ]  # fmt: skip
 

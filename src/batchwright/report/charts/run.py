@@ -269,7 +269,14 @@ def stage_throughput(run: Document) -> Spec | None:
         },
         {
             "data": {"values": planned},
-            "mark": {"type": "tick", "thickness": 3, "strokeDash": [5, 3], "width": {"band": 0.75}, "filled": False},
+            "mark": {
+                "type": "tick",
+                "thickness": 1,
+                "strokeDash": [6, 4],
+                "strokeWidth": 2,
+                "width": {"band": 0.75},
+                "filled": False,
+            },
             "encoding": {"y": {**y, **axis, "field": "rate"}},
         },
         {

@@ -20,7 +20,9 @@ P = ParamSpec("P")
 
 WIDTH, HEIGHT = 640, 240
 # 10000000 -> 10M, 1500 -> 1.5K, as everywhere in batchwright; d3 writes G and k.
-_SHORT = "replace(replace(format(datum.value, '~s'), 'G', 'B'), 'k', 'K')"
+_SHORT = (
+    "abs(datum.value) < 1 ? format(datum.value, '~g') : replace(replace(format(datum.value, '~s'), 'G', 'B'), 'k', 'K')"
+)
 DASH = [6, 4]
 # Every label of `values`: Vega would leave out every second one, until `tickCount` are left.
 _ALL = {"labelOverlap": False, "tickCount": 100}
