@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from batchwright.core.numbers import format_bytes
@@ -9,8 +10,7 @@ from batchwright.core.numbers import format_bytes
 from .spec import HEIGHT, Document, Spec, byte_unit, drawn, frame, positive, rounded, series, sizes_axis
 
 # Parts of a peak in the order of the stack, with the roles of their colours.
-_PARTS = {"parameters": "blue", "gradients": "sky", "optimizer": "green", "activations": "orange"}
-_REST = ("purple", "yellow", "red")
+_PARTS = {"parameters": "blue", "gradients": "sky", "optimizer": "green", "activations": "orange", "other": "purple"}
 
 
 @drawn
@@ -38,20 +38,24 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
     drawn_limit = limit if positive(limit) and limit <= 8 * max(peaks) else 0
     unit, scale = byte_unit(max([*peaks, drawn_limit]))
     several = len({p["sequence_length"] for p in points}) > 1
-    kinds = [k for k in _PARTS if any(p["breakdown"].get(k) for p in points)]
-    kinds += [k for k in points[0]["breakdown"] if k not in _PARTS and any(p["breakdown"].get(k) for p in points)]
+    parts = [_parts(p["breakdown"]) for p in points]
+    kinds = [kind for kind in _PARTS if any(part[kind] for part in parts)]
     rows: list[dict[str, Any]] = []
-    for p in points:
+    for p, part in zip(points, parts, strict=True):
         label = f"{p['micro_batch_size']} × {p['sequence_length']}" if several else str(p["micro_batch_size"])
         at = 0.0
         for kind in kinds:
-            part = p["breakdown"].get(kind, 0) / scale
-            rows.append({
-                "size": label, "part": kind, "from": rounded(at), "to": rounded(at + part), "bytes": format_bytes(part * scale),
-            })  # fmt: skip
-            at += part
+            to = at + part[kind] / scale
+            row = {
+                "size": label,
+                "part": kind,
+                "from": rounded(at),
+                "to": rounded(to),
+                "bytes": format_bytes(part[kind]),
+            }
+            rows.append(row)
+            at = to
     order = list(dict.fromkeys(row["size"] for row in rows))
-    roles = [_PARTS.get(kind) or _REST[i % len(_REST)] for i, kind in enumerate(kinds)]
     top = max([*peaks, drawn_limit, trial.get("measured_bytes") or 0]) / scale
     layers: list[Spec] = [
         {
@@ -67,8 +71,8 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
                 "y2": {"field": "to"},
                 "color": {
                     "field": "part", "type": "nominal",
-                    "scale": {"domain": kinds, "range": [f"@{role}" for role in roles]},
-                    "legend": {"symbolType": "square", "symbolStrokeWidth": 0},
+                    "scale": {"domain": kinds, "range": [f"@{_PARTS[kind]}" for kind in kinds]},
+                    "legend": {"symbolType": "square", "symbolStrokeWidth": 0, "symbolOpacity": 0.6},
                 },
                 "tooltip": [
                     {"field": "size", "type": "nominal", "title": "micro batch"},
@@ -112,6 +116,13 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
         "Memory, predicted", text, f"Predicted peak memory against micro batch size: {text}.",
         height=HEIGHT, encoding=encoding, layer=layers,
     )  # fmt: skip
+
+
+def _parts(breakdown: Mapping[str, int]) -> dict[str, int]:
+    """The parts of a peak; all that have no colour of their own are `other`."""
+    found = {kind: breakdown.get(kind, 0) for kind in _PARTS}
+    found["other"] += sum(size for kind, size in breakdown.items() if kind not in _PARTS)
+    return found
 
 
 def _line(at: float, text: str, dash: list[int], *, below: bool = False) -> list[Spec]:
