@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,8 @@ def read_inputs(sources: Sequence[str | os.PathLike[str] | Shown]) -> list[Input
             found.append(_read(source))
         except ConfigError as error:
             wrong += error.violations
+    if wrong:
+        wrong[-1] = replace(wrong[-1], message=f"{wrong[-1].message} A report takes {ACCEPTED}.")
     raise_violations(ConfigError, wrong)
     return found
 
@@ -60,7 +62,7 @@ def _read_file(path: Path) -> Input:
     shown = str(path)[:200]
 
     def refuse(reason: str) -> ConfigError:
-        return ConfigError(f"{shown}: {reason}. A report takes {ACCEPTED}.", field="source", given=shown)
+        return ConfigError(f"{shown}: {reason}.", field="source", given=shown)
 
     try:
         if path.exists() and path.stat().st_size > _LARGEST:
@@ -77,6 +79,10 @@ def _read_file(path: Path) -> Input:
         raise refuse(why_not(document))
     try:
         read = codec.read(_record(kind), document)
+        if kind == "plan" and read.memory is not None:
+            from .estimate.records import Placement
+
+            codec.read(Placement, read.memory)
         if kind == "ramp" and not document["stages"]:
             raise ValueError("stages is empty")
         return Input(kind, read.to_json(), str(path))

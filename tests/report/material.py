@@ -13,7 +13,7 @@ import batchwright
 from batchwright.core.batch.request import read_request
 from batchwright.core.ramp.request import read_ramp
 from batchwright.estimate.devices import NO_ALLOWANCE
-from batchwright.estimate.records import Calibration, Estimate, Length, Point, Slope
+from batchwright.estimate.records import Calibration, Estimate, Length, Placement, Point, Slope
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.plan import build
 from batchwright.launch.records import TASK, Ending, Failure, Manifest, Options
@@ -82,10 +82,21 @@ def estimate(**changes: Any) -> Estimate:
     return replace(made, **changes)
 
 
+def plan() -> Any:
+    """A plan of a model: 4 micro × 2 accumulation × 128 ranks, on devices of 8 GiB."""
+    made = batchwright.plan(global_batch_size=1024, nodes=16, devices_per_node=8, max_micro_batch_size=6)
+    parts = {"parameters": GIB, "gradients": GIB, "optimizer": 2 * GIB, "activations": GIB}
+    placed = Placement(
+        None, "llama", None, 8 * GIB, 0, NO_ALLOWANCE, 7 * GIB, "bf16", "adamw", 0, False, False, 1, 5 * GIB, parts, "estimated",
+        (), (),
+    )  # fmt: skip
+    return replace(made, memory=placed, settings={"per_device_train_batch_size": 4})
+
+
 def documents() -> dict[str, Mapping[str, Any]]:
     """One of each kind that `--json` prints, as JSON."""
     made = {
-        "plan": batchwright.plan(global_batch_size=1024, nodes=16, devices_per_node=8, max_micro_batch_size=6),
+        "plan": plan(),
         "ramp": gpt3_5b(),
         "probe": probe(),
         "estimate": estimate(),

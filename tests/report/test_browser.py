@@ -73,7 +73,7 @@ def test_every_chart_is_drawn(chromium, report, width, scheme):
     page.goto(path.as_uri())
     page.wait_for_function(DRAWN, timeout=120_000)
     sizes = page.evaluate(SIZES)
-    assert len(sizes) == len(made.charts) == 12
+    assert len(sizes) == len(made.charts) == 13
     assert all(w > 200 and h > 40 and paths > 2 for w, h, paths in sizes), sizes
     assert said == [] and [url for url in asked if not url.startswith(("file:", "data:"))] == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -7,11 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import batchwright
 from batchwright.core.errors import ConfigError, MissingExtraError
@@ -70,7 +73,7 @@ class Page(HTMLParser):
 def test_every_chart_of_every_kind_is_drawn_as_svg_and_png(place):
     for one in read_inputs(files(place)):
         found = charts_of(one.kind, one.document)
-        assert list(found) == [name for name in CHARTS[one.kind] if (one.kind, name) != ("plan", "memory")]
+        assert list(found) == list(CHARTS[one.kind])
         for spec in found.values():
             drawn = render.svg(spec)
             assert drawn.startswith("<svg") and spec["title"]["text"] in drawn and "NaN" not in drawn
@@ -82,7 +85,7 @@ def test_one_page_of_everything(place, tmp_path):
     assert (done.code, done.err) == (0, "") and done.out == f"wrote {tmp_path}/sub/report.html\n"
     text = (tmp_path / "sub" / "report.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert len(page.charts) == len([t for t in page.tags if t[0] == "figure"]) == 12
+    assert len(page.charts) == len([t for t in page.tags if t[0] == "figure"]) == 13
     assert text.count("window.vegaEmbed=") == 1, "the bundle is in the page once"
     for said in (
         "complete: 1440 of 1440 samples", "1,024 = 4 micro × 2 accumulation × 128 data-parallel", "rank 0 exited with code 1",
@@ -94,7 +97,7 @@ def test_one_page_of_everything(place, tmp_path):
     assert headings.count("h1") == 1 and headings.count("h2") == 5
     assert all(attributes.get("scope") == "col" for tag, attributes in page.tags if tag == "th")
     figures = [a for t, a in page.tags if t == "div" and a.get("role") == "img"]
-    assert len(figures) == 12 and all(re.search(r"\d", str(f["aria-label"])) for f in figures), "the text has numbers"
+    assert len(figures) == 13 and all(re.search(r"\d", str(f["aria-label"])) for f in figures), "the text has numbers"
     for tag, attributes in page.tags:
         for name in ("src", "href", "action", "poster", "data"):
             assert (attributes.get(name) or "#").startswith(("#", "data:,")), (tag, attributes)
@@ -181,6 +184,34 @@ def test_a_wrong_file_is_named_with_the_reason(tmp_path, content, said):
     done = command_line("report", tmp_path / "x.json", tmp_path / "missing.json")
     assert done.code == 2 and said in done.err and "missing.json: no such file" in done.err
     assert "a run directory, or the output of" in done.err
+
+
+WRONG = st.sampled_from([None, -1, 0, 10**30, 1.5e308, "", "x", [], {}, True, [None], {"a": 1}, "\ud800"])
+
+
+@given(st.data())
+def test_a_document_with_any_wrong_value_is_reported_or_refused(data):
+    document = data.draw(st.sampled_from(list(material.documents().values())))
+    at, key = document, data.draw(st.sampled_from(sorted(document)))
+    while isinstance(at[key], (dict, list)) and at[key] and data.draw(st.booleans()):
+        at = at[key]
+        key = data.draw(st.sampled_from(sorted(at) if isinstance(at, dict) else range(len(at))))
+    if isinstance(at, dict) and data.draw(st.booleans()):
+        del at[key]
+    else:
+        at[key] = data.draw(WRONG)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.json"
+        path.write_text(json.dumps(document))
+        try:
+            made = batchwright.report(path, markdown="-")
+            found = read_inputs([path])[0]
+        except ConfigError as error:
+            assert str(path) in str(error)
+            return
+    assert made.markdown
+    for spec in charts_of(found.kind, found.document).values():
+        json.dumps(spec, allow_nan=False)
 
 
 def test_other_errors(place, tmp_path, monkeypatch):

@@ -99,9 +99,9 @@ def _counted(records: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
 def _ramp(ramp: Document) -> Parts:
     stages = ramp["stages"]
     first, last = stages[0], stages[-1]
-    total = "open end" if ramp.get("total_steps") is None else (
-        f"{ramp['total_steps']:,} steps, {human(ramp['total_samples'])} samples"
-    )  # fmt: skip
+    total = "open end"
+    if ramp.get("total_steps") is not None and ramp.get("total_samples") is not None:
+        total = f"{ramp['total_steps']:,} steps, {human(ramp['total_samples'])} samples"
     summary = [
         f"global batch {first['global_batch_size']:,} -> {last['global_batch_size']:,} in {len(stages)} stages; {total}"
     ]
@@ -264,7 +264,10 @@ def _ledger(ledger: Mapping[str, Any], kind: str) -> list[str]:
 def _versions(versions: Mapping[str, Any] | None, **facts: Any) -> Table:
     from batchwright import __version__
 
-    known = {**(versions or {}), **{name: value for name, value in facts.items() if value is not None}}
+    known = {
+        **(versions if isinstance(versions, Mapping) else {}),
+        **{name: value for name, value in facts.items() if value is not None},
+    }
     rows = [(str(name), _cell(value)) for name, value in known.items()]
     return _table("Versions", ("", "value"), [*rows, ("batchwright (this report)", __version__)])
 
