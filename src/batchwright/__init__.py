@@ -11,7 +11,6 @@ TYPE_CHECKING = False  # type checkers read it as true; importing typing would c
 
 if TYPE_CHECKING:
     from .api import Plan as Plan
-    from .api import Ramp as Ramp
     from .api import nearby as nearby
     from .api import plan as plan
     from .api import ramp as ramp
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from .core.rl import rl as rl
     from .estimate.estimate import estimate as estimate
     from .probe.prober import probe as probe
+    from .ramps import Ramp as Ramp
     from .runtime.check.compare import check as check
     from .runtime.loop.train import train as train
 
@@ -57,7 +57,7 @@ _HOMES = {
     "Plan": "api",
     "PlanError": "core.errors",
     "RLPlan": "core.rl",
-    "Ramp": "api",
+    "Ramp": "ramps",
     "Rule": "core.ramp.schedule",
     "RunError": "core.errors",
     "SampleSchedule": "core.ramp.learning_rate",

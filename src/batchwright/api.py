@@ -15,13 +15,13 @@ from .core.batch.plan import plan as _plan
 from .core.batch.request import READERS, BatchRequest, read_request
 from .core.errors import ConfigError, PlanError, Violation, raise_violations
 from .core.numbers import percentage
-from .core.ramp.ramp import Ramp as _Ramp
 from .report.notebook import Shown
 
 if TYPE_CHECKING:
     from os import PathLike
 
     from .launch.status import RunStatus
+    from .ramps import Ramp
     from .report.write import Report
 
 
@@ -47,13 +47,6 @@ class Plan(BatchPlan, Shown):
         from .dialects import nemo
 
         return nemo.write_recipe(self, recipe)
-
-
-@dataclass(frozen=True)
-class Ramp(_Ramp, Shown):
-    """A schedule, the nodes and cost of each stage, and its learning rate; `chart` draws it."""
-
-    kind = "ramp"
 
 
 def _resolve(source: object, given: Mapping[str, Any], own: Collection[str]) -> dialects.Resolved:
@@ -225,6 +218,7 @@ def ramp(source: object = None, /, **given: Any) -> Ramp:
     """
     from .core.ramp.ramp import ramp as make
     from .core.ramp.request import RAMP_READERS, read_ramp
+    from .ramps import Ramp
 
     resolved = _resolve(source, given, [*READERS, *RAMP_READERS])
     wanted = read_ramp({name: g.value for name, g in resolved.fields.items() if name in RAMP_READERS})
