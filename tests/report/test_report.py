@@ -268,6 +268,32 @@ def test_a_run_that_has_only_some_of_its_files(tmp_path, kept):
     assert done.code == 0, done.err
 
 
+def test_a_launch_without_an_ending_counts_up_to_its_last_event(tmp_path):
+    root = material.run_directory(tmp_path / "run", steps=50)
+    (root / "launches" / "0003" / "ending.json").unlink()
+    history = read_inputs([root])[0].document["history"]
+    assert history[2]["outcome"] is None and history[2]["position"] == 1200
+    assert history[2]["seconds"] == pytest.approx(5 + 50 * 0.1, abs=0.01)
+
+
+def test_a_run_of_a_command_has_no_steps_and_no_ledger(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = ["sh", "-c", "echo {end_sample} > {status_file}"]
+    made = batchwright.run(
+        script,
+        thresholds="0:8 64:16",
+        samples=128,
+        micro_batch_size=8,
+        nodes=1,
+        devices_per_node=1,
+        dir="run",
+        progress=False,
+    )
+    report = batchwright.report("run", markdown="-")
+    assert made.state == "complete" and report.charts == ("run-staircase", "run-node-hours")
+    assert "A command keeps no ledger." in report.markdown
+
+
 def test_columns_are_the_steps_of_the_lineage(tmp_path):
     root = material.run_directory(tmp_path / "run", steps=50)
     events = [event for event in read_events(root) if event["kind"] == "step"]

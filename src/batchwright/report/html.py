@@ -49,7 +49,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { %(dark)s } }
 @media print { :root { %(light)s } figure, tr { break-inside: avoid } nav { display: none } }
 * { box-sizing: border-box }
-body { margin: 0 auto; padding: 1.5rem clamp(1rem, 4vw, 3rem) 4rem; max-width: 68rem; background: var(--background);
+body { margin: 0 auto; padding: 1.5rem clamp(1rem, 4vw, 3rem) 4rem; max-width: 74rem; background: var(--background);
   color: var(--text); font: 16px/1.5 %(font)s }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .25rem }
 h2 { font-size: 1.35rem; margin: 3rem 0 .5rem; padding-top: 1rem; border-top: 1px solid var(--grid); overflow-wrap: anywhere }
@@ -138,7 +138,7 @@ def _section(section: Section, index: int, charts: dict[str, Spec]) -> str:
         charts[key] = {k: v for k, v in spec.items() if k not in ("title", "$schema")}
         title, text = spec["title"]["text"], spec["title"]["subtitle"]
         parts.append(
-            f'<figure data-chart="{key}" aria-label="{escape(spec["description"])}"><h3>{escape(title)}</h3>'
+            f'<figure data-chart="{key}"><h3>{escape(title)}</h3>'
             f'<figcaption>{escape(text)}</figcaption><div class="chart" role="img" aria-label="{escape(spec["description"])}">'
             "<noscript>The chart needs JavaScript.</noscript></div></figure>\n"
         )

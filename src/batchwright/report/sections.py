@@ -297,7 +297,7 @@ def _cell(value: object) -> str:
         return "-"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.3g}"
 
 
 def _name(target: str | None) -> str:

@@ -9,8 +9,9 @@ from batchwright.core.numbers import format_bytes
 
 from .spec import HEIGHT, Document, Spec, byte_unit, drawn, frame, positive, rounded, series, sizes_axis
 
-# Parts of a peak in the order of the stack, with the roles of their colours.
+# Parts of a peak in the order of the stack, with the roles of their colours, and how opaque: neighbours differ in grey, too.
 _PARTS = {"parameters": "blue", "gradients": "sky", "optimizer": "green", "activations": "orange", "other": "purple"}
+_OPACITY = {"parameters": 0.95, "gradients": 0.45, "optimizer": 0.8, "activations": 0.45, "other": 0.9}
 
 
 @drawn
@@ -61,7 +62,7 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
         {
             "data": {"values": rows},
             "mark": {
-                "type": "bar", "fillOpacity": 0.55, "stroke": "@background", "strokeWidth": 1.5, "width": {"band": 0.62},
+                "type": "bar", "stroke": "@background", "strokeWidth": 1.5, "width": {"band": 0.62},
             },
             "encoding": {
                 "y": {
@@ -70,9 +71,13 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
                 },
                 "y2": {"field": "to"},
                 "color": {
-                    "field": "part", "type": "nominal",
+                    "field": "part", "type": "ordinal",
                     "scale": {"domain": kinds, "range": [f"@{_PARTS[kind]}" for kind in kinds]},
-                    "legend": {"symbolType": "square", "symbolStrokeWidth": 0, "symbolOpacity": 0.6},
+                    "legend": {"symbolType": "square", "symbolStrokeWidth": 0},
+                },
+                "opacity": {
+                    "field": "part", "type": "ordinal",
+                    "scale": {"domain": kinds, "range": [_OPACITY[kind] for kind in kinds]},
                 },
                 "tooltip": [
                     {"field": "size", "type": "nominal", "title": "micro batch"},

@@ -182,7 +182,7 @@ def step_time(probe: Document) -> Spec | None:
         rows.append({
             "part": name, "from": rounded(start * scale), "to": rounded((start + seconds) * scale),
             "middle": rounded((start + seconds / 2) * scale), "time": rounded(seconds * scale, 3), "share": rounded(share, 3),
-            "text": f"{share:.0%}" if share >= 0.06 else "",
+            "text": f"{name} {share:.0%}" if share >= 0.25 else f"{share:.0%}" if share >= 0.06 else "",
         })  # fmt: skip
         start += seconds
     text = ", ".join(f"{row['part']} {row['share']:.0%}" for row in rows)
