@@ -29,7 +29,7 @@ check: $(STAMP)  ## lint, types, and the tests that need no torch: under a minut
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	BATCHWRIGHT_EXAMPLES=few $(BIN)/pytest -x -n 2 -m 'not torch and not rounds' tests/core tests/dialects tests/cli tests/report tests/boundaries src/batchwright/core
+	BATCHWRIGHT_EXAMPLES=few $(BIN)/pytest -x -n 2 -m 'not torch and not rounds' tests/core tests/dialects tests/cli tests/report tests/boundaries src/batchwright/core --ignore tests/report/test_browser.py
 
 bench: $(STAMP)  ## benchmarks, as ratios against peers
 	$(BIN)/python benchmarks/run.py
@@ -37,8 +37,9 @@ bench: $(STAMP)  ## benchmarks, as ratios against peers
 gpu: $(STAMP)  ## device tests, demo and benchmark on this machine's accelerator, or on a simulated one: gpu-report.md
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/gpu.py gpu-report.md
 
-docs: $(STAMP)  ## write the real output into the README's and docs' code blocks
+docs: $(STAMP)  ## write the real output into the README's and docs' code blocks, and draw their pictures
 	$(BIN)/python docs/render.py
+	$(BIN)/python docs/pictures.py
 	$(BIN)/python docs/api.py
 
 venv: $(STAMP)

@@ -27,7 +27,7 @@ All public names, with their signatures. `python docs/api.py` writes this page. 
 """
 GROUPS = {
     batchwright: {
-        "Verbs": "plan nearby ramp rl probe estimate check run train",
+        "Verbs": "plan nearby ramp rl probe estimate check run report train",
         "Results": "Plan Nearby Ramp RLPlan",
         "Rules of a ramp": "Constant Linear PerDevice Thresholds Doubling Rule",
         "Schedules": "Schedule Segment SampleSchedule",
@@ -73,7 +73,10 @@ def entry(module: ModuleType, name: str) -> str:
     value = module.__getattr__(name)
     lines = ["```text", signature(name, value), "```", "", (inspect.getdoc(value) or "").split("\n")[0]]
     kinds = FunctionType, classmethod, staticmethod
-    methods = [f"`{n}`" for n, m in vars(value).items() if isinstance(m, kinds) and not n.startswith("_")]
+    inherits = isinstance(value, type) and not issubclass(value, Exception)
+    ours = [one for one in value.__mro__ if one.__module__.startswith("batchwright.")] if inherits else [value]
+    found = dict.fromkeys(n for one in ours for n, m in vars(one).items() if isinstance(m, kinds))
+    methods = [f"`{n}`" for n in found if not n.startswith("_")]
     if isinstance(value, type) and methods:
         lines += ["", f"Methods: {', '.join(methods)}."]
     return "\n".join([*lines, ""])

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job, step by step, on this machine's CPU: check, probe, plan, ramp, train, audit. No GPU, no network.
+# The main job, step by step, on this machine's CPU: check, probe, plan, ramp, train, audit, report. No GPU, no network.
 # `make gpu` sets DEMO_DEVICE and runs it on an accelerator, as many processes as there are devices, at most two.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -49,4 +49,8 @@ run run "${task[@]}" "${ramp[@]}" --micro-batch-size "$micro" "${world[@]}" --di
 title "6. audit: every sample once"
 run check --ledger "$work/run"
 
-printf '\nNext: batchwright check YOUR_FILE.py:task, then docs/run.md.\n'
+title "7. report: look at it"
+show report DEMO/run DEMO/probe.json -o report.html
+batchwright report "$work/run" "$work/probe.json" -o report.html
+
+printf '\nNext: open report.html in a browser; batchwright check YOUR_FILE.py:task, then docs/run.md.\n'

@@ -24,7 +24,8 @@ install() {  # ENVIRONMENT PYTHON REQUIREMENT...: torch by its exact pin, from t
 
 for version in 3.12 3.13; do
   echo "== Python $version"
-  install "$version" "$(find_python "$version")" -c constraints.txt click PyYAML rich plotext hypothesis pytest pytest-xdist
+  install "$version" "$(find_python "$version")" -c constraints.txt click PyYAML rich plotext \
+    vl-convert-python hypothesis pytest pytest-xdist
   ".venv-versions/$version/bin/python" -m pytest "${fast[@]}"
 done
 echo "== the oldest packages"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .api import nearby as nearby
     from .api import plan as plan
     from .api import ramp as ramp
+    from .api import report as report
     from .api import run as run
     from .core.batch.nearby import Nearby as Nearby
     from .core.errors import BatchwrightError as BatchwrightError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from .core.errors import RunError as RunError
     from .core.errors import ScheduleError as ScheduleError
     from .core.ramp.learning_rate import SampleSchedule as SampleSchedule
-    from .core.ramp.ramp import Ramp as Ramp
     from .core.ramp.rules import Constant as Constant
     from .core.ramp.rules import Doubling as Doubling
     from .core.ramp.rules import Linear as Linear
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .core.rl import rl as rl
     from .estimate.estimate import estimate as estimate
     from .probe.prober import probe as probe
+    from .ramps import Ramp as Ramp
     from .runtime.check.compare import check as check
     from .runtime.loop.train import train as train
 
@@ -56,7 +57,7 @@ _HOMES = {
     "Plan": "api",
     "PlanError": "core.errors",
     "RLPlan": "core.rl",
-    "Ramp": "core.ramp.ramp",
+    "Ramp": "ramps",
     "Rule": "core.ramp.schedule",
     "RunError": "core.errors",
     "SampleSchedule": "core.ramp.learning_rate",
@@ -70,6 +71,7 @@ _HOMES = {
     "plan": "api",
     "probe": "probe.prober",
     "ramp": "api",
+    "report": "api",
     "rl": "core.rl",
     "run": "api",
     "train": "runtime.loop.train",

@@ -15,20 +15,25 @@ from .core.batch.plan import plan as _plan
 from .core.batch.request import READERS, BatchRequest, read_request
 from .core.errors import ConfigError, PlanError, Violation, raise_violations
 from .core.numbers import percentage
+from .report.notebook import Shown
 
 if TYPE_CHECKING:
-    from .core.ramp.ramp import Ramp
+    from os import PathLike
+
     from .launch.status import RunStatus
+    from .ramps import Ramp
+    from .report.write import Report
 
 
 @dataclass(frozen=True)
-class Plan(BatchPlan):
-    """A plan with `apply`, which writes it into a NeMo recipe.
+class Plan(BatchPlan, Shown):
+    """A plan with `apply`, which writes it into a NeMo recipe, and `chart`.
 
     With a model or a task: `memory` is how it is trained and what it needs, `settings` are those of Hugging Face's
     TrainingArguments.
     """
 
+    kind = "plan"
     memory: Any = None  # an estimate.Placement, or None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -213,10 +218,12 @@ def ramp(source: object = None, /, **given: Any) -> Ramp:
     """
     from .core.ramp.ramp import ramp as make
     from .core.ramp.request import RAMP_READERS, read_ramp
+    from .ramps import Ramp
 
     resolved = _resolve(source, given, [*READERS, *RAMP_READERS])
     wanted = read_ramp({name: g.value for name, g in resolved.fields.items() if name in RAMP_READERS})
-    return make(_request(resolved), wanted)
+    made = make(_request(resolved), wanted)
+    return Ramp(**{name: getattr(made, name) for name in made.__dataclass_fields__})
 
 
 def run(
@@ -278,3 +285,25 @@ def run(
         shown.close()
         directory.unlock()
     return status(directory, made)
+
+
+def report(
+    *sources: str | PathLike[str] | Shown,
+    output: str | PathLike[str] | None = None,
+    png: str | PathLike[str] | None = None,
+    svg: str | PathLike[str] | None = None,
+    markdown: str | PathLike[str] | None = None,
+    theme: str = "auto",
+) -> Report:
+    """Write a report of runs, plans, ramps, probes and estimates: results, run directories, or files of `--json`.
+
+    `output` is an HTML file (`report.html` if nothing else is asked for), `png` and `svg` are directories, `markdown` is a
+    file or `-`, which only returns the text.
+    """
+    from .inputs import read_inputs
+    from .report.write import write
+
+    inputs = [(one.kind, one.document, one.source) for one in read_inputs(sources)]
+    if output is png is svg is markdown is None:
+        output = "report.html"
+    return write(inputs, output=output, png_dir=png, svg_dir=svg, markdown=markdown, theme=theme)

@@ -32,12 +32,12 @@ from tests.cli.conftest import Ran, run
 from tests.cli.lines import MAKERS, Line, line
 
 # How often a verb is tried: those that decide have the most to read.
-SHARES = {"plan": 5, "ramp": 6, "rl": 3, "run": 7, "probe": 2, "estimate": 2, "check": 2}
+SHARES = {"plan": 5, "ramp": 6, "rl": 3, "run": 7, "probe": 2, "estimate": 2, "check": 2, "report": 2}
 CPU_SECONDS = 10.0  # far above a usual line, which takes milliseconds
 REAL_SECONDS = 20.0  # a line that waits for something
 CODES = {"plan": {0, 2, 3, 4}, **{verb: {0, 2} for verb in ("ramp", "rl")}}
 EVERY_CODE = {0, 2, 3, 4, 5, 130}
-OWN = {"made", "runs", ".batchwright", "a 'dir'"}  # where a line may write
+OWN = {"made", "runs", ".batchwright", "a 'dir'", "report.html"}  # where a line may write
 _WRONG = re.compile(r"Traceback|bug in batchwright|object at 0x|NoneType|<class |\[Errno|(?<!\.)\.\.(?=\s|$)")
 TASK = """
 import torch
@@ -143,6 +143,10 @@ def no_processes() -> Iterator[None]:
         patch.object(runner.TaskRunner, "_run", trial),
         patch.object(command.CommandRunner, "_run", command_run),
         patch.object(worker, "run", estimated),
+        # Drawing takes a tenth of a second for each chart, and tests/report draws all.
+        patch("batchwright.report.write.svg", json.dumps),
+        patch("batchwright.report.write.png", lambda spec: json.dumps(spec).encode()),
+        patch("batchwright.report.html.bundle", str),
     ):
         yield
 
@@ -238,8 +242,9 @@ def _tree(place: Path) -> set[str]:
 
 def _allowed(argv: list[str]) -> list[Path]:
     """The directories that a line may write to: its own by default, and those that it names."""
-    named = [after for word, after in pairwise(argv) if word == "--dir"]
-    named += [word.partition("=")[2] for word in argv if word.startswith(("--dir=", "launch.dir="))]
+    flags = ("--dir", "--output", "-o", "--png", "--svg", "--markdown")
+    named = [after for word, after in pairwise(argv) if word in flags]
+    named += [word.partition("=")[2] for word in argv if word.partition("=")[0] in (*flags, "launch.dir")]
     return [Path(name).absolute() for name in (*OWN, *named)]
 
 

@@ -13,6 +13,7 @@ from batchwright.launch.settings import READERS as LAUNCH
 from batchwright.launch.work import PLACEHOLDERS
 from tests.cli.requests import batch, growing, loop_settings, probed, rates, site
 from tests.cli.words import DOTTED, FOREIGN, KEYS, OPTIONS, junk, maybe, number, text_of, value_of
+from tests.report.material import documents
 
 
 @dataclass
@@ -278,6 +279,27 @@ def _run(random: Random, wrong: bool) -> Line:
     return line
 
 
+def _report(random: Random, wrong: bool) -> Line:
+    line = Line(["report"])
+    for _ in range(random.choice((0, 1, 1, 2))):
+        if maybe(random, 0.3):
+            line.argv.append(random.choice(("done", "done", "damaged", "folder", "missing")))
+        else:
+            kind, document = random.choice(list(documents().items()))
+            line.files[f"{kind}.json"] = text_of(random, dict(document), "json", wrong)
+            line.argv.append(f"{kind}.json")
+    outputs = (
+        ["--markdown"],
+        ["--markdown", "made/x.md"],
+        ["-o", "made/x.html"],
+        ["--svg", "made"],
+        ["--png=made"],
+        [],
+    )
+    line.argv += random.choice(outputs)
+    return line
+
+
 def _task(random: Random, line: Line, wrong: bool) -> str:
     """The name of a task, or of a file of `line` that names one."""
     if not line.argv or maybe(random, 0.7):
@@ -324,6 +346,7 @@ MAKERS: Mapping[str, Callable[[Random, bool], Line]] = {
     "probe": _measuring("probe", _PROBE),
     "estimate": _measuring("estimate", _ESTIMATE),
     "check": _measuring("check", _CHECK),
+    "report": _report,
 }
 
 
@@ -374,6 +397,6 @@ def line(random: Random, verb: str) -> Line:
         words = [f"{random.choice(KEYS + DOTTED)}={junk(random)}"] if maybe(random, 0.3) else []
         made = Line([verb, *_any_flags(random, verb), *words, *([junk(random)] if maybe(random, 0.3) else [])])
     made.argv = [word.replace("\x00", "�") for word in made.argv]  # an operating system passes no NUL
-    if verb in ("run", "probe"):  # no test writes to the root directory
+    if verb in ("run", "probe", "report"):  # no test writes to the root directory
         made.argv = [word[:-1] + "made" if word.endswith("=/") or word == "/" else word for word in made.argv]
     return made

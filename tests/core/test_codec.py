@@ -174,3 +174,10 @@ def test_every_record_of_the_core_survives_json(kind):
         assert decode(kind, json.loads(json.dumps(encode(record), allow_nan=False))) == record
 
     survives()
+
+
+def test_the_items_of_a_set_are_checked():
+    assert read(frozenset[str], ["a", "b"]) == {"a", "b"}
+    for wrong in (["a", False], ["a", None], [["a"]]):
+        with pytest.raises(ValueError):
+            read(frozenset[str], wrong)

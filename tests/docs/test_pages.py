@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import needs
+
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("render", ROOT / "docs" / "render.py")
 render = importlib.util.module_from_spec(_spec)
@@ -45,6 +47,25 @@ def links(page: Path) -> list[Path]:
     """The files that a page links to."""
     targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
     return [(page.parent / target).resolve() for target in targets if "://" not in target]
+
+
+def test_pictures_are_current_small_and_shown():
+    needs("vl_convert")
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = module.pictures()
+    assert {path.name: path.read_text(encoding="utf-8") for path in module.FOLDER.glob("*.svg")} == made, (
+        "run `make docs`"
+    )
+    assert all(len(text) < 100_000 for text in made.values())
+    shown: set[Path] = set()
+    for page in PAGES:
+        for block in re.findall(r"<picture>.*?</picture>", page.read_text(encoding="utf-8"), re.DOTALL):
+            light, dark = re.search(r'src="([^"]+)"', block)[1], re.search(r'srcset="([^"]+)"', block)[1]
+            assert light.replace("-light.svg", "-dark.svg") == dark and re.search(r'alt="[^"]{20,}"', block)
+            shown |= {(page.parent / light).resolve(), (page.parent / dark).resolve()}
+    assert {path.name for path in shown} == set(made) and all(path.exists() for path in shown)
 
 
 def test_the_index_links_every_page():

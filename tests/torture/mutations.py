@@ -59,6 +59,7 @@ def _case(
         before = _listing(root)
         calls.append(call("run", "--status", root, cwd=folder, user=user))
         calls.append(call("run", "--status", root, "--json", cwd=folder, user=user))
+        calls.append(call("report", root, "--markdown", "--json", cwd=folder, user=user))
         if source in (material.done, material.half):
             calls.append(call("check", "--ledger", root, cwd=folder, user=user))
             calls.append(call("check", "--ledger", root, "--json", cwd=folder, user=user))
@@ -90,6 +91,7 @@ def _tracebacks(root: Path) -> list[str]:
 
 def _probe_calls(root: Path, call: Caller, user: int | None) -> Iterator[Call]:
     yield call("probe", "--dir", "journal", *PROBE, cwd=root, user=user)
+    yield call("report", "result.json", "--markdown", cwd=root, user=user)
     yield call("plan", "--global-batch-size", "64", "--nodes", "1", "--from-probe", "result.json", cwd=root, user=user)
     ramp = ("ramp", "--thresholds", "0:8 64:16", "--samples", "512", "--nodes", "2", "--devices-per-node", "1")
     yield call(*ramp, "--node-policy", "min-time", "--from-probe", "result.json", cwd=root, user=user)

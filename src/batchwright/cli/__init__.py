@@ -25,7 +25,10 @@ GROUPS = {
         "estimate": "Predict peak memory by batch, without training and without a GPU.",
         "check": "Check that splitting the batch does not change the gradient.",
     },
-    "run": {"run": "Train the whole ramp, launch by launch, and restart after failures."},
+    "run": {
+        "run": "Train the whole ramp, launch by launch, and restart after failures.",
+        "report": "Make a report: one HTML file with charts and tables that opens offline.",
+    },
 }
 _VERBS = [verb for verbs in GROUPS.values() for verb in verbs]
 

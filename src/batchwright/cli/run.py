@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from batchwright.core.ramp.ramp import Ramp
     from batchwright.launch.directory import RunDirectory
     from batchwright.launch.records import RunPlan
-    from batchwright.launch.status import RunStatus
 
 _world_options = stack(
     number("--nodes", "Nodes of the largest stage; on this machine, a node is a group of processes."),
@@ -357,6 +356,7 @@ def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
 
 def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, plan: RunPlan | None = None) -> bool:
     """Print the state of a run; returns False if the audit of its ledger found a fault."""
+    from batchwright.inputs import ledger as audited
     from batchwright.launch import status as shown
 
     plan = plan or directory.plan()
@@ -365,7 +365,7 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
         from batchwright.launch.slurm.control import seen
 
         now, jobs = seen(directory, plan, now)
-    ledger = _ledger(directory, plan, now)
+    ledger = audited(directory, plan)
     if as_json:
         print_json(now.to_json(ledger) | ({"chain": jobs.to_json(plan)} if jobs else {}))
         return ledger["ok"] is not False
@@ -394,24 +394,6 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
         lines += ["", "next:", *text.bullets(steps)]
     click.echo("\n".join(lines))
     return ledger["ok"] is not False
-
-
-def _ledger(directory: RunDirectory, plan: RunPlan, now: RunStatus) -> dict[str, Any]:
-    """The audit of the loop's ledger, without its ids, which may take minutes; all None for a command, which keeps none."""
-    nothing = {"ok": None, "gaps": None, "repeats": None}
-    if plan.kind != "task" or not (directory.path / "ledger").is_dir():
-        return nothing
-    try:
-        from batchwright.runtime.state.audit import audit
-    except ImportError:
-        # This machine has no torch.
-        return nothing
-    try:
-        made = codec.encode(audit(directory.path, recompute=False))
-    except RunError:
-        return nothing
-    keys = ("ok", "gaps", "repeats", "samples", "discarded_samples", "ids_checked", "findings")
-    return {key: made[key] for key in keys}
 
 
 def _stop(directory: RunDirectory, now: bool, as_json: bool) -> None:

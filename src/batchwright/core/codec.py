@@ -77,6 +77,9 @@ def _verify(kind: Any, value: Any, at: str) -> None:
             kinds = [args[0]] * len(value) if args[-1] is Ellipsis else args
             for index, (one, item) in enumerate(zip(kinds, value, strict=True)):
                 _verify(one, item, f"{at}[{index}]")
+        elif isinstance(value, frozenset):
+            for item in typing.cast("frozenset[Any]", value):
+                _verify(args[0], item, f"{at}[{item!r}]")
         elif isinstance(value, Mapping):
             for key, item in typing.cast("Mapping[Any, Any]", value).items():
                 _verify(args[1], item, f"{at}[{key!r}]")

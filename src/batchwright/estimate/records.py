@@ -9,6 +9,7 @@ from typing import Any
 
 from batchwright.core.batch.request import BatchRequest
 from batchwright.core.codec import SCHEMA, encode
+from batchwright.report.notebook import Shown
 
 from .devices import NO_ALLOWANCE, Allowance, Device
 
@@ -217,8 +218,10 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Shown):
     """Everything `batchwright estimate` prints. `max_micro_batch_size` is a prediction for the longest sequence."""
+
+    kind = "estimate"
 
     task: str
     framework: str

@@ -11,6 +11,7 @@ from typing import Any, cast
 from batchwright.core import codec
 from batchwright.core.errors import EnvironmentFault
 from batchwright.core.numbers import human
+from batchwright.report.notebook import Shown
 from batchwright.rundir import names
 from batchwright.rundir.files import find_object
 
@@ -24,8 +25,10 @@ BOUNDARY_HEAD = ("at sample", "save", "stop", "start", "load", "lost")
 
 
 @dataclass(frozen=True)
-class RunStatus:
-    """A run as `--status` shows it; `stage` and `launch` count from 0."""
+class RunStatus(Shown):
+    """A run as `--status` shows it; `stage` and `launch` count from 0. `chart()` reads the files of the run."""
+
+    kind = "run"
 
     state: str  # running | complete | failed | stopped
     stage: int
@@ -45,6 +48,12 @@ class RunStatus:
     boundaries: tuple[Mapping[str, Any], ...]
     starts_list: tuple[Mapping[str, Any], ...]
     directory: str
+
+    def document(self) -> Mapping[str, Any]:
+        """The record of the run, which has all its steps."""
+        from .history import history
+
+        return history(RunDirectory(self.directory), now=self)
 
     def to_json(self, ledger: Mapping[str, Any] | None) -> dict[str, Any]:
         """The document of `run --json` and `run --status DIR --json`."""
@@ -124,10 +133,11 @@ def _saved(directory: RunDirectory, plan: RunPlan, doing: Work) -> int:
 def _start(directory: RunDirectory, plan: RunPlan, number: int) -> dict[str, Any]:
     """One start of the history: what was started, and how it ended. `launch` is the index in the plan."""
     manifest, ending = directory.manifest(number), directory.ending(number)
-    record: dict[str, Any] = {"number": number, "launch": None, "stage": None}
+    record: dict[str, Any] = {"number": number, "launch": None, "stage": None, "started": None}
     record |= {key: getattr(manifest, key, None) for key in ("launch", "nodes", "ranks", "start_sample")}
     if manifest is not None:
         record["stage"] = plan.stage_at(manifest.start_sample).index
+        record["started"] = manifest.started
     failure = ending.failure if ending is not None else None
     return record | {
         "outcome": ending.outcome if ending is not None else None,

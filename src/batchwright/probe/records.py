@@ -12,6 +12,7 @@ from batchwright.core import codec
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.numbers import count, parse_bytes, positive
 from batchwright.processes.target import expanded, split_target, task_file
+from batchwright.report.notebook import Shown
 
 from .speed import Curve, StepDiagnosis, Timing
 
@@ -103,8 +104,10 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Probe:
-    """The result. All sizes in it ran. `to_json()` is what `--json` prints."""
+class Probe(Shown):
+    """The result. All sizes in it ran. `to_json()` is what `--json` prints; `chart()` draws it."""
+
+    kind = "probe"
 
     trials: tuple[Trial, ...]
     max_micro_batch_size: int

@@ -12,17 +12,18 @@ import stat
 from pathlib import Path
 
 
-def write(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -> None:
-    """Replace the content of `path` by `text`: a reader sees the old file or the new one, also after a power failure.
+def write(path: Path, content: str | bytes, *, mode: int = 0o666, sync: bool = True) -> None:
+    """Replace the content of `path`: a reader sees the old file or the new one, also after a power failure.
 
     `mode` is that of `os.open`: the umask applies. Without `sync` the write is atomic, but not durable.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        # A path in the text may contain bytes that are not UTF-8: they stay as they are.
-        with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
+        # A path in a text may contain bytes that are not UTF-8: they stay as they are.
+        data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+        with open(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             if sync:
                 os.fsync(file.fileno())

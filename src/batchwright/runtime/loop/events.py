@@ -6,7 +6,8 @@ kind, beside those:
     launch      step, samples, ranks, strategy, device, parameters, setup_seconds, load_seconds, lost_seconds, lost
     step        step, samples, tokens, loss, auxiliary, global_batch_size, micro_batch_size, accumulation_steps,
                 samples_per_second, tokens_per_second, step_seconds, learning_rate, grad_norm, mfu, stage, ranks,
-                noise_scale, outcome (applied, or skipped by the GradScaler), loss_scale (the GradScaler's next)
+                noise_scale, noise_low, noise_high (its 95% interval), outcome (applied, or skipped by the GradScaler),
+                loss_scale (the GradScaler's next)
     stage       stage, step, samples, global_batch_size
     evaluating  step, samples, evaluated (samples so far): when an evaluation begins, and about once a second
     evaluation  step, samples, loss, weight, seconds
@@ -34,8 +35,9 @@ from typing import Any, Protocol, TextIO, cast
 
 from batchwright.core.errors import MissingExtraError
 from batchwright.core.numbers import human
-from batchwright.rundir import atomic, names
-from batchwright.rundir.files import JsonLines, write_fault
+from batchwright.rundir import atomic
+from batchwright.rundir.events import read_events as read_events
+from batchwright.rundir.files import write_fault
 
 # Seconds between two writes to the file: long enough to cost nothing, short enough to follow a run.
 _WRITE_SECONDS = 0.5
@@ -144,31 +146,6 @@ class Events:
 def _finite(event: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has no NaN and no infinity: they become text."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
-
-
-def read_events(directory: Path | str, *, lineage: bool = True) -> list[dict[str, Any]]:
-    """All events of a run directory in order; with `lineage`, without the steps that a later launch repeated.
-
-    >>> read_events("nowhere")
-    []
-    """
-    folder = Path(directory) / names.EVENTS
-    found = sorted((number, name) for name in names.listed(folder) if (number := names.read_events(name)) is not None)
-    launches: list[list[dict[str, Any]]] = []
-    for _, name in found:
-        launches.append([e for e in JsonLines(folder / name).new() if _is_event(e)])
-    if lineage:
-        limit = math.inf
-        for index in reversed(range(len(launches))):
-            starts = [e.get("samples", 0) for e in launches[index] if e["kind"] == "launch"]
-            launches[index] = [e for e in launches[index] if e.get("samples", 0) <= limit or e["kind"] == "launch"]
-            limit = min([limit, *starts])
-    return [event for events in launches for event in events]
-
-
-def _is_event(line: dict[str, Any]) -> bool:
-    """Whether a line can be an event: a damaged line may be any JSON object."""
-    return isinstance(line.get("kind"), str) and isinstance(line.get("samples", 0), (int, float))
 
 
 class TensorBoard:

@@ -240,7 +240,7 @@ class _Loop(Session):
             return
         ranks, peak = self.process.ranks, self.settings.peak_flops
         tokens = result.weight / seconds
-        noise = self.noise.estimate().noise_scale if self.noise and self.noise.measures(plan.step) else None
+        noise = self.noise.estimate() if self.noise and self.noise.measures(plan.step) else None
         self.events.emit(
             "step",
             now=first,
@@ -260,7 +260,9 @@ class _Loop(Session):
             mfu=6 * self.parameters * tokens / (ranks * peak) if peak else None,
             stage=plan.segment,
             ranks=ranks,
-            noise_scale=noise,
+            noise_scale=noise and noise.noise_scale,
+            noise_low=noise and noise.low,
+            noise_high=noise and noise.high,
             outcome=result.outcome,
             loss_scale=self.scaler.get_scale() if self.scaler else None,
         )

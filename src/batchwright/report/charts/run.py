@@ -1,0 +1,449 @@
+"""What a run did: loss, throughput of each stage, noise scale, node-hours. All of it is measured, unless a legend says planned.
+
+A run's record (`launch/record.py`) has its steps as columns, its plan, its launches and its evaluations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from statistics import quantiles
+from typing import Any
+
+from batchwright.core.numbers import human
+
+from .spec import (
+    BUCKETS,
+    DASH,
+    HEIGHT,
+    Document,
+    Spec,
+    drawn,
+    finite,
+    frame,
+    positive,
+    readable,
+    rounded,
+    samples_axis,
+    series,
+    short_axis,
+    thinned,
+    time_unit,
+)  # fmt: skip
+
+
+@drawn
+def loss(run: Document, against: str = "samples") -> Spec | None:
+    """The loss of every step against `samples` or `time`, with stage boundaries; above 600 steps a mean and its extremes."""
+    axis = _Axis.of(run, against)
+    if axis is None:
+        return None
+    columns = zip(axis.values, run["steps"]["loss"], run["steps"]["launch"], strict=True)
+    known = [(x, y, int(n) if math.isfinite(n) else 0) for x, y, n in columns if math.isfinite(x)]
+    good = [row for row in known if math.isfinite(row[1])]
+    bad = [x for x, y, _ in known if not math.isfinite(y)]
+    evaluated = [
+        {axis.field: x, "loss": rounded(e["loss"]), "series": "evaluation loss"}
+        for e in run.get("evaluations") or ()
+        if finite(e.get("loss")) and (x := axis.of_event(e)) is not None
+    ]
+    many = len(good) > BUCKETS
+    training = f"training loss, mean of about {len(good) / BUCKETS:.0f} steps" if many else "training loss"
+    broken = f"not finite: {len(bad):,} step{'s' * (len(bad) > 1)}"
+    found = {training: good, "evaluation loss": evaluated, broken: bad}
+    names = [name for name, values in found.items() if values]
+    roles = dict(zip(found, (("blue", "stroke"), ("orange", "circle"), ("red", "triangle-up")), strict=True))
+    looks = {
+        channel: {
+            "field": "series", "type": "nominal",
+            "scale": {"domain": names, "range": [f"{at}{roles[name][part]}" for name in names]},
+        }
+        for part, (channel, at) in enumerate((("color", "@"), ("shape", "")))
+    }  # fmt: skip
+    y = {"field": "loss", "type": "quantitative", "axis": {"title": "loss"}}
+    lines = {"y": y, "tooltip": axis.tooltip("loss"), "color": looks["color"]}
+    layers = axis.boundaries()
+    if good:
+        rows = _loss_rows(axis, good, training, many)
+        if many:
+            layers.append({
+                "data": {"values": rows},
+                "mark": {"type": "area", "fillOpacity": 0.3, "stroke": "@blue", "strokeWidth": 0.75, "strokeOpacity": 0.6},
+                "encoding": {
+                    "y": {**y, "field": "low"}, "y2": {"field": "high"}, "detail": {"field": "launch"},
+                    "fill": {
+                        "datum": "smallest to largest", "type": "nominal",
+                        "scale": {"domain": ["smallest to largest"], "range": ["@blue"]},
+                        "legend": {"symbolType": "square", "symbolStrokeWidth": 0, "symbolOpacity": 0.3},
+                    },
+                },
+            })  # fmt: skip
+        mark = {"type": "line", "strokeWidth": 1.75, "point": len(rows) == 1 and {"filled": True}}
+        layers.append({"data": {"values": rows}, "mark": mark, "encoding": {**lines, "detail": {"field": "launch"}}})
+    if evaluated:
+        points = {"type": "point", "filled": True, "size": 60, "opacity": 1}
+        layers.append({"data": {"values": evaluated}, "mark": {"type": "line", "strokeWidth": 1.5}, "encoding": lines})
+        layers.append({"data": {"values": evaluated}, "mark": points, "encoding": {**lines, **looks}})
+    if bad:
+        counts = thinned(bad, [0.0] * len(bad), 200)
+        layers.append({
+            "data": {"values": [{axis.field: rounded(x, 7), "series": broken, "steps": n} for x, _, _, _, n in counts]},
+            "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1, "yOffset": 6},
+            "encoding": {
+                "y": {"value": 0},
+                "tooltip": [{"field": "steps", "type": "quantitative", "title": "steps whose loss is not finite"}],
+                **looks,
+            },
+        })  # fmt: skip
+    values = [y for _, y, _ in good] or [0.0, 1.0]
+    low, high = min(values), max(values)
+    span = (high - low) or abs(high) or 1.0
+    text = f"{len(known):,} step{'s' * (len(known) > 1)}"
+    if good:
+        text += f": {values[0]:.4g} at first, {values[-1]:.4g} at last, smallest {low:.4g}, largest {high:.4g}"
+    if bad:
+        text += f"; not finite in {len(bad):,}"
+    scale = {"domain": [low - 0.04 * span, high + 0.06 * span], "nice": False, "zero": False}
+    encoding = {"x": axis.encoding(), "y": {"type": "quantitative", "scale": scale}}
+    return frame(
+        f"Loss against {against}",
+        text,
+        f"Loss against {against}: {text}.",
+        height=HEIGHT,
+        encoding=encoding,
+        layer=layers,
+    )
+
+
+def _loss_rows(axis: _Axis, good: list[tuple[float, float, int]], name: str, many: bool) -> list[dict[str, Any]]:
+    """Every step, or the mean and the extremes of many; against time, a line ends with its launch."""
+    parts: dict[int, list[tuple[float, float, int]]] = {0: good}
+    if axis.field != "samples":
+        parts = {}
+        for row in good:
+            parts.setdefault(row[2], []).append(row)
+    rows: list[dict[str, Any]] = []
+    for launch, part in parts.items():
+        xs, ys, _ = zip(*part, strict=True)
+        points = (
+            thinned(xs, ys, max(1, BUCKETS * len(part) // len(good))) if many else [(x, y, y, y, 1) for x, y, _ in part]
+        )
+        for x, small, mean, large, _ in points:
+            row = {axis.field: rounded(x, 7), "loss": rounded(mean), "series": name, "launch": launch}
+            rows.append(row | ({"low": rounded(small), "high": rounded(large)} if many else {}))
+    return rows
+
+
+class _Axis:
+    """Positions of steps and events on an axis of samples, or of time since the first event."""
+
+    def __init__(self, run: Document, field: str, values: list[float], start: float, unit: str, scale: float) -> None:
+        self.run, self.field, self.values, self._start = run, field, values, start
+        self._unit, self._scale = unit, scale
+        self.end = max(v for v in values if finite(v))
+
+    @classmethod
+    def of(cls, run: Document, against: str) -> _Axis | None:
+        """None without a step."""
+        column = run["steps"]["samples" if against == "samples" else "time"]
+        known = [v for v in column if math.isfinite(v)]
+        if not known:
+            return None
+        if against == "samples":
+            return cls(run, "samples", list(column), 0.0, "samples", 1.0)
+        first = min([*known, *(s["started"] for s in run["history"] if positive(s.get("started")))])
+        unit, scale = time_unit(max(known) - first)
+        return cls(run, "at", [(v - first) / scale for v in column], first, unit, scale)
+
+    def of_event(self, event: Mapping[str, Any]) -> float | None:
+        value = event.get("samples" if self.field == "samples" else "time")
+        return rounded((value - self._start) / self._scale, 7) if finite(value) else None
+
+    def encoding(self) -> Spec:
+        if self.field == "samples":
+            return samples_axis(self.end)
+        scale = {"domain": [0, rounded(self.end or 1.0)], "nice": False}
+        axis = {"title": f"{self._unit} since the start, pauses included"}
+        return {"field": "at", "type": "quantitative", "scale": scale, "axis": axis}
+
+    def tooltip(self, value: str) -> list[Spec]:
+        name = "samples" if self.field == "samples" else self._unit
+        return [
+            {"field": "series", "type": "nominal", "title": "value"},
+            {"field": value, "type": "quantitative", "format": ".5~g"},
+            {"field": self.field, "type": "quantitative", "title": name, "format": ",.6~g"},
+        ]
+
+    def boundaries(self) -> list[Spec]:
+        """A vertical line where each stage but the first begins, with its batch; only the lines if there are many."""
+        rows: list[dict[str, Any]] = []
+        steps = self.run["steps"]
+        for before, stage in pairwise(self.run["plan"]["stages"]):
+            start = stage["start_sample"]
+            if stage["global_batch_size"] == before["global_batch_size"]:
+                continue
+            if self.field == "samples":
+                at = start if start < self.end else None
+            else:
+                pairs = zip(steps["samples"], self.values, strict=True)
+                at = next((x for samples, x in pairs if samples > start and math.isfinite(x)), None)
+            if at is not None:
+                rows.append({self.field: rounded(at, 7), "text": f"{stage['global_batch_size']:,}"})
+        if not rows or len(rows) > 200:
+            return []
+        shared = {"data": {"values": rows}}
+        lines: list[Spec] = [
+            {
+                **shared,
+                "mark": {"type": "rule", "strokeDash": [2, 3], "strokeWidth": 1},
+                "encoding": {"color": {"value": "@muted"}, "x": {"field": self.field, "type": "quantitative"}},
+            }
+        ]
+        if len(rows) <= 12:
+            lines.append(
+                {
+                    **shared,
+                    "mark": {"type": "text", "align": "left", "dx": 4, "baseline": "top", "fontSize": 11},
+                    "encoding": {"y": {"value": 0}, "text": {"field": "text"}, "color": {"value": "@muted"}},
+                }
+            )
+        return lines
+
+
+@drawn
+def stage_throughput(run: Document) -> Spec | None:
+    """Samples per second of each stage: the median of its steps with their quartiles, beside what was planned."""
+    steps = run["steps"]
+    speeds: dict[int, list[float]] = {}
+    launch = None
+    columns = zip(steps["stage"], steps["launch"], steps["samples_per_second"], strict=True)
+    for stage, number, speed in columns:
+        # The first step of a launch contains its warm-up.
+        if number == launch and positive(speed) and math.isfinite(stage):
+            speeds.setdefault(int(stage), []).append(speed)
+        launch = number
+    rows: list[dict[str, Any]] = []
+    planned: list[dict[str, Any]] = []
+    order: list[str] = []
+    measured = "measured: median and quartiles"
+    for index, stage in enumerate(run["plan"]["stages"]):
+        values = speeds.get(stage.get("index", index))
+        expected = stage["global_batch_size"] / stage["step_seconds"] if positive(stage.get("step_seconds")) else None
+        if not values and expected is None:
+            continue
+        nodes = stage.get("nodes")
+        label = f"batch {stage['global_batch_size']:,}" + (f"|{nodes} node{'s' * (nodes != 1)}" if nodes else "")
+        label = f"stage {index + 1}|{label}"
+        order.append(label)
+        if values:
+            low, middle, high = quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+            rows.append({
+                "stage": label, "rate": rounded(middle), "low": rounded(low), "high": rounded(high), "series": measured,
+                "steps": len(values),
+            })  # fmt: skip
+        if expected is not None:
+            planned.append({"stage": label, "rate": rounded(expected), "series": "planned"})
+    if not rows or len(order) > 60:
+        return None
+    top = max(row["high"] for row in [*rows, *({"high": p["rate"]} for p in planned)])
+    names = {measured: "blue"} | ({"planned": "orange"} if planned else {})
+    y = {"type": "quantitative", "scale": {"domain": [0, rounded(top * 1.15)], "nice": False}}
+    axis = {"axis": short_axis("samples per second")}
+    tooltip = [
+        {"field": "rate", "type": "quantitative", "title": "samples/s (median)", "format": ",.4~g"},
+        {"field": "low", "type": "quantitative", "title": "lower quartile", "format": ",.4~g"},
+        {"field": "high", "type": "quantitative", "title": "upper quartile", "format": ",.4~g"},
+        {"field": "steps", "type": "quantitative", "format": ","},
+    ]
+    layers: list[Spec] = [
+        {
+            "data": {"values": rows},
+            "mark": {"type": "bar", "fillOpacity": 0.35, "width": {"band": 0.55}},
+            "encoding": {"y": {**y, **axis, "field": "rate"}, "tooltip": tooltip},
+        },
+        {
+            "data": {"values": rows},
+            "mark": {"type": "rule", "strokeWidth": 2.5},
+            "encoding": {"y": {**y, **axis, "field": "low"}, "y2": {"field": "high"}},
+        },
+        {
+            "data": {"values": planned},
+            "mark": {
+                "type": "tick",
+                "thickness": 1,
+                "strokeDash": [6, 4],
+                "strokeWidth": 2,
+                "width": {"band": 0.75},
+                "filled": False,
+            },
+            "encoding": {"y": {**y, **axis, "field": "rate"}},
+        },
+        {
+            "data": {"values": rows},
+            "mark": {"type": "text", "dy": -10, "fontWeight": "bold"},
+            "encoding": {
+                "y": {**y, **axis, "field": "high"},
+                "text": {"field": "rate", "type": "quantitative", "format": ",.4~g"},
+                "color": {"value": "@text"},
+            },
+        },
+    ]
+    text = ", ".join(readable(row["rate"]) for row in rows[:12]) + " samples/s"
+    encoding = {
+        "x": {
+            "field": "stage", "type": "ordinal", "sort": order,
+            "axis": {
+                "title": None, "labelAngle": 0, "labelExpr": "split(datum.label, '|')", "ticks": False, "labelOverlap": False,
+            },
+        },
+        "color": {
+            "field": "series", "type": "nominal",
+            "scale": {"domain": list(names), "range": [f"@{role}" for role in names.values()]},
+            "legend": {"symbolType": "square", "symbolStrokeWidth": 0},
+        },
+    }  # fmt: skip
+    return frame(
+        "Throughput by stage", text, f"Throughput by stage: {text}.", height=HEIGHT, encoding=encoding, layer=layers
+    )
+
+
+@drawn
+def noise_scale(run: Document) -> Spec | None:
+    """The gradient noise scale with its 95% interval, beside the batch in the same unit; both axes of values are logarithmic."""
+    steps = run["steps"]
+    columns = ("samples", "noise_scale", "noise_low", "noise_high", "tokens_per_second", "step_seconds")
+    table = list(zip(*(steps[name] for name in columns), strict=True))
+    known = [row for row in table if positive(row[0]) and positive(row[1])]
+    if not known:
+        return None
+    name, band, batch = "noise scale", "95% interval", "global batch in the same unit"
+    every = max(1, len(known) // BUCKETS)
+    rows = [
+        {"samples": s, "value": rounded(n), **{k: rounded(v) if positive(v) else None for k, v in (("low", a), ("high", b))}}
+        for s, n, a, b, _, _ in known[::every]
+    ]  # fmt: skip
+    sizes: list[dict[str, Any]] = []
+    for samples, *_, rate, seconds in table:
+        if positive(rate) and positive(seconds) and positive(samples):
+            sizes.append({"samples": samples, "value": rounded(rate * seconds)})
+    sizes = [
+        {"samples": rounded(x, 7), "value": rounded(mean)}
+        for x, _, mean, _, _ in (thinned([r["samples"] for r in sizes], [r["value"] for r in sizes], 200) if sizes else ())
+    ]  # fmt: skip
+    values = [v for row in [*rows, *sizes] for k, v in row.items() if k in ("value", "low", "high") and positive(v)]
+    y = {
+        "type": "quantitative", "scale": {"type": "log", "domain": [min(values) / 1.3, max(values) * 1.3], "nice": False},
+        "axis": short_axis("weight in the loss, such as tokens; logarithmic", values=_decades(values)),
+    }  # fmt: skip
+    looks = series({name: "blue", batch: "orange"}, dashes=([1, 0], DASH))
+    looks["color"]["legend"] = {"symbolType": "stroke"}
+    layers: list[Spec] = [
+        {
+            "data": {"values": [row for row in rows if row["low"] and row["high"]]},
+            "mark": {"type": "area", "opacity": 0.25},
+            "encoding": {
+                "y": {**y, "field": "low"}, "y2": {"field": "high"},
+                "fill": {
+                    "datum": band, "type": "nominal", "scale": {"domain": [band], "range": ["@blue"]},
+                    "legend": {"symbolType": "square", "symbolStrokeWidth": 0, "symbolOpacity": 0.25},
+                },
+            },
+        },
+        {
+            "data": {"values": [{**row, "series": batch} for row in sizes]},
+            "mark": {"type": "line", "interpolate": "step"},
+            "encoding": {"y": {**y, "field": "value"}, **looks},
+        },
+        {
+            "data": {"values": [{**row, "series": name} for row in rows]},
+            "mark": {"type": "line", "point": len(rows) < 40},
+            "encoding": {
+                "y": {**y, "field": "value"},
+                **looks,
+                "tooltip": [
+                    {"field": field, "type": "quantitative", "format": ",.4~g"} for field in ("samples", "value", "low", "high")
+                ],
+            },
+        },
+    ]  # fmt: skip
+    last = rows[-1]
+    text = f"{readable(last['value'])} at sample {human(int(last['samples']))}"
+    if last["low"] and last["high"]:
+        text += f" (95% interval {readable(last['low'])} to {readable(last['high'])})"
+    end = max(row[0] for row in table if positive(row[0]))
+    encoding = {"x": samples_axis(end)}
+    return frame(
+        "Gradient noise scale", text, f"Gradient noise scale against samples: {text}.",
+        height=HEIGHT, encoding=encoding, layer=layers,
+    )  # fmt: skip
+
+
+def _decades(values: list[float]) -> list[float]:
+    """Labels of a logarithmic axis: powers of ten, and 2 and 5 times these if there are few."""
+    low, high = math.floor(math.log10(min(values) / 1.3)), math.ceil(math.log10(max(values) * 1.3))
+    factors = (1,) if high - low > 4 else (1, 3) if high - low > 2 else (1, 2, 5)
+    return [factor * 10.0**power for power in range(low, high + 1) for factor in factors]
+
+
+@drawn
+def node_hours(run: Document) -> Spec | None:
+    """Node-hours that all launches used, against samples, beside the plan's; a failed launch costs hours and no samples."""
+    used: list[dict[str, Any]] = []
+    total = 0.0
+    for start in run["history"]:
+        nodes, seconds, first, last = (start.get(k) for k in ("nodes", "seconds", "start_sample", "position"))
+        if not (positive(nodes) and finite(seconds) and finite(first)):
+            continue
+        used.append({"samples": first, "hours": total})
+        total += nodes * max(0.0, seconds) / 3600
+        used.append({"samples": last if finite(last) else first, "hours": total})
+    if not total:
+        return None
+    stages = run["plan"]["stages"]
+    planned: list[dict[str, Any]] = [{"samples": 0, "hours": 0.0}]
+    for stage in stages:
+        if not finite(stage.get("node_hours")) or stage["end_sample"] is None:
+            planned = []
+            break
+        planned.append({"samples": stage["end_sample"], "hours": planned[-1]["hours"] + stage["node_hours"]})
+    most = max([total, *(row["hours"] for row in planned)])
+    unit, scale = next(
+        ((u, s) for u, s in (("node-hours", 1.0), ("node-minutes", 60.0)) if most * s >= 1), ("node-seconds", 3600.0)
+    )
+    names = {"used": "blue"} | ({"planned": "orange"} if planned else {})
+    rows = [{**row, "series": name} for name, part in (("used", used), ("planned", planned)) for row in part]
+    for row in rows:
+        row["hours"] = rounded(row["hours"] * scale)
+    shared = {"field": "series", "type": "nominal"}
+    encoding = {
+        "x": samples_axis(max(row["samples"] for row in rows)),
+        "y": {"field": "hours", "type": "quantitative", "axis": short_axis(f"{unit}, all launches")},
+        "color": {
+            **shared,
+            "scale": {"domain": list(names), "range": [f"@{role}" for role in names.values()]},
+            "legend": {"symbolType": "stroke"},
+        },
+        "strokeDash": {**shared, "scale": {"domain": list(names), "range": [[1, 0], DASH][: len(names)]}},
+        "tooltip": [
+            {"field": "series", "type": "nominal"},
+            {"field": "samples", "type": "quantitative", "format": ","},
+            {"field": "hours", "type": "quantitative", "title": unit, "format": ",.4~g"},
+        ],
+    }
+    layers: list[Spec] = [
+        {"mark": {"type": "line", "interpolate": "linear"}},
+        {
+            "transform": [{"filter": "datum.series == 'used'"}],
+            "mark": {"type": "point", "filled": True, "size": 45, "opacity": 1},
+        },
+    ]
+    text = f"{readable(total * scale)} {unit} used"
+    if planned:
+        text += f", {readable(planned[-1]['hours'] * scale)} planned for the whole run, without restarts"
+    else:
+        text += "; the plan has no step times to compare with"
+    return frame(
+        "Node-hours", text, f"Node-hours against samples: {text}.",
+        height=200, data={"values": rows}, encoding=encoding, layer=layers,
+    )  # fmt: skip

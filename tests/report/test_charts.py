@@ -1,0 +1,322 @@
+"""Charts as data: what was measured is where the numbers are, what was not says so, and nothing to draw is no chart."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchwright.core.errors import ConfigError
+from batchwright.launch.directory import RunDirectory
+from batchwright.launch.history import history
+from batchwright.report.charts import (
+    CHARTS,
+    chart_of,
+    charts_of,
+    loss,
+    memory,
+    node_hours,
+    noise_scale,
+    split,
+    stage_throughput,
+    staircase,
+    step_time,
+    throughput,
+)
+from batchwright.report.charts.spec import BUCKETS, thinned
+from batchwright.report.charts.theme import COLORS, THEMES, colors
+from tests.report import material
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = material.run_directory(tmp_path_factory.mktemp("run") / "run", losses={20: "nan", 30: "inf", 150: 9.5})
+    return history(RunDirectory(root))
+
+
+def views(spec):
+    """Every view of a specification that draws something."""
+    if "mark" in spec:
+        yield spec
+    for part in (*spec.get("layer", ()), *spec.get("vconcat", ())):
+        yield from views(part)
+
+
+def rows(spec, mark):
+    """The rows that marks of a type draw."""
+    found = []
+    for view in views(spec):
+        if view["mark"]["type"] == mark:
+            found += view.get("data", spec.get("data"))["values"]
+    return found
+
+
+def legend(spec):
+    """All names in the legends of a specification."""
+    found = set()
+    for view in [spec, *spec.get("vconcat", ()), *views(spec)]:
+        for channel in ("color", "shape", "fill", "stroke"):
+            encoding = view.get("encoding", {}).get(channel, {})
+            if encoding.get("legend", True) is not None:
+                found |= set(encoding.get("scale", {}).get("domain", ()))
+    return found
+
+
+def test_the_staircase_of_gpt3_5b_has_the_documented_batches_and_nodes():
+    spec = staircase(material.gpt3_5b().to_json())
+    batch, nodes = spec["vconcat"]
+    corners = [row["value"] for row in rows({"layer": batch["layer"][:1]}, "area")]
+    assert corners == [256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2048]
+    steps = rows(nodes, "rect")
+    assert [row["value"] for row in steps] == [8, 10, 12, 14, 16], "neighbours with equal nodes are one step"
+    assert steps[0] == {"samples": 0, "value": 8, "until": 5_714_944}
+    assert batch["encoding"]["x"]["scale"]["domain"] == [0, 20_000_000]
+    assert "256 to 2,048" in spec["description"] and "8 to 16 nodes" in spec["description"]
+
+
+def test_a_long_ramp_has_few_labels_and_few_points():
+    import batchwright
+
+    made = batchwright.ramp(linear="192,16,9765625", global_batch_size=2048)
+    spec = staircase(made.to_json())
+    assert "vconcat" not in spec, "without nodes there is one panel"
+    assert len(rows(spec, "text")) == 2
+    assert "open end" in spec["description"]
+    stages = [
+        {"index": i, "global_batch_size": i + 1, "start_sample": 10 * i, "end_sample": 10 * i + 10, "nodes": None}
+        for i in range(100_000)
+    ]
+    assert len(json.dumps(staircase({"stages": stages}))) < 300_000
+
+
+def test_planned_and_trained_are_told_apart(run):
+    spec = staircase(run["plan"], run)
+    assert legend(spec) == {"planned", "trained", "launch failed"}
+    batch, nodes = spec["vconcat"]
+    lines = [row for row in rows(batch, "line")]
+    assert [(row["samples"], row["value"]) for row in lines] == [(0, 8), (1600, 8), (1600, 16), (4800, 16)]
+    assert [(row["samples"], row["value"]) for row in rows(nodes, "line")] == [
+        (0, 1),
+        (800, 1),
+        (800, 1),
+        (1600, 1),
+        (1600, 2),
+        (4800, 2),
+    ]
+    assert rows(nodes, "point") == [{"samples": 800, "value": 1, "reason": "rank 0 exited with code 1"}]
+    assert legend(staircase(run["plan"])) == set(), "a plan alone needs no legend"
+
+
+def test_throughput_has_intervals_a_fit_that_says_so_the_knee_and_the_first_failure():
+    spec = throughput(material.documents()["probe"])
+    points = rows(spec, "point")
+    assert [row["size"] for row in points] == [1, 4, 16, 32], "one point for each size, as in the fit"
+    assert all(row["low"] < row["rate"] < row["high"] for row in points)
+    assert points[0]["rate"] == pytest.approx(2 / 0.011, rel=1e-4) and points[0]["high"] == pytest.approx(
+        2 / (0.011 * 0.97), rel=1e-4
+    )
+    fit = next(view for view in views(spec) if view["mark"]["type"] == "line")
+    assert all("predicted" in row["series"] for row in fit["data"]["values"]) and "strokeDash" in fit["encoding"]
+    assert max(row["size"] for row in rows(spec, "line")) <= 32, "the fit is not drawn beyond what was measured"
+    texts = {row["text"] for row in rows(spec, "text")}
+    assert (
+        "33 fails" in texts and any("knee" in text for text in texts) and any("recommended" in text for text in texts)
+    )
+    assert any("predicted" in name for name in legend(spec)) and any("measured" in name for name in legend(spec))
+
+
+def test_throughput_of_one_size_has_no_fit_and_of_failed_trials_there_is_no_chart():
+    probe = material.documents()["probe"]
+    one = {**probe, "trials": [t for t in probe["trials"] if t["purpose"] == "throughput"][:1]}
+    assert not rows(throughput(one), "line") and len(rows(throughput(one), "point")) == 1
+    failed = {**probe, "trials": [{**t, "status": "oom", "samples_per_second": None} for t in probe["trials"]]}
+    assert throughput(failed) is memory(failed) is None
+    assert throughput({}) is memory({}) is step_time({}) is None
+
+
+def test_measured_memory_is_solid_predicted_memory_is_dashed_and_hollow():
+    spec = memory(material.documents()["probe"])
+    lines = rows(spec, "line")
+    assert {row["size"]: row["memory"] for row in lines if row["series"] == "measured"} == {1: 2.0, 16: 4.0, 32: 6.0}
+    assert {row["size"] for row in lines if row["series"] == "predicted"} == {1, 16, 32, 33}
+    assert legend(spec) == {"measured", "predicted", "failed"}
+    hollow = [view for view in views(spec) if "predicted" in str(view.get("transform"))]
+    assert len(hollow) == 1 and hollow[0]["mark"]["fill"] == colors("light")["background"]
+    dashes = spec["layer"][2]["encoding"]["strokeDash"]["scale"]
+    assert dict(zip(dashes["domain"], dashes["range"], strict=True))["measured"] == [1, 0] != dashes["range"][1]
+    crosses = [row for row in rows(spec, "point") if row["series"] == "failed"]
+    assert [(row["size"], row["memory"]) for row in crosses] == [(33, 8.0)]
+    assert any("limit: 8.00 GiB" in row.get("text", "") for row in rows(spec, "text"))
+
+
+def test_the_stack_of_an_estimate_adds_up_to_its_peak():
+    document = material.documents()["estimate"]
+    spec = memory(document)
+    bars = rows(spec, "bar")
+    for point in document["points"]:
+        tops = [row["to"] for row in bars if row["size"] == str(point["micro_batch_size"])]
+        assert max(tops) * 2**30 == pytest.approx(point["peak_memory_bytes"], rel=1e-3)
+    assert {"parameters", "gradients", "optimizer", "activations", "measured on this CPU"} <= legend(spec)
+    texts = [row["text"] for row in rows(spec, "text")]
+    assert "memory: 8.00 GiB" in texts and "usable: 7.00 GiB" in texts
+    assert "predicted" in spec["title"]["text"] and "(predicted)" in json.dumps(spec["layer"][0])
+    far = memory({**document, "memory_bytes": 2**45, "usable_bytes": 2**45})
+    assert not rows(far, "rule"), "a limit far above would flatten all bars"
+
+
+def test_the_parts_of_a_step_are_what_the_comparisons_differ_by():
+    spec = step_time(material.documents()["probe"])
+    shares = {row["part"]: row["share"] for row in rows(spec, "bar")}
+    assert shares == {"input": 0.3, "compute": 0.5, "synchronisation": 0.2}
+    one = step_time({**material.documents()["probe"], "ranks": 1})
+    assert {row["part"] for row in rows(one, "bar")} == {"input", "compute"}, "one rank synchronises with nobody"
+
+
+def test_a_plan_is_drawn_as_its_equation():
+    plan = material.documents()["plan"]
+    spec = split(plan)
+    cells = rows(spec, "rect") or spec["data"]["values"]
+    assert "1,024 = 4 micro × 2 accumulation × 128 data-parallel" in spec["description"]
+    assert {cell["rank"] for cell in cells} >= {"1", "…", "128"} and {cell["step"] for cell in cells} == {"1", "2"}
+    assert split({"global_batch_size": 8}) is None
+
+
+@pytest.mark.parametrize("against", ["samples", "time"])
+def test_the_loss_has_every_step_its_extremes_and_its_boundaries(run, against):
+    spec = loss(run, against=against)
+    lines = [row for row in rows(spec, "line") if row["series"] == "training loss"]
+    assert len(lines) == 398 and max(row["loss"] for row in lines) == 9.5, "400 steps, of which 2 are not finite"
+    bad = [row for row in rows(spec, "point") if "not finite" in row["series"]]
+    assert sum(row["steps"] for row in bad) == 2
+    assert "not finite in 2" in spec["description"] and "largest 9.5" in spec["description"]
+    assert [row["text"] for row in rows(spec, "rule")] == ["16"]
+    assert [row["loss"] for row in rows(spec, "point") if row["series"] == "evaluation loss"] == [2.5, 2.5]
+
+
+def test_the_loss_of_a_long_run_keeps_its_extremes(run):
+    count = 50_000
+    columns = {name: [math.nan] * count for name in run["steps"]}
+    columns |= {"samples": list(range(1, count + 1)), "time": [float(i) for i in range(count)], "launch": [1] * count}
+    columns["loss"] = [2.0 + (i % 7) / 10 for i in range(count)]
+    columns["loss"][31_234], columns["loss"][17] = 77.5, -3.25
+    for against in ("samples", "time"):
+        spec = loss({**run, "steps": columns}, against=against)
+        assert len(json.dumps(spec)) < 200_000
+        bands = rows(spec, "area")
+        assert len(bands) <= BUCKETS
+        assert max(row["high"] for row in bands) == 77.5 and min(row["low"] for row in bands) == -3.25
+        low, high = spec["encoding"]["y"]["scale"]["domain"]
+        assert low < -3.25 and high > 77.5
+        assert "smallest to largest" in legend(spec)
+
+
+@given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=300), st.integers(1, 40))
+def test_fewer_points_keep_the_extremes_the_count_and_the_mean(points, buckets):
+    xs, ys = zip(*points, strict=True)
+    made = thinned(xs, ys, buckets)
+    assert len(made) <= buckets and sum(count for *_, count in made) == len(points)
+    assert min(low for _, low, _, _, _ in made) == min(ys) and max(high for _, _, _, high, _ in made) == max(ys)
+    total = sum(mean * count for _, _, mean, _, count in made)
+    assert total == pytest.approx(math.fsum(ys), rel=1e-9, abs=1e-3)
+    assert all(low <= mean + 1e-6 and mean - 1e-6 <= high for _, low, mean, high, _ in made)
+
+
+def test_throughput_by_stage_is_the_median_beside_the_plan(run):
+    spec = stage_throughput(run)
+    assert [(row["rate"], row["steps"]) for row in rows(spec, "bar")] == [(80.0, 198), (160.0, 199)], (
+        "the first step of a launch is warm-up"
+    )
+    planned = [row for row in rows(spec, "tick")]
+    assert [row["rate"] for row in planned] == [80.0, 160.0] and legend(spec) == {
+        "measured: median and quartiles",
+        "planned",
+    }
+
+
+def test_the_noise_scale_has_its_interval(run):
+    spec = noise_scale(run)
+    band = rows(spec, "area")
+    assert len(band) == 40 and all(row["low"] < row["value"] < row["high"] for row in band)
+    assert {"noise scale", "95% interval"} <= legend(spec)
+
+
+def test_node_hours_count_every_launch_also_those_that_failed(run):
+    spec = node_hours(run)
+    used = [row for row in spec["data"]["values"] if row["series"] == "used"]
+    hours = sum(start["nodes"] * start["seconds"] for start in run["history"]) / 60
+    assert used[-1]["hours"] == pytest.approx(hours, rel=1e-4) and used[-1]["samples"] == 4800
+    planned = [row for row in spec["data"]["values"] if row["series"] == "planned"]
+    assert planned[-1]["hours"] == pytest.approx((200 * 0.1 * 1 + 200 * 0.1 * 2) / 60, rel=1e-4)
+    assert "without restarts" in spec["description"]
+
+
+def test_a_run_without_steps_or_launches_has_only_its_plan(run):
+    empty = {
+        **run,
+        "steps": {name: [] for name in run["steps"]},
+        "history": [],
+        "evaluations": [],
+        "consumed_samples": 0,
+    }
+    assert list(charts_of("run", empty)) == ["staircase"]
+    one = {name: list(column[:1]) for name, column in run["steps"].items()}
+    assert {"loss", "loss-by-time"} <= set(charts_of("run", {**run, "steps": one}))
+
+
+@pytest.mark.parametrize("kind", CHARTS)
+def test_a_theme_changes_colours_only(kind, run):
+    document = run if kind == "run" else material.documents()[kind]
+    for name, light in charts_of(kind, document, "light").items():
+        dark, page = (charts_of(kind, document, theme)[name] for theme in ("dark", "css"))
+        text = json.dumps(light, ensure_ascii=False)
+        assert '"@' not in text, "every role has a colour"
+        for role in COLORS:
+            text = text.replace(colors("light")[role], f"<{role}>")
+        other = json.dumps(dark, ensure_ascii=False)
+        for role in COLORS:
+            other = other.replace(colors("dark")[role], f"<{role}>")
+        assert text == other and "var(--" in json.dumps(page)
+        assert light["description"] and light["title"]["text"] and light["title"]["subtitle"]
+
+
+def test_the_colours_of_a_theme_differ_from_each_other_and_from_its_background():
+    for theme in THEMES:
+        known = colors(theme)
+        assert len(set(known.values())) == len(known)
+        for role in set(known) - {"background", "grid"}:
+            assert contrast(known[role], known["background"]) >= (4.5 if role in ("text", "muted", "red") else 2.0), (
+                theme,
+                role,
+            )
+
+
+def contrast(one, two):
+    """The ratio of WCAG 2."""
+
+    def luminance(color):
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(two)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_chart_of_gives_one_or_all_and_names_the_known_ones():
+    probe = material.documents()["probe"]
+    assert chart_of("probe", probe, "memory") == memory(probe)
+    assert len(chart_of("probe", probe)["vconcat"]) == 3
+    assert chart_of("ramp", material.documents()["ramp"]) == staircase(material.documents()["ramp"])
+    with pytest.raises(ConfigError, match="Known: throughput, memory, step-time"):
+        chart_of("probe", probe, "losses")
+
+
+def test_a_probe_without_a_limit_or_timings_is_drawn():
+    made = replace(material.probe(), memory_bytes=None, curve=None, diagnosis=None, first_failing_micro_batch_size=None)
+    trials = tuple(replace(t, timing=None, contrasts=None) for t in made.trials)
+    found = charts_of("probe", replace(made, trials=trials).to_json())
+    assert set(found) == {"throughput", "memory"}
