@@ -125,7 +125,8 @@ if tool.startswith("lightning"):
     # Newer versions stop at 8192 unless they are told another cap.
     takes = inspect.signature(lightning.pytorch.tuner.Tuner.scale_batch_size).parameters
     largest = {"max_val": len(Data())} if "max_val" in takes else {}
-    found = lightning.pytorch.tuner.Tuner(trainer).scale_batch_size(module, mode="binsearch", steps_per_trial=2, max_trials=50, **largest)
+    tuner = lightning.pytorch.tuner.Tuner(trainer)
+    found = tuner.scale_batch_size(module, mode="binsearch", steps_per_trial=2, max_trials=50, **largest)
 else:
     data = Data()
 
