@@ -16,7 +16,9 @@ import pytest
 from batchwright.cli.probe import render
 from batchwright.core.errors import ConfigError, NothingFitsError, RunError
 from batchwright.probe.display import NoProgress
+from batchwright.probe.journal import Journal
 from batchwright.probe.prober import run_probe
+from batchwright.probe.records import Trial
 
 LIMIT_40 = "oom() if size > 40 else fits()\n"
 
@@ -285,6 +287,19 @@ def test_another_budget_is_measured_again(scripted):
     assert not any(t.resumed for t in run_probe(scripted(LIMIT_40, memory="2GiB")).trials)
 
 
+def test_two_probes_at_once_keep_their_trials_apart(tmp_path):
+    """Both write into one file: the arguments of a task are not in its name."""
+    small, large = {"args": {"layers": "2"}}, {"args": {"layers": "48"}}
+    one, other = Journal(tmp_path / "j.jsonl"), Journal(tmp_path / "j.jsonl")
+    one.add(small, {}, Trial(8, "fits", "limit"))
+    other.add(large, {}, Trial(8, "oom", "limit"))
+    one.add(small, {}, Trial(512, "fits", "limit"))
+    trials, _ = Journal(tmp_path / "j.jsonl").resume(large, lambda purpose: {})
+    assert [(t.micro_batch_size, t.status) for t in trials] == [(8, "oom")]
+    trials, changed = Journal(tmp_path / "j.jsonl").resume(small, lambda purpose: {})
+    assert [(t.micro_batch_size, t.status) for t in trials] == [(8, "fits"), (512, "fits")] and not changed
+
+
 def test_a_torn_line_is_skipped(scripted, tmp_path):
     run_probe(scripted(LIMIT_40))
     (journal,) = (tmp_path / "journal").glob("*.jsonl")
@@ -301,18 +316,19 @@ def test_a_torn_line_is_skipped(scripted, tmp_path):
     [
         b'{"kind": "trial\xff"}',
         b"[1]",
-        b'{"kind": "begin", "identity": 3}',
-        b'{"kind": "trial", "conditions": {}, "trial": 3}',
-        b'{"kind": "trial", "conditions": {}, "trial": {"micro_batch_size": "8", "status": "fits", "purpose": "limit"}}',
-        b'{"kind": "trial", "conditions": {}, "trial": {"status": "fits"}}',
+        b'{"kind": "trial", "identity": 3, "conditions": {}, "trial": {}}',
+        b'{"kind": "trial", "identity": {}, "conditions": {}, "trial": 3}',
+        b'{"kind": "trial", "identity": {}, "conditions": {}, "trial": {"micro_batch_size": "8", "status": "fits", '
+        b'"purpose": "limit"}}',
+        b'{"kind": "trial", "identity": {}, "conditions": {}, "trial": {"status": "fits"}}',
         b'{"kind": "trial", "conditions": {}}',
     ],
 )
 def test_a_damaged_line_is_skipped(scripted, tmp_path, line):
     run_probe(scripted(LIMIT_40))
     (journal,) = (tmp_path / "journal").glob("*.jsonl")
-    begin, *trials = journal.read_bytes().splitlines()
-    journal.write_bytes(b"\n".join([line, begin, line, *trials, line, b""]))
+    first, *trials = journal.read_bytes().splitlines()
+    journal.write_bytes(b"\n".join([line, first, line, *trials, line, b""]))
     probe = run_probe(scripted(LIMIT_40))
     assert all(t.resumed for t in probe.trials) and probe.max_micro_batch_size == 40
 

@@ -181,7 +181,7 @@ class _Session:
     def _resume(self) -> None:
         if self.request.fresh:
             self.journal.restart()
-        if not self.journal.blocks():
+        if not self.journal.stored():
             return
         if isinstance(self.runner, CommandRunner):
             self.runner.ignore(self.journal.written)
