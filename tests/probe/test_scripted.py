@@ -209,6 +209,26 @@ def test_throughput_recommends_a_measured_size_and_names_the_bottleneck(scripted
     } <= set(document["trials"][0])
 
 
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_the_trials_that_are_left_are_counted_to_the_end_of_the_probe(scripted, evaluation):
+    class Counting(Watching):
+        def __init__(self):
+            super().__init__()
+            self.left = []
+
+        def started(self, size, purpose, left):
+            self.left.append((purpose, left))
+
+    counting = Counting()
+    code = "fits(600 + 10 * size) if size <= 140 else oom()"
+    probe = run_probe(scripted(code, throughput=True, evaluation=evaluation), progress=counting)
+    assert [t.purpose for t in probe.trials] == [purpose for purpose, _ in counting.left]
+    told = [left for purpose, left in counting.left if not evaluation or purpose != "limit"]
+    assert len(told) > 8
+    # Before the second trial of a search nothing is known; from then on these peaks are on one line.
+    assert told[1:] == list(range(len(told) - 2, -1, -1))
+
+
 def test_evaluation_batches_are_searched_separately(scripted):
     probe = run_probe(
         scripted("fits(500 + size) if size <= (100 if mode == 'evaluation' else 40) else oom()", evaluation=True)

@@ -31,6 +31,8 @@ from .speed import CONTENDED, Curve, Timing, analyse, diagnose, sizes
 
 # Seconds for an estimate; a model that takes longer is probed without one.
 _ESTIMATE_SECONDS = 120.0
+# Trials of a search that has not begun, for the remaining time: the median of random programs without an estimate.
+_SEARCH = 6
 
 
 class Runner(Protocol):
@@ -223,7 +225,7 @@ class _Session:
 
     def _limit(self, purpose: str, run: Callable[[int], Trial], shape: Mapping[int, int] | None) -> Limit:
         def one(size: int, predicted: int | None, left: int) -> Trial:
-            return self._trial(run, size, purpose, left=left, predicted=predicted)
+            return self._trial(run, size, purpose, left=left + self._after_search(purpose, size), predicted=predicted)
 
         r = self.request
         return find_limit(
@@ -234,6 +236,14 @@ class _Session:
             shape=shape,
             memory=self._memory() if shape else None,
         )
+
+    def _after_search(self, purpose: str, size: int) -> int:
+        """How many trials follow a search that is at `size`: of the evaluation's search, and of the speed up to the limit."""
+        r = self.request
+        if purpose == "evaluation":
+            size = builtins.max(t.micro_batch_size for t in self.trials if t.purpose == "limit" and t.fits)
+        speed = len(sizes(size, r.multiple_of)) + (not r.command) if r.throughput else 0
+        return speed + (_SEARCH if r.evaluation and purpose == "limit" else 0)
 
     def _trial(
         self, run: Callable[[int], Trial], size: int, purpose: str, left: int = 0, predicted: int | None = None
