@@ -168,9 +168,30 @@ def test_a_recommended_size_is_within_the_limit_with_the_users_own_allocator(scr
     assert any("with your own allocator" in note for note in probe.notes)
 
 
+def test_of_the_sizes_within_the_limit_a_faster_one_is_recommended(scripted):
+    """Samples/s: 8: 80, 16: 160, 32: 128, 64: 200. At 64 the peak is above the limit of 2000, and 32 is slower than 16."""
+    code = """
+    seconds = {8: 0.1, 16: 0.1, 32: 0.25, 64: 0.32}.get(size, 1.0)
+    timing = TIMING | {"seconds": seconds, "low": seconds * 0.99, "high": seconds * 1.01}
+    more = {"timing": timing} if mode == "throughput" else {}
+    fits(2100 if more and size == 64 else 1000 + 10 * size, **more) if size <= 64 else oom()
+    """
+    probe = run_probe(scripted(code, throughput=True))
+    assert (probe.max_micro_batch_size, probe.largest_worthwhile_micro_batch_size) == (64, 64)
+    assert probe.recommended_micro_batch_size == 16
+    assert any("16 is recommended instead" in note for note in probe.notes)
+
+
+def test_what_the_allocator_of_a_device_holds_counts(scripted):
+    code = "fits(600 + 10 * size, reserved_bytes=2001 if mode == 'throughput' and size > 100 else 1900) if size <= 140 else oom()"
+    probe = run_probe(scripted(code, throughput=True))
+    assert probe.max_micro_batch_size == 140
+    assert (probe.recommended_micro_batch_size, probe.recommended_peak_memory_bytes) == (64, 1900)
+
+
 @pytest.mark.parametrize(
     ("measured", "said"),
-    [("oom()", "none ran while its speed was measured"), ("fits(2001)", "no smaller size that was measured is within")],
+    [("oom()", "none ran while its speed was measured"), ("fits(2001)", "no size that was measured is within")],
 )
 def test_no_size_is_recommended_if_none_is_within_the_limit_at_speed(scripted, measured, said):
     code = f"if mode == 'throughput': {measured}\nfits(600 + 10 * size) if size <= 140 else oom()"

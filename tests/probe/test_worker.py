@@ -15,18 +15,33 @@ from batchwright.probe.worker import Worker
 pytestmark = pytest.mark.torch
 
 
-def test_a_limit_trial_accumulates_and_has_the_optimizers_state():
-    worker = object.__new__(Worker)
-    worker.spec = {"steps": 2, "micro_steps": 2}
-    worker.size, worker.device = 3, torch.device("cpu")
-    worker.model = torch.nn.Linear(4, 1)
-    worker.optimizer = torch.optim.AdamW(worker.model.parameters())
-    worker.task = SimpleNamespace(example_batch=lambda size: torch.ones(size, 4), loss_of=loss_of)
-    worker.stage = lambda doing: None
+@pytest.fixture
+def worker():
+    made = object.__new__(Worker)
+    made.spec = {"steps": 2, "micro_steps": 2, "seconds": 0.0, "contrasts": False, "workers": 0}
+    made.size, made.device, made.result = 3, torch.device("cpu"), {}
+    made.ranks = SimpleNamespace(rank=0, size=1)
+    made.model = torch.nn.Linear(4, 1)
+    made.optimizer = torch.optim.AdamW(made.model.parameters())
+    made.task = SimpleNamespace(example_batch=lambda size: torch.ones(size, 4), loss_of=loss_of)
+    made.stage = lambda doing: None
     SEEN.clear()
-    SEEN.append(worker.optimizer)
+    SEEN.append(made.optimizer)
+    return made
+
+
+def test_a_limit_trial_accumulates_and_has_the_optimizers_state(worker):
     worker._limit()
     assert SEEN[1:] == [(False, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_a_trial_of_speed_needs_the_memory_of_a_limit_trial(worker, micro_steps):
+    """If the job accumulates: gradients and the optimizer's state exist during a forward pass."""
+    worker.spec["micro_steps"] = micro_steps
+    worker._throughput()
+    assert ((True, True) in SEEN[1:]) == (micro_steps > 1)
+    assert SEEN[-1] == (False, True), "the steps that are timed do not accumulate"
 
 
 SEEN: list = []

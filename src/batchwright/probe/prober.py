@@ -297,7 +297,7 @@ class _Session:
             first_failing_micro_batch_size=limit.first_failing,
             saturating_micro_batch_size=curve.saturating if curve else None,
             recommended_micro_batch_size=recommended,
-            recommended_peak_memory_bytes=at.peak_memory_bytes if at else None,
+            recommended_peak_memory_bytes=at.held_bytes if at else None,
             largest_worthwhile_micro_batch_size=curve.largest_worthwhile if curve else None,
             bottleneck=diagnosis.bottleneck if diagnosis else None,
             max_evaluation_batch_size=evaluation.largest if evaluation else None,
@@ -328,11 +328,12 @@ class _Session:
             return None if failed else limit.largest
         wanted = curve.largest_worthwhile
         memory = next((t.limit_bytes for t in self.trials if t.limit_bytes), None)
-        peaks = {size: t.peak_memory_bytes or 0 for size, t in timed.items()}
+        peaks = {size: t.held_bytes or 0 for size, t in timed.items()}
         if memory is None or peaks[wanted] <= memory:
             return wanted
-        chosen = builtins.max((size for size in peaks if size < wanted and peaks[size] <= memory), default=None)
-        instead = f"{chosen} is recommended instead" if chosen else "no smaller size that was measured is within it"
+        within = {size: t.timing for size, t in timed.items() if t.timing and peaks[size] <= memory}
+        chosen = analyse(within).largest_worthwhile if within else None
+        instead = f"{chosen} is recommended instead" if chosen else "no size that was measured is within it"
         self.notes.append(
             f"micro_batch_size {wanted} is faster, but needs {format_bytes(peaks[wanted])} with your own allocator, "
             f"and the limit is {format_bytes(memory)}: {instead}."

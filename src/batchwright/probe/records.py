@@ -97,6 +97,11 @@ class Trial:
     resumed: bool = False
 
     @property
+    def held_bytes(self) -> int | None:
+        """What the allocator held at most: on a device more than its tensors, and the limit is one of this."""
+        return self.reserved_bytes or self.peak_memory_bytes
+
+    @property
     def fits(self) -> bool:
         """Whether this size ran."""
         return self.status == "fits"

@@ -59,7 +59,7 @@ class TaskRunner:
         r = self.request
         own = {"seconds": r.seconds} if purpose == "throughput" else {"steps": _LIMIT_STEPS}
         same = {name: getattr(r, name) for name in ("memory", "margin", "ranks", "longest", "workers")}
-        return {**same, "device": r.on, "micro_steps": self._micro_steps if purpose == "limit" else 1, **own}
+        return {**same, "device": r.on, "micro_steps": 1 if purpose == "evaluation" else self._micro_steps, **own}
 
     def describe(self) -> Mapping[str, Any]:
         """The identity, from a process that builds the task and runs nothing."""
