@@ -28,7 +28,7 @@ def test_text_to_stdout_and_progress_to_stderr(capsys, tmp_path):
     code, out, err = run(capsys, "--limit-only", "--dir", str(tmp_path), *command(5))
     assert code == 0
     assert out.startswith("micro_batch_size 5 is the largest that ran; 6 did not")
-    assert "recommended: micro_batch_size 5" in out
+    assert "recommended: no size (see the notes)" in out
     assert "limit       micro_batch_size 8" in err
     assert "\x1b" not in out + err
 

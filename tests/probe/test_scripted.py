@@ -39,7 +39,8 @@ def test_fits_and_out_of_memory(scripted):
     assert (probe.max_micro_batch_size, probe.first_failing_micro_batch_size) == (40, 41)
     assert [t.purpose for t in probe.trials] == ["limit"] * len(probe.trials)
     assert len(probe.trials) <= 5
-    assert probe.recommended_micro_batch_size in [t.micro_batch_size for t in probe.trials if t.fits]
+    assert probe.recommended_micro_batch_size is None, "its speed was not measured"
+    assert any(note.startswith("no size is recommended: speed was not measured") for note in probe.notes)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +204,23 @@ def test_no_size_is_recommended_if_none_is_within_the_limit_at_speed(scripted, m
     assert any(said in note for note in probe.notes)
     assert any(note.startswith("no size is recommended") for note in probe.notes)
     assert "recommended: no size (see the notes)" in render(probe)
+
+
+@pytest.mark.parametrize(
+    ("failing", "ending"),
+    [("size == 140", "oom()"), ("size >= 64", "oom()"), ("True", "oom()"), ("True", "raise KeyError")],
+)
+def test_a_size_that_fails_while_the_bottleneck_is_looked_for(scripted, failing, ending):
+    """Out of memory: the next best is recommended. A crash, as of a dataset that cannot be read, costs the comparison only."""
+    code = f"if spec['contrasts'] and ({failing}): {ending}\nfits(600 + 10 * size) if size <= 140 else oom()"
+    probe = run_probe(scripted(code, throughput=True))
+    assert probe.max_micro_batch_size == 140
+    crashed = ending != "oom()"
+    expected = 140 if crashed else {"size == 140": 64, "size >= 64": 32, "True": None}[failing]
+    assert probe.recommended_micro_batch_size == expected
+    said = "the bottleneck of micro_batch_size 140 failed" if crashed else "micro_batch_size 140 fits, but ran out"
+    assert any(said in note for note in probe.notes)
+    assert (probe.bottleneck is None) == (expected is None)
 
 
 def test_throughput_recommends_a_measured_size_and_names_the_bottleneck(scripted):

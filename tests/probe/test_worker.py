@@ -44,6 +44,12 @@ def test_a_trial_of_speed_needs_the_memory_of_a_limit_trial(worker, micro_steps)
     assert SEEN[-1] == (False, True), "the steps that are timed do not accumulate"
 
 
+def test_a_task_with_an_example_batch_needs_no_dataset(worker):
+    worker.spec["contrasts"] = True
+    worker._throughput()
+    assert worker.result["contrasts"].keys() == {"cached", "accumulate"}
+
+
 SEEN: list = []
 
 

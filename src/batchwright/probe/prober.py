@@ -246,9 +246,15 @@ class _Session:
         return speed + (_SEARCH if r.evaluation and purpose == "limit" else 0)
 
     def _trial(
-        self, run: Callable[[int], Trial], size: int, purpose: str, left: int = 0, predicted: int | None = None
+        self,
+        run: Callable[[int], Trial],
+        size: int,
+        purpose: str,
+        left: int = 0,
+        predicted: int | None = None,
+        needed: bool = True,
     ) -> Trial:
-        """One trial: from the journal, or run now and written to it. A crash ends the probe."""
+        """One trial: from the journal, or run now and written to it. A crash ends the probe if the trial is needed."""
         stored = self._stored.get((purpose, size))
         if stored:
             trial = stored.pop(0)
@@ -260,7 +266,7 @@ class _Session:
                 self.journal.add(self.runner.identity, self.runner.conditions(purpose), trial, written)
         self.trials.append(trial)
         self.progress.finished(trial)
-        if trial.status == "crash":
+        if trial.status == "crash" and needed:
             raise _failed(trial)
         return trial
 
@@ -275,16 +281,8 @@ class _Session:
                     timed[size] = trial
                 elif trial.fits and trial.last_lines is not None:
                     break  # its output shows no steps, so the output of other sizes will not either
-        timings: dict[int, Timing] = {size: t.timing for size, t in timed.items() if t.timing}
-        curve = analyse(timings) if timings else None
-        recommended = self._recommended(curve, timed, limit)
-        diagnosis = None
-        if curve is not None and recommended is not None:
-            contrasts: Mapping[str, Timing] = {}
-            if not r.command:
-                last = self._trial(lambda size: self.runner.throughput(size, True), recommended, "throughput")
-                contrasts = last.contrasts or {}
-            diagnosis = diagnose(contrasts, curve, recommended, r.ranks)
+        curve, recommended, contrasts = self._verdict(timed)
+        diagnosis = diagnose(contrasts, curve, recommended, r.ranks) if curve and recommended else None
         self._remark(limit, timed, curve)
         at = timed.get(recommended) if recommended else None
         identity = self.runner.identity
@@ -318,31 +316,52 @@ class _Session:
             seconds=time.monotonic() - self._began,
         )
 
-    def _recommended(self, curve: Curve | None, timed: Mapping[int, Trial], limit: Limit) -> int | None:
-        """The largest worthwhile size whose peak with the user's own allocator is within the limit; None without one."""
-        if curve is None:
-            # Only the limit is known. If a size failed while its speed was measured, no size is known to run there.
-            failed = any(t.purpose == "throughput" and not t.fits for t in self.trials)
-            if failed:
-                self.notes.append("no size is recommended: none ran while its speed was measured.")
-            return None if failed else limit.largest
+    def _verdict(self, timed: dict[int, Trial]) -> tuple[Curve | None, int | None, Mapping[str, Timing]]:
+        """The curve, the recommended size, and the comparisons at it; a size that is out of memory there is dropped."""
+        while timed:
+            curve = analyse({size: t.timing for size, t in timed.items() if t.timing})
+            recommended, notes = self._recommended(curve, timed)
+            last = None
+            if recommended and not self.request.command:
+                compare = lambda size: self.runner.throughput(size, True)  # noqa: E731
+                last = self._trial(compare, recommended, "throughput", needed=False)
+                if last.status not in ("fits", "crash"):
+                    del timed[recommended]
+                    continue
+                if last.status == "crash":
+                    notes.append(
+                        f"the trial for the bottleneck of micro_batch_size {recommended} failed: {sentence(last.reason or '')} "
+                        "The bottleneck is only what the times of all sizes show."
+                    )
+                elif last.contrasts and "loader" not in last.contrasts:
+                    notes.append("the task has an example batch, so waiting for data was not measured.")
+            self.notes += notes
+            return curve, recommended, last.contrasts or {} if last else {}
+        why = "speed was not measured"
+        if any(t.purpose == "throughput" and not t.fits for t in self.trials):
+            why = "none ran while its speed was measured"
+        self.notes.append(f"no size is recommended: {why}.")
+        return None, None, {}
+
+    def _recommended(self, curve: Curve, timed: Mapping[int, Trial]) -> tuple[int | None, list[str]]:
+        """The largest worthwhile size whose peak with the user's own allocator is within the limit, and why it is another."""
         wanted = curve.largest_worthwhile
         memory = next((t.limit_bytes for t in self.trials if t.limit_bytes), None)
         peaks = {size: t.held_bytes or 0 for size, t in timed.items()}
         if memory is None or peaks[wanted] <= memory:
-            return wanted
+            return wanted, []
         within = {size: t.timing for size, t in timed.items() if t.timing and peaks[size] <= memory}
         chosen = analyse(within).largest_worthwhile if within else None
         instead = f"{chosen} is recommended instead" if chosen else "no size that was measured is within it"
-        self.notes.append(
+        notes = [
             f"micro_batch_size {wanted} is faster, but needs {format_bytes(peaks[wanted])} with your own allocator, "
             f"and the limit is {format_bytes(memory)}: {instead}."
-        )
+        ]
         if chosen is None:
-            self.notes.append(
+            notes.append(
                 "no size is recommended: use a larger --memory, or the allocator of the limit (docs/probe.md)."
             )
-        return chosen
+        return chosen, notes
 
     def _flat_from(self, largest: int) -> int | None:
         """The smallest size with the peak of the largest, if it is a quarter of it or less."""
@@ -385,7 +404,7 @@ class _Session:
             self.notes.append(
                 "the times are noisy: a larger size is recommended only where noise does not explain its gain."
             )
-        slow = [t for t in self.trials if t.purpose == "throughput" and not t.fits]
+        slow = [t for t in self.trials if t.purpose == "throughput" and t.status in ("oom", "timeout")]
         for size, trial in {t.micro_batch_size: t for t in slow}.items():
             what = "ran out of memory" if trial.status == "oom" else "timed out"
             self.notes.append(

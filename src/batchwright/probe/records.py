@@ -116,7 +116,7 @@ class Probe:
     first_failing_micro_batch_size: int | None
     saturating_micro_batch_size: int | None
     recommended_micro_batch_size: int | None
-    """None if every size failed, or exceeded the limit, while its speed was measured."""
+    """None if no speed was measured, or if every size failed, or exceeded the limit, while its speed was measured."""
     largest_worthwhile_micro_batch_size: int | None
     bottleneck: str | None
     max_evaluation_batch_size: int | None = None

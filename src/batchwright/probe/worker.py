@@ -251,12 +251,11 @@ class Worker:
         self.result["timing"] = self._time(cached)
         if self.spec["contrasts"]:
             self.stage("contrasts")
-            feed = self._loader()
-            contrasts = {
-                "loader": self._time(lambda: self.step(next(feed)), skip=2 * self.spec["workers"]),
-                "accumulate": self._time(lambda: self.step(batch, update=False)),
-            }
+            contrasts = {"accumulate": self._time(lambda: self.step(batch, update=False))}
             self.optimizer.zero_grad(set_to_none=True)
+            if self.task.example_batch is None:  # with an example batch, the dataset may not be here
+                feed = self._loader()
+                contrasts["loader"] = self._time(lambda: self.step(next(feed)), skip=2 * self.spec["workers"])
             # Measured before and after the others: if the machine became busy, the interval is wide.
             contrasts["cached"] = self.result["timing"].merged(self._time(cached))
             self.result["contrasts"] = contrasts
