@@ -152,7 +152,7 @@ def test_a_commands_identity_and_conditions(tmp_path, monkeypatch):
         arguments = [sys.executable, str(tmp_path / "train.py"), "{micro_batch_size}"]
         return CommandRunner(read_request(arguments, **options), tmp_path)
 
-    before = made().identity
+    before, unlimited = made().identity, made().conditions("limit")
     assert before["versions"]["python"] == sys.version.split()[0]
     assert made().identity == before
     (tmp_path / "below" / "net.py").write_text("width = 2")
@@ -162,6 +162,8 @@ def test_a_commands_identity_and_conditions(tmp_path, monkeypatch):
     again = CommandRunner(read_request([sys.executable, "-m", "below.net", "{micro_batch_size}"]), tmp_path)
     assert again.identity["code"] != module.identity["code"]
     assert made(step_regex="x").conditions("limit") != made().conditions("limit")
+    monkeypatch.setattr("batchwright.probe.command.resource.getrlimit", lambda which: (2**40, -1))
+    assert made().conditions("limit") != unlimited, "ulimit -v"
     assert made(seconds=9).conditions("limit") == made().conditions("limit")
     assert made(seconds=9).conditions("throughput") != made().conditions("throughput")
 

@@ -346,6 +346,12 @@ def test_another_budget_is_measured_again(scripted):
     assert not any(t.resumed for t in run_probe(scripted(LIMIT_40, memory="2GiB")).trials)
 
 
+def test_where_other_memory_was_there_it_is_measured_again(scripted):
+    for room, resumed in ((7, False), (7, True), (8, False)):
+        made = run_probe(scripted(f"RESULT['room'] = {room}\n" + LIMIT_40))
+        assert {t.resumed for t in made.trials} == {resumed}
+
+
 def test_two_probes_at_once_keep_their_trials_apart(tmp_path):
     """Both write into one file: the arguments of a task are not in its name."""
     small, large = {"args": {"layers": "2"}}, {"args": {"layers": "48"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,21 @@ def test_a_task_with_an_example_batch_needs_no_dataset(worker):
     worker.spec["contrasts"] = True
     worker._throughput()
     assert worker.result["contrasts"].keys() == {"cached", "accumulate"}
+
+
+@pytest.mark.parametrize("memory", [None, 2**30])
+def test_what_the_limit_depends_on_without_a_budget(worker, memory):
+    worker.spec |= {"memory": memory, "host_memory": 2**34}
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    free = worker.room()
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (2**46, before[1]))
+        limited = worker.room()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert (limited == free) == (memory is not None)
+    worker.spec["host_memory"] = 2**33
+    assert (worker.room() == free) == (memory is not None)
 
 
 SEEN: list = []

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -124,7 +125,8 @@ class CommandRunner:
         """What the verdict depends on, apart from the command."""
         r = self.request
         timed = {"seconds": r.seconds} if purpose == "throughput" else {}
-        return {"memory": r.memory, "margin": r.margin, "step_regex": r.step_regex} | timed
+        space = resource.getrlimit(resource.RLIMIT_AS)[0]  # `ulimit -v` limits the command, too
+        return {"memory": r.memory, "margin": r.margin, "address_space": space, "step_regex": r.step_regex} | timed
 
     def describe(self) -> Mapping[str, Any]:
         """The identity; nothing has to run for it."""

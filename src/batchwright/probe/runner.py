@@ -36,6 +36,8 @@ class TaskRunner:
     scratch: Path
     identity: Mapping[str, Any] = field(default_factory=dict[str, Any])
     longest_index: int | None = None
+    room: Any = None
+    """What the limit depends on, apart from the request, as the last trial saw it."""
     # By whether trials are timed: those have the user's own allocator, which a process gets when it starts.
     _servers: dict[bool, TrialServer] = field(
         default_factory=dict[bool, TrialServer], init=False, repr=False, compare=False
@@ -59,7 +61,13 @@ class TaskRunner:
         r = self.request
         own = {"seconds": r.seconds} if purpose == "throughput" else {"steps": _LIMIT_STEPS}
         same = {name: getattr(r, name) for name in ("memory", "margin", "ranks", "longest", "workers")}
-        return {**same, "device": r.on, "micro_steps": 1 if purpose == "evaluation" else self._micro_steps, **own}
+        return {
+            **same,
+            "device": r.on,
+            "room": self.room,
+            "micro_steps": 1 if purpose == "evaluation" else self._micro_steps,
+            **own,
+        }
 
     def describe(self) -> Mapping[str, Any]:
         """The identity, from a process that builds the task and runs nothing."""
@@ -143,6 +151,7 @@ class TaskRunner:
             raise error if isinstance(error, EnvironmentFault) else ConfigError(violations=error.violations)
         if isinstance(result.get("identity"), dict):
             self.identity = result["identity"]
+            self.room = result.get("room")
         if result.get("longest_index") is not None:
             self.longest_index = result["longest_index"]
 

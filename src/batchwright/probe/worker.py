@@ -69,6 +69,15 @@ class Worker:
         self.device = torch.device("cpu")
         self._free: Callable[[], None] = lambda: None
 
+    def room(self) -> list[int]:
+        """What the limit depends on, apart from the request: a stored trial counts only where this is the same."""
+        memory: int | None = self.spec["memory"]
+        if self.device.type == "cpu":
+            return [] if memory else [self.spec["host_memory"], resource.getrlimit(resource.RLIMIT_AS)[0]]
+        found = free_and_total(self.device)
+        # In hundredths: a little of a device's memory comes and goes.
+        return [] if found is None else [100 * min(memory or found[1], found[0]) // found[1]]
+
     def _set_limit(self) -> Callable[[], None]:
         """Set the memory limit; returns a function that removes it, so that a failure can still be written."""
         if not self.spec["limited"]:
@@ -135,6 +144,7 @@ class Worker:
         try:
             self.device = self._choose()
             use(self.device)
+            self.result["room"] = self.room()
             self._free = self._set_limit()
             self.stage("building the task")
             self._build()
