@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import shutil
 import signal
 import tempfile
@@ -445,8 +446,9 @@ def known_peak(device: str, precision: str) -> float | None:
     (989, None)
     """
     table = json.loads(Path(__file__).with_name("peaks.json").read_text(encoding="utf-8"))["devices"]
-    row = next((row for row in table if row["name"] in device), None)
-    if row is None:
+    row = next((row for row in table if re.search(rf"\b{row['name']}\b", device)), None)
+    # A part of a card, or another card with the same name before its own.
+    if row is None or re.search(r"\b(?:MIG|Laptop|Max-Q|Ti|D)\b", device):
         return None
     kind = precision.split(" ")[0].split("+")[0]
     return row.get("tf32" if kind == "float32" and "highest" not in precision else kind)
