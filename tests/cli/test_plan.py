@@ -560,3 +560,8 @@ def test_a_probed_plan_follows_the_probes_verdict(cli, monkeypatch, tmp_path, fl
     if micro:
         assert ran.json["micro_batch_size"] == micro and note in ran.json["notes"]
     assert said in ran.out
+
+
+def test_a_margin_of_zero_is_the_default(cli):
+    ran = cli("plan", "--global-batch-size", "8", "--task", "missing.py:task", "--memory", "1GiB", "--margin", "0")
+    assert ran.code == 2 and "missing.py" in ran.err and "--margin" not in ran.err
