@@ -33,6 +33,18 @@ def test_text_to_stdout_and_progress_to_stderr(capsys, tmp_path):
     assert "\x1b" not in out + err
 
 
+def test_the_limit_and_the_margin_are_two_parts_of_the_memory(capsys, tmp_path):
+    arguments = ["--memory", "256MiB", "--margin", "56MiB", "--limit-only", "--max", "1", "--dir", str(tmp_path)]
+    code, out, _ = run(capsys, *arguments, *command(5))
+    assert code == 0
+    assert "; limit 200.0 MiB, and 56.0 MiB more are kept free\n" in out
+
+
+def test_a_timeout_of_centuries(capsys, tmp_path):
+    code, _, err = run(capsys, "--timeout", "1e10", "--limit-only", "--max", "1", "--dir", str(tmp_path), *command(5))
+    assert code == 0, err
+
+
 def test_a_project_file_names_the_task(capsys, tmp_path):
     file = tmp_path / "batchwright.yaml"
     file.write_text("task: {target: missing.py:task, args: {layers: 2}}\nbatch: {global_batch_size: 64}\n")
@@ -112,6 +124,7 @@ def test_without_torch_a_task_names_the_extra_and_leaves_no_directory(capsys, tm
     assert not (tmp_path / "j").exists()
 
 
-def test_device_is_refused_and_names_on(capsys, tmp_path):
-    code, _, err = run(capsys, "--device", "cuda", "--dir", str(tmp_path), *command(5))
-    assert code == 2 and "--on cuda" in err
+@pytest.mark.parametrize("device", ["cuda", "h100"])
+def test_device_is_refused_and_names_on(capsys, tmp_path, device):
+    code, _, err = run(capsys, "--device", device, "--dir", str(tmp_path), *command(5))
+    assert code == 2 and "--on cuda" in err and "--on h100" not in err and "--memory" in err
