@@ -110,10 +110,18 @@ def test_an_invalid_request_exits_2_before_anything_runs(capsys, arguments):
     assert err.startswith("error: ")
 
 
-@pytest.mark.parametrize("flag", ["--evaluation", "--longest"])
+@pytest.mark.parametrize(
+    "flag", ["--evaluation", "--longest", "--accumulation-steps 1", "--peak-tflops 9", "--workers 1"]
+)
 def test_flags_for_tasks_are_refused_with_a_command(capsys, tmp_path, flag):
-    code, _, err = run(capsys, flag, "--dir", str(tmp_path), *command(5))
-    assert code == 2 and f"{flag} is for tasks" in err
+    code, _, err = run(capsys, *flag.split(), "--dir", str(tmp_path), *command(5))
+    assert code == 2 and f"{flag.split()[0]} is for tasks" in err
+
+
+def test_a_step_regex_is_refused_with_a_task(capsys, tmp_path):
+    (tmp_path / "train.py").write_text("def task(): ...\n")
+    code, _, err = run(capsys, f"{tmp_path / 'train.py'}:task", "--step-regex", "x", "--dir", str(tmp_path / "j"))
+    assert code == 2 and "--step-regex" in err and "is for commands" in err
 
 
 def test_without_torch_a_task_names_the_extra_and_leaves_no_directory(capsys, tmp_path, monkeypatch):

@@ -214,10 +214,12 @@ def _check_command(command: tuple[str, ...], given: Mapping[str, Any]) -> list[V
             f"Put it where the batch size goes: --per_device_train_batch_size {PLACEHOLDER}."
         )
         found.append(Violation(message, "command", " ".join(command)[:120], (PLACEHOLDER,)))
-    for name in ("ranks", "longest", "evaluation", "accumulation_steps", "workers", "on", "args"):
-        if given.get(name) is True or given.get(name) not in (None, False, (), {}, 1, "1", 0, "0"):  # True equals 1
+    default = {"ranks": "1", "workers": "0"}
+    for name in ("ranks", "longest", "evaluation", "accumulation_steps", "workers", "on", "args", "peak_tflops"):
+        if given.get(name) not in (None, False, {}) and str(given[name]) != default.get(name):
             flag = name.replace("_", "-")
-            message = f"--{flag} is for tasks (FILE.py:function): a command sets this itself, as torchrun does."
+            why = "torch counts no operations of a command" if name == "peak_tflops" else "a command sets this itself"
+            message = f"--{flag} is for tasks (FILE.py:function): {why}."
             found.append(Violation(message, name, str(given[name])))
     return found
 
@@ -225,6 +227,9 @@ def _check_command(command: tuple[str, ...], given: Mapping[str, Any]) -> list[V
 def _check_together(request: ProbeRequest) -> list[Violation]:
     r = request
     found: list[Violation] = []
+    if r.step_regex is not None and not r.command:
+        message = f"step_regex={r.step_regex!r} is for commands: the steps of a task are known."
+        found.append(Violation(message, "step_regex", r.step_regex))
     if r.memory is not None and r.margin >= r.memory:
         message = f"margin={r.margin:,} leaves nothing of memory={r.memory:,} bytes. Nearest: below {r.memory:,}."
         found.append(Violation(message, "margin", r.margin, (r.memory // 10,)))
