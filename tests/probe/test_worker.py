@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from batchwright.core.errors import PlanError
 from batchwright.probe.worker import Worker
 
 pytestmark = pytest.mark.torch
@@ -64,6 +66,32 @@ def test_what_the_limit_depends_on_without_a_budget(worker, memory):
     assert (limited == free) == (memory is not None)
     worker.spec["host_memory"] = 2**33
     assert (worker.room() == free) == (memory is not None)
+
+
+@pytest.mark.parametrize(("memory", "ranks"), [(2**34 + 1, 1), (2**33 + 1, 2)])
+def test_a_budget_above_the_machines_memory_is_refused(worker, monkeypatch, memory, ranks):
+    """RLIMIT_AS would not stop such a trial: the kernel would kill some process."""
+    monkeypatch.setattr("batchwright.probe.worker.physical_memory", lambda: 2**34)
+    monkeypatch.setattr("batchwright.probe.worker.resource.setrlimit", lambda *limits: None)
+    worker.spec |= {"memory": memory, "margin": 0, "limited": True, "host_memory": 2**33}
+    worker.base, worker.ranks.size = 2**30, ranks
+    with pytest.raises(PlanError, match=f"memory={memory:,}.*{2**34:,}") as caught:
+        worker._set_limit()
+    assert caught.value.nearest == (2**34 // ranks,)
+    worker.spec["memory"] = 2**34 // ranks
+    worker._set_limit()
+
+
+def test_other_ranks_are_not_other_programs(worker, monkeypatch):
+    """Two ranks, and nothing else on this machine: all processors' seconds are theirs."""
+    monkeypatch.setattr("batchwright.probe.worker.busy_seconds", lambda: 1.0 + 2 * time.process_time())
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.mul_(2))
+    monkeypatch.setattr("batchwright.probe.worker.os.cpu_count", lambda: 1)
+    monkeypatch.setattr(worker, "_agree", lambda steps: steps)
+    worker.ranks.size = 2
+    timing = worker._time(lambda: sum(range(10**5)))
+    assert timing.cpu_seconds > 0
+    assert timing.contention < 0.1 * timing.cpu_seconds / timing.seconds
 
 
 SEEN: list = []

@@ -29,7 +29,7 @@ from batchwright.core import codec
 from batchwright.core.errors import EnvironmentFault, PlanError
 from batchwright.processes.endings import cause_of, error_record
 from batchwright.processes.guard import die_with
-from batchwright.processes.memory import status_bytes
+from batchwright.processes.memory import physical_memory, status_bytes
 from batchwright.processes.target import split_target
 from batchwright.rundir import atomic
 from batchwright.runtime.device import (
@@ -50,7 +50,7 @@ from batchwright.runtime.device import (
 from batchwright.runtime.ranks import discover
 from batchwright.runtime.task import Task, load_task
 
-from .machine import code_below, digest, others_seconds
+from .machine import busy_seconds, code_below, digest
 from .speed import Timing
 
 _SEED = 0
@@ -100,6 +100,15 @@ class Worker:
                     nearest=(max(0, room) + self.spec["margin"],),
                 )
             self.result["limit_bytes"] = budget = room
+        most, ranks = physical_memory(), self.ranks.size
+        if memory * ranks > most:
+            raise PlanError(
+                f"memory={memory:,} bytes on {ranks} rank{'s' * (ranks > 1)} are more than the {most:,} bytes of this machine: "
+                f"a trial might take all of them, and the system ends some program. Nearest: {most // ranks:,}.",
+                field="memory",
+                given=memory,
+                nearest=(most // ranks,),
+            )
         resource.setrlimit(resource.RLIMIT_AS, (self.base + budget, hard))
         return lambda: resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
@@ -293,14 +302,16 @@ class Worker:
         first = [once() for _ in range(3 + skip)][-3:]
         steps = int(self.spec["seconds"] / max(1e-6, min(wall for wall, _ in first[1:])))
         steps = self._agree(max(3, min(100, steps)))
-        before, switches, wall = others_seconds(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.monotonic()
+        switches, wall = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.monotonic()
+        before, own = busy_seconds(), time.process_time()
         times = first + [once() for _ in range(steps)]
+        after, own = busy_seconds(), time.process_time() - own
         wall = time.monotonic() - wall
-        after = others_seconds()
+        others = after - before - self._sum(own) if before and after else None
         return Timing.of(
             [t for t, _ in times],
             [c for _, c in times],
-            contention=(after - before) / wall / (os.cpu_count() or 1) if before and after and wall else None,
+            contention=max(0.0, others) / wall / (os.cpu_count() or 1) if others is not None and wall else None,
             switches=resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches,
         )
 
@@ -311,6 +322,14 @@ class Worker:
         shared = torch.tensor([steps], device=self.device)
         torch.distributed.broadcast(shared, 0)
         return int(shared.item())
+
+    def _sum(self, seconds: float) -> float:
+        """The sum over all ranks: to each, the others are not other programs."""
+        if self.ranks.size == 1:
+            return seconds
+        shared = torch.tensor([seconds], device=self.device)
+        torch.distributed.all_reduce(shared)
+        return float(shared.item())
 
     def _flops(self, batch: Any) -> float | None:
         from torch.utils.flop_counter import FlopCounterMode
