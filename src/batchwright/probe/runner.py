@@ -25,7 +25,8 @@ from .speed import Timing
 _LIMIT_STEPS = 2  # in the second step the optimizer's state exists
 # Micro steps of the last step, if the job accumulates: in the second one the gradients exist, as in any further one.
 _MICRO_STEPS = 2
-_BUILDING = "building the task"  # as the worker writes it
+# What a worker does before it uses the batch, as it writes it (nothing before it has started): a smaller size hangs as well.
+_BEFORE = {"starting": "libraries were imported", "building the task": "the task was built"}
 
 
 @dataclass
@@ -191,8 +192,9 @@ class TaskRunner:
         # The other ranks wait for the one that is the least far.
         rank = min(unfinished, key=lambda k: (unfinished[k].get("stage", -1), k))
         doing = unfinished[rank].get("doing", "starting")
-        if done.returncode is None and doing == _BUILDING:  # a smaller size will not help
-            return rank, ExitCause("crash", f"hung while the task was built: no end within {self.request.timeout:g} s")
+        if done.returncode is None and doing in _BEFORE:
+            reason = f"hung while {_BEFORE[doing]}: no end within {self.request.timeout:g} s (--timeout)"
+            return rank, ExitCause("crash", reason)
         if done.returncode is None:
             who = f"rank {rank} of {len(results)} hung" if len(results) > 1 else "no end"
             return rank, ExitCause("hang", f"{who} within {self.request.timeout:g} s; last seen {doing}")
