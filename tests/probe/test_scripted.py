@@ -109,7 +109,10 @@ def test_a_size_that_hangs_bounds_the_search(scripted, hangs_end):
 
 @pytest.mark.parametrize(
     ("code", "message"),
-    [("hang('building the task')", "hung while the task was built"), ("hang_now()", "hung while libraries were imported")],
+    [
+        ("hang('building the task')", "hung while the task was built"),
+        ("hang_now()", "hung while libraries were imported"),
+    ],
 )
 def test_a_hang_before_the_first_step_is_a_crash(scripted, hangs_end, code, message):
     """Smaller sizes would hang as well."""
@@ -120,7 +123,7 @@ def test_a_hang_before_the_first_step_is_a_crash(scripted, hangs_end, code, mess
 
 
 def test_a_trial_ends_at_its_timeout(scripted):
-    with pytest.raises(RunError, match="no end within 0.5 s"):
+    with pytest.raises(RunError, match=r"no end within 0\.5 s"):
         run_probe(scripted("time.sleep(10**9)", timeout=0.5))
 
 

@@ -86,7 +86,7 @@ class Trial:
     """The rank that gave the verdict, if there are several."""
     timing: Timing | None = None
     contrasts: Mapping[str, Timing] | None = None
-    """Timings of `cached`, `loader` and `accumulate` steps, where they were compared."""
+    """Timings of `cached`, `loader` (without an example batch) and `accumulate` (several ranks) steps, where compared."""
     flops: float | None = None
     """Of one step, forward and backward."""
     tokens_per_sample: int | None = None

@@ -270,8 +270,10 @@ class Worker:
         self.result["timing"] = self._time(cached)
         if self.spec["contrasts"]:
             self.stage("contrasts")
-            contrasts = {"accumulate": self._time(lambda: self.step(batch, update=False))}
-            self.optimizer.zero_grad(set_to_none=True)
+            contrasts: dict[str, Timing] = {}
+            if self.ranks.size > 1:  # it shows the synchronisation
+                contrasts["accumulate"] = self._time(lambda: self.step(batch, update=False))
+                self.optimizer.zero_grad(set_to_none=True)
             if self.task.example_batch is None:  # with an example batch, the dataset may not be here
                 feed = self._loader()
                 contrasts["loader"] = self._time(lambda: self.step(next(feed)), skip=2 * self.spec["workers"])
