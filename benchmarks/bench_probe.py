@@ -249,8 +249,28 @@ def compare(name: str) -> str | None:
     return None
 
 
+def whole(name: str) -> str:
+    """A row: a probe with its default settings (limit, speed, bottleneck, one rank), as a user starts it."""
+    source, budget, _, _ = MODELS[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "bench_task.py").write_text(source)
+        arguments = ["probe", "bench_task.py:task", "--memory", str(budget), "--json", "--dir", "journal"]
+        started = clocks()
+        done = subprocess.run(
+            [sys.executable, "-m", "batchwright", *arguments], cwd=scratch, capture_output=True, text=True, check=True
+        )
+        took = since(started)
+    trials = [t["purpose"] for t in json.loads(done.stdout)["trials"]]
+    counts = f"{trials.count('limit')} | {trials.count('throughput')}"
+    return f"| {name} | {counts} | {took['cpu']:.0f} | {took['seconds']:.0f} |"
+
+
 def main() -> None:
-    if wrong := [said for name in MODELS if (said := compare(name))]:
+    wrong = [said for name in MODELS if (said := compare(name))]
+    print("| a whole probe | limit trials | speed trials | CPU, s | wall, s |\n|---|---|---|---|---|", flush=True)
+    for name in MODELS:
+        print(whole(name), flush=True)
+    if wrong:
         sys.exit("\n".join(wrong))
 
 

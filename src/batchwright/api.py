@@ -13,7 +13,7 @@ from .core.batch.nearby import nearby as _nearby
 from .core.batch.plan import BatchPlan
 from .core.batch.plan import plan as _plan
 from .core.batch.request import READERS, BatchRequest, read_request
-from .core.errors import ConfigError, PlanError, Violation, raise_violations
+from .core.errors import ConfigError, NothingFitsError, PlanError, Violation, raise_violations
 from .core.numbers import percentage
 from .report.notebook import Shown
 
@@ -172,12 +172,29 @@ def _probed(
         **{name: value for name, value in {"progress": progress, "timeout": timeout}.items() if value is not None},
         **({} if room.memory_bytes is None else {"memory": room.memory_bytes, "margin": margin_bytes or None}),
     )
-    record = measured.to_json()
-    # Sizes up to the largest that ran, also where the request allows larger ones.
+    recommended, most = measured.recommended_micro_batch_size, measured.max_micro_batch_size
+    if recommended is None:
+        raise NothingFitsError(
+            f"no size can be planned: micro_batch_size {most} is the largest that ran, and the probe recommends none. "
+            + " ".join(measured.notes),
+            field="max_micro_batch_size",
+        )
+    record, remarks = measured.to_json(), list(measured.notes)
+    if request.micro_batch_size is None:  # one that is given may be any that ran
+        record["max_micro_batch_size"] = recommended
+        if recommended < most:
+            remarks.append(f"The probe recommends micro_batch_size {recommended}, and {most} is the largest that ran.")
+    # Sizes up to what the probe allows, also where the request allows larger ones.
     within = within_probe(replace(request, max_micro_batch_size=None), record)
-    if measured.max_micro_batch_size == request.max_micro_batch_size:
+    if within.max_micro_batch_size == request.max_micro_batch_size:
         within = replace(within, origins=request.origins)
     made = _plan(within, Throughput.from_probe(record))
+    if made.micro_batch_size not in {trial.micro_batch_size for trial in measured.trials if trial.fits}:
+        remarks.append(
+            f"micro_batch_size {made.micro_batch_size} did not run itself: a larger one did, and its time is between "
+            "measured ones."
+        )
+    made = replace(made, notes=(*made.notes, *remarks))
     if made.data_parallel_size > 1:
         ddp = (
             f"The probe ran one process without DDP. On {made.data_parallel_size} ranks, DDP's buckets need as much memory "

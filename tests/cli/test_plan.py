@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 
 from batchwright import Plan
+from batchwright.probe.records import Probe, Trial
 
 
 def shown(out: str, name: str) -> list[str]:
@@ -507,9 +507,7 @@ def test_a_probed_plan_uses_no_size_that_did_not_run(cli, monkeypatch, tmp_path)
 
     def probe(target, **options):
         asked.update(options)
-        trials = [{"micro_batch_size": 8, "status": "fits", "step_seconds": 1.0}]
-        record = {"max_micro_batch_size": 8, "ranks": 1, "trials": trials}
-        return SimpleNamespace(max_micro_batch_size=8, to_json=lambda: record)
+        return probed([Trial(8, "fits", "throughput", step_seconds=1.0)], 8, recommended=8)
 
     monkeypatch.setattr(import_module("batchwright.probe.prober"), "probe", probe)
     (tmp_path / "train.py").write_text("def task(): ...")
@@ -526,3 +524,44 @@ def test_a_probed_plan_uses_no_size_that_did_not_run(cli, monkeypatch, tmp_path)
     model = f"--model {tmp_path} --sequence-length 8 --lora 4 --precision bf16-pure --probe --global-batch-size 8"
     shown = cli("plan", *model.split()).out
     assert "peft.LoraConfig(r=4" in shown and 'from_pretrained(..., dtype="bfloat16")' in shown
+
+
+def probed(trials, largest, recommended, notes=()):
+    return Probe(tuple(trials), largest, largest + 1, recommended, recommended, recommended, "none", notes=notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "recommended", "micro", "said"),
+    [
+        ("", 16, 16, "The probe recommends micro_batch_size 16, and 64 is the largest that ran"),
+        ("--global-batch-size 12", 16, 12, "micro_batch_size 12 did not run itself"),
+        (
+            "--micro-batch-size 64",
+            16,
+            64,
+            "ran out of memory while its speed",
+        ),  # the user's own decision, with the note
+        ("", None, None, "ran out of memory while its speed"),
+    ],
+)
+def test_a_probed_plan_follows_the_probes_verdict(cli, monkeypatch, tmp_path, flags, recommended, micro, said):
+    trials = [
+        Trial(64, "fits", "limit", 990, 1000),
+        *(Trial(size, "fits", "throughput", 700, step_seconds=size / 100) for size in (1, 16)),
+        Trial(64, "oom", "throughput"),
+    ]
+    note = "micro_batch_size 64 fits, but ran out of memory while its speed was measured."
+    made = probed(trials, 64, recommended, (note,))
+    monkeypatch.setattr(import_module("batchwright.probe.prober"), "probe", lambda target, **options: made)
+    (tmp_path / "train.py").write_text("def task(): ...")
+    line = f"--task {tmp_path / 'train.py'}:task --probe --global-batch-size 64 --devices 1 --memory 1GiB {flags}"
+    ran = cli("plan", *line.split(), "--json")
+    assert ran.code == (0 if recommended else 3), ran.out + ran.err
+    if micro:
+        assert ran.json["micro_batch_size"] == micro and note in ran.json["notes"]
+    assert said in ran.out
+
+
+def test_a_margin_of_zero_is_the_default(cli):
+    ran = cli("plan", "--global-batch-size", "8", "--task", "missing.py:task", "--memory", "1GiB", "--margin", "0")
+    assert ran.code == 2 and "missing.py" in ran.err and "--margin" not in ran.err

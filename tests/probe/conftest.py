@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchwright.probe.records import read_request
+from batchwright.processes.start import GuardedProcess
 
 HEADER = """
 import json, os, signal, sys, time
@@ -16,10 +17,11 @@ spec = json.load(open(sys.argv[1]))
 size, mode = spec["micro_batch_size"], spec["mode"]
 IDENTITY = {"optimizer": "AdamW", "device": "cpu (test)", "precision": "float32"}
 TIMING = {"seconds": 0.1, "low": 0.099, "high": 0.101, "variation": 0.01, "steps": 9, "warmup": 1}
+RESULT = {}  # is in every result
 
 def say(**result):
     path = spec["result"] + ".0"
-    json.dump(result, open(path + ".part", "w"))
+    json.dump(RESULT | result, open(path + ".part", "w"))
     os.replace(path + ".part", path)
 
 def fits(peak=None, **more):
@@ -33,7 +35,26 @@ def fits(peak=None, **more):
 def oom(kind="host-oom"):
     say(status="failed", identity=IDENTITY, kind=kind, reason="scripted", limit_bytes=2000)
     sys.exit(1)
+
+def hang(doing="forward of step 0"):
+    say(status="running", identity=IDENTITY, stage=3, doing=doing)
+    hang_now()
+
+def hang_now():
+    print("hangs", flush=True)
+    time.sleep(10**9)
 """
+
+
+@pytest.fixture
+def hangs_end(monkeypatch):
+    """A worker that says it hangs is ended at once, as at its timeout: with a short one, a slow machine fails the test."""
+    watch = GuardedProcess.watch
+
+    def ended(self, timeout, **options):
+        return watch(self, timeout, on_line=lambda line, when: line == "hangs", **options)
+
+    monkeypatch.setattr(GuardedProcess, "watch", ended)
 
 
 @pytest.fixture
@@ -45,7 +66,7 @@ def scripted(tmp_path):
         worker.write_text(HEADER + textwrap.dedent(code))
         task = tmp_path / "task.py"
         task.write_text("def task(): ...\n")
-        given = {"directory": tmp_path / "journal", "timeout": 30.0, "throughput": False} | options
+        given = {"directory": tmp_path / "journal", "timeout": 600.0, "throughput": False} | options
         return read_request(f"{task}:task", worker=(sys.executable, "-S", str(worker)), **given)
 
     return make

@@ -28,9 +28,21 @@ def test_text_to_stdout_and_progress_to_stderr(capsys, tmp_path):
     code, out, err = run(capsys, "--limit-only", "--dir", str(tmp_path), *command(5))
     assert code == 0
     assert out.startswith("micro_batch_size 5 is the largest that ran; 6 did not")
-    assert "recommended: micro_batch_size 5" in out
+    assert "recommended: no size (see the notes)" in out
     assert "limit       micro_batch_size 8" in err
     assert "\x1b" not in out + err
+
+
+def test_the_limit_and_the_margin_are_two_parts_of_the_memory(capsys, tmp_path):
+    arguments = ["--memory", "256MiB", "--margin", "56MiB", "--limit-only", "--max", "1", "--dir", str(tmp_path)]
+    code, out, _ = run(capsys, *arguments, *command(5))
+    assert code == 0
+    assert "; limit 200.0 MiB, and 56.0 MiB more are kept free\n" in out
+
+
+def test_a_timeout_of_centuries(capsys, tmp_path):
+    code, _, err = run(capsys, "--timeout", "1e10", "--limit-only", "--max", "1", "--dir", str(tmp_path), *command(5))
+    assert code == 0, err
 
 
 def test_a_project_file_names_the_task(capsys, tmp_path):
@@ -98,10 +110,18 @@ def test_an_invalid_request_exits_2_before_anything_runs(capsys, arguments):
     assert err.startswith("error: ")
 
 
-@pytest.mark.parametrize("flag", ["--evaluation", "--longest"])
+@pytest.mark.parametrize(
+    "flag", ["--evaluation", "--longest", "--accumulation-steps 1", "--peak-tflops 9", "--workers 1"]
+)
 def test_flags_for_tasks_are_refused_with_a_command(capsys, tmp_path, flag):
-    code, _, err = run(capsys, flag, "--dir", str(tmp_path), *command(5))
-    assert code == 2 and f"{flag} is for tasks" in err
+    code, _, err = run(capsys, *flag.split(), "--dir", str(tmp_path), *command(5))
+    assert code == 2 and f"{flag.split()[0]} is for tasks" in err
+
+
+def test_a_step_regex_is_refused_with_a_task(capsys, tmp_path):
+    (tmp_path / "train.py").write_text("def task(): ...\n")
+    code, _, err = run(capsys, f"{tmp_path / 'train.py'}:task", "--step-regex", "x", "--dir", str(tmp_path / "j"))
+    assert code == 2 and "--step-regex" in err and "is for commands" in err
 
 
 def test_without_torch_a_task_names_the_extra_and_leaves_no_directory(capsys, tmp_path, monkeypatch):
@@ -112,6 +132,7 @@ def test_without_torch_a_task_names_the_extra_and_leaves_no_directory(capsys, tm
     assert not (tmp_path / "j").exists()
 
 
-def test_device_is_refused_and_names_on(capsys, tmp_path):
-    code, _, err = run(capsys, "--device", "cuda", "--dir", str(tmp_path), *command(5))
-    assert code == 2 and "--on cuda" in err
+@pytest.mark.parametrize("device", ["cuda", "h100"])
+def test_device_is_refused_and_names_on(capsys, tmp_path, device):
+    code, _, err = run(capsys, "--device", device, "--dir", str(tmp_path), *command(5))
+    assert code == 2 and "--on cuda" in err and "--on h100" not in err and "--memory" in err

@@ -152,7 +152,7 @@ def test_a_commands_identity_and_conditions(tmp_path, monkeypatch):
         arguments = [sys.executable, str(tmp_path / "train.py"), "{micro_batch_size}"]
         return CommandRunner(read_request(arguments, **options), tmp_path)
 
-    before = made().identity
+    before, unlimited = made().identity, made().conditions("limit")
     assert before["versions"]["python"] == sys.version.split()[0]
     assert made().identity == before
     (tmp_path / "below" / "net.py").write_text("width = 2")
@@ -162,6 +162,8 @@ def test_a_commands_identity_and_conditions(tmp_path, monkeypatch):
     again = CommandRunner(read_request([sys.executable, "-m", "below.net", "{micro_batch_size}"]), tmp_path)
     assert again.identity["code"] != module.identity["code"]
     assert made(step_regex="x").conditions("limit") != made().conditions("limit")
+    monkeypatch.setattr("batchwright.probe.command.resource.getrlimit", lambda which: (2**40, -1))
+    assert made().conditions("limit") != unlimited, "ulimit -v"
     assert made(seconds=9).conditions("limit") == made().conditions("limit")
     assert made(seconds=9).conditions("throughput") != made().conditions("throughput")
 
@@ -367,6 +369,35 @@ def test_what_frameworks_print_per_step(framework):
     assert steps.numbers == [], "a line that is not a step counts not even once"
     assert any(steps.see(step(n), 100.0 + n) for n in range(1, 8))
     assert steps.timing().seconds == pytest.approx(1.0)
+
+
+KERAS = "\x1b[1m1/1\x1b[0m \x1b[32m━━━━━━━━━━━━━━━━━━━━\x1b[0m\x1b[37m\x1b[0m \x1b[1m0s\x1b[0m 60ms/step - loss: 2.3026"
+EPOCHS_OF_ONE_STEP = {
+    # Keras prints the last step of an epoch twice.
+    "keras": lambda n: [f"Epoch {n}/25", KERAS, KERAS],
+    "word_language_model": lambda n: [f"| epoch {n:3d} |     1/    1 batches | lr 20.00 | loss  6.77 | ppl   871.16"],
+    "composer": lambda n: [f"[epoch={n}][batch=1/1]:", "\t Train loss/train/total: 2.3026"],
+    "lightning": lambda n: [f"Epoch {n}: 100%|██████████| 1/1 [00:00<00:00,  5.85it/s, train_loss=1.110]"] * 3,
+}
+
+
+@pytest.mark.parametrize("framework", EPOCHS_OF_ONE_STEP)
+def test_epochs_of_one_step_are_steps(framework):
+    """The batch is as large as the dataset."""
+    steps = _Steps(None, least=3, seconds=0.0)
+    enough = [
+        any([steps.see(line, n + later / 100) for later, line in enumerate(EPOCHS_OF_ONE_STEP[framework](n))])
+        for n in range(1, 8)
+    ]
+    assert enough == [False] * 3 + [True] * 4
+    assert steps.timing().seconds == pytest.approx(1.0)
+
+
+def test_a_bar_that_is_drawn_again_is_not_a_step():
+    steps = _Steps(None, least=3, seconds=0.0)
+    bar = "Epoch 0/9 ━━━━━━━━━━ 1/1 0:00:01 • 0:00:00 6.29it/s"
+    assert not any(steps.see(line, float(n)) for n in range(9) for line in (bar, "   val_loss: -10.781"))
+    assert steps.numbers == [1]
 
 
 def test_a_file_that_the_command_writes_is_not_its_code(tmp_path, monkeypatch):

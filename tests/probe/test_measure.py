@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchwright.probe.prober import known_peak
 from batchwright.probe.speed import Timing, analyse, diagnose, fit, interval, sizes, warmup
 
 
@@ -85,3 +87,25 @@ def test_noise_is_refused_but_a_clear_case_is_not():
     assert diagnose(noisy, wild, 64, ranks=1).bottleneck == "too-noisy"
     clear = {"cached": steady(1.0, 0.5), "loader": steady(50.0, 0.5), "accumulate": steady(1.0)}
     assert diagnose(clear, wild, 64, ranks=1).bottleneck == "input"
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA L40S", 362),
+        ("AMD Instinct MI250X", 191.5),  # torch's device is one of its two dies
+        # Other cards, and parts of one, with the name of one in theirs.
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+    ],
+)
+def test_the_peak_of_a_card_is_not_that_of_another(device, peak):
+    assert known_peak(device, "bfloat16 (highest matmul)") == peak

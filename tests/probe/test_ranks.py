@@ -38,14 +38,14 @@ def test_the_largest_peak_counts(scripted):
     assert probe.trials[0].peak_memory_bytes == 950
 
 
-def test_a_hung_rank_is_named(scripted):
+def test_a_hung_rank_is_named(scripted, hangs_end):
     code = """
     if size <= 4: both()
     rank(0, status="running", stage=7, doing="backward of step 1")
     rank(1, status="running", stage=5, doing="reading the batch of step 1")
-    time.sleep(600)
+    hang_now()
     """
-    probe = run_probe(scripted(SAY + _dedent(code), ranks=2, timeout=5.0, largest=5))
+    probe = run_probe(scripted(SAY + _dedent(code), ranks=2, largest=5))
     hung = next(t for t in probe.trials if t.status == "timeout")
     assert "rank 1 of 2 hung" in hung.reason
     assert "reading the batch of step 1" in hung.reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,23 +12,86 @@ pytest.importorskip("torch")
 
 import torch
 
+from batchwright.core.errors import PlanError
 from batchwright.probe.worker import Worker
 
 pytestmark = pytest.mark.torch
 
 
-def test_a_limit_trial_accumulates_and_has_the_optimizers_state():
-    worker = object.__new__(Worker)
-    worker.spec = {"steps": 2, "micro_steps": 2}
-    worker.size, worker.device = 3, torch.device("cpu")
-    worker.model = torch.nn.Linear(4, 1)
-    worker.optimizer = torch.optim.AdamW(worker.model.parameters())
-    worker.task = SimpleNamespace(example_batch=lambda size: torch.ones(size, 4), loss_of=loss_of)
-    worker.stage = lambda doing: None
+@pytest.fixture
+def worker():
+    made = object.__new__(Worker)
+    made.spec = {"steps": 2, "micro_steps": 2, "seconds": 0.0, "contrasts": False, "workers": 0}
+    made.size, made.device, made.result = 3, torch.device("cpu"), {}
+    made.ranks = SimpleNamespace(rank=0, size=1)
+    made.model = torch.nn.Linear(4, 1)
+    made.optimizer = torch.optim.AdamW(made.model.parameters())
+    made.task = SimpleNamespace(example_batch=lambda size: torch.ones(size, 4), loss_of=loss_of)
+    made.stage = lambda doing: None
     SEEN.clear()
-    SEEN.append(worker.optimizer)
+    SEEN.append(made.optimizer)
+    return made
+
+
+def test_a_limit_trial_accumulates_and_has_the_optimizers_state(worker):
     worker._limit()
     assert SEEN[1:] == [(False, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_a_trial_of_speed_needs_the_memory_of_a_limit_trial(worker, micro_steps):
+    """If the job accumulates: gradients and the optimizer's state exist during a forward pass."""
+    worker.spec["micro_steps"] = micro_steps
+    worker._throughput()
+    assert ((True, True) in SEEN[1:]) == (micro_steps > 1)
+    assert SEEN[-1] == (False, True), "the steps that are timed do not accumulate"
+
+
+def test_a_task_with_an_example_batch_needs_no_dataset(worker):
+    worker.spec["contrasts"] = True
+    worker._throughput()
+    assert worker.result["contrasts"].keys() == {"cached"}, "on one rank, accumulating shows nothing"
+
+
+@pytest.mark.parametrize("memory", [None, 2**30])
+def test_what_the_limit_depends_on_without_a_budget(worker, memory):
+    worker.spec |= {"memory": memory, "host_memory": 2**34}
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    free = worker.room()
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (2**46, before[1]))
+        limited = worker.room()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert (limited == free) == (memory is not None)
+    worker.spec["host_memory"] = 2**33
+    assert (worker.room() == free) == (memory is not None)
+
+
+@pytest.mark.parametrize(("memory", "ranks"), [(2**34 + 1, 1), (2**33 + 1, 2)])
+def test_a_budget_above_the_machines_memory_is_refused(worker, monkeypatch, memory, ranks):
+    """RLIMIT_AS would not stop such a trial: the kernel would kill some process."""
+    monkeypatch.setattr("batchwright.probe.worker.physical_memory", lambda: 2**34)
+    monkeypatch.setattr("batchwright.probe.worker.resource.setrlimit", lambda *limits: None)
+    worker.spec |= {"memory": memory, "margin": 0, "limited": True, "host_memory": 2**33}
+    worker.base, worker.ranks.size = 2**30, ranks
+    with pytest.raises(PlanError, match=f"memory={memory:,}.*{2**34:,}") as caught:
+        worker._set_limit()
+    assert caught.value.nearest == (2**34 // ranks,)
+    worker.spec["memory"] = 2**34 // ranks
+    worker._set_limit()
+
+
+def test_other_ranks_are_not_other_programs(worker, monkeypatch):
+    """Two ranks, and nothing else on this machine: all processors' seconds are theirs."""
+    monkeypatch.setattr("batchwright.probe.worker.busy_seconds", lambda: 1.0 + 2 * time.process_time())
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.mul_(2))
+    monkeypatch.setattr("batchwright.probe.worker.os.cpu_count", lambda: 1)
+    monkeypatch.setattr(worker, "_agree", lambda steps: steps)
+    worker.ranks.size = 2
+    timing = worker._time(lambda: sum(range(10**5)))
+    assert timing.cpu_seconds > 0
+    assert timing.contention < 0.1 * timing.cpu_seconds / timing.seconds
 
 
 SEEN: list = []

@@ -96,7 +96,7 @@ def read_training(flags: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str
     readers: dict[str, Callable[[Any, str], Any]] = {
         "device": lambda value, name: value,
         "memory": parse_bytes,
-        "margin": parse_bytes,
+        "margin": partial(parse_bytes, least=0),
         "context": partial(parse_bytes, least=0),
         "workspaces": partial(parse_bytes, least=0),
         "fragmentation": lambda value, name: float(percentage(value, name) * 100),

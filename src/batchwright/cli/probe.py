@@ -106,10 +106,11 @@ def command(
         )
     if device is not None:
         raise ConfigError(
-            f"--device={device!r} is a device to estimate for, and probe runs: the device to run on is --on {device}.",
+            f"--device={device!r} is a device to estimate for, and probe runs on this machine: --on cpu or --on cuda (what torch "
+            "calls the accelerator) is the device to run on, and --memory is a limit on it.",
             field="on",
             given=device,
-            nearest=("cpu",),
+            nearest=("cpu", "cuda"),
         )
     target, arguments = read_task(target, args) if target else (None, task_arguments(args))
     progress = TrialTable() if sys.stderr.isatty() else TrialLines()
@@ -184,7 +185,7 @@ def render(made: Probe) -> list[str]:
         f"micro_batch_size {made.max_micro_batch_size} is the largest that ran"
         + (f"; {failing} did not" if failing else "; larger sizes were not tried")
         + (f"; limit {format_bytes(made.memory_bytes)}" if made.memory_bytes else "")
-        + (f", {format_bytes(made.margin_bytes)} of it kept free" if made.margin_bytes else ""),
+        + (f", and {format_bytes(made.margin_bytes)} more are kept free" if made.margin_bytes else ""),
         "",
         *text.table([row(t) for t in made.trials], head=HEAD, right=[1, 3, 4, 5, 6]),
     ]

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -52,6 +53,7 @@ MARKERS = (
     # `      3/Unknown 1s 60ms/step - loss: 2.3`, if the data have no length.
     r"^[\s\x08]*(\d+)/(?:(\d+) (?:[━─]+|\[[=>.]+\])|Unknown) .*\bloss\b",
 )
+_EPOCH = re.compile(r"\bepoch\W{0,4}(\d+)", re.IGNORECASE)
 _COLOUR = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 # A line may be printed before its step ends; at the third line, two steps with optimizer state are done.
 _LIMIT_STEPS = 3
@@ -124,7 +126,8 @@ class CommandRunner:
         """What the verdict depends on, apart from the command."""
         r = self.request
         timed = {"seconds": r.seconds} if purpose == "throughput" else {}
-        return {"memory": r.memory, "margin": r.margin, "step_regex": r.step_regex} | timed
+        space = resource.getrlimit(resource.RLIMIT_AS)[0]  # `ulimit -v` limits the command, too
+        return {"memory": r.memory, "margin": r.margin, "address_space": space, "step_regex": r.step_regex} | timed
 
     def describe(self) -> Mapping[str, Any]:
         """The identity; nothing has to run for it."""
@@ -233,10 +236,14 @@ class _Series:
     last: float
     numbers: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    epoch: str = ""
 
-    def add(self, number: int, when: float) -> None:
+    def add(self, number: int, when: float, total: str, epoch: str) -> None:
         """Add the number of a step, and the time of its line."""
         steps = number - self.numbers[-1] if self.numbers else 1
+        if steps == 0 and total == str(number) and epoch != self.epoch:
+            steps = number  # the end of another epoch: if it has one step, no smaller number comes between
+        self.epoch = epoch
         if self.numbers and steps > 0 and when > self.last:  # lines that arrive together show no time
             self.times.append((when - self.last) / steps)
         if steps > 0:
@@ -258,10 +265,13 @@ class _Steps:
         self._least, self._seconds = least, seconds
         self._series: dict[tuple[Any, ...], _Series] = {}
         self._enough: _Series | None = None
+        self._epoch = ""
 
     def see(self, line: str, when: float) -> bool:
         """Read a line; True when there were enough steps over enough time."""
         line = _COLOUR.sub("", line[:_LONGEST_LINE])
+        if named := _EPOCH.search(line):
+            self._epoch = named[1]
         for pattern in self._patterns:
             found = pattern.search(line)
             if found is None:
@@ -274,7 +284,8 @@ class _Steps:
                 self._series.clear()  # what was counted before the first marker may not be steps
             key = (pattern, *others) if self._totals else (pattern,)
             series = self._series.setdefault(key, _Series(when, when))
-            series.add(int(first) if first.isdecimal() else len(series.numbers), when)
+            number = int(first) if first.isdecimal() else len(series.numbers)
+            series.add(number, when, others[0] if others and self._totals else "", self._epoch)
             long = len(series.numbers) >= self._least and series.last - series.first >= self._seconds
             if long and len(series.times) >= _LEAST_TIMES:
                 self._enough = self._enough or series

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from batchwright.core.numbers import format_bytes
@@ -34,14 +35,14 @@ class TrialLines:
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
-        self._left = 0
 
     def started(self, size: int, purpose: str, left: int) -> None:
-        self._left = left
+        if self._seconds:
+            _print(f"{'next':<10}  micro_batch_size {size:<6} {eta(self._seconds, left + 1)}")
 
     def finished(self, trial: Trial) -> None:
         self._count(trial)
-        _print(f"{trial.purpose:<10}  micro_batch_size {trial.micro_batch_size:<6} {verdict(trial)}{self._eta()}")
+        _print(f"{trial.purpose:<10}  micro_batch_size {trial.micro_batch_size:<6} {verdict(trial)}")
 
     def note(self, text: str) -> None:
         _print(text)
@@ -51,9 +52,6 @@ class TrialLines:
     def _count(self, trial: Trial) -> None:
         if trial.seconds and not trial.resumed:
             self._seconds.append(trial.seconds)
-
-    def _eta(self) -> str:
-        return eta(self._seconds, self._left)
 
 
 class TrialTable(TrialLines):
@@ -72,8 +70,8 @@ class TrialTable(TrialLines):
         self._live.start()
 
     def started(self, size: int, purpose: str, left: int) -> None:
-        super().started(size, purpose, left)
-        self._now = f"{purpose}: micro_batch_size {size} …{self._eta()}"
+        after = f" ({eta(self._seconds, left + 1)})" if self._seconds else ""
+        self._now = f"{purpose}: micro_batch_size {size} …{after}"
         self._live.refresh()
 
     def finished(self, trial: Trial) -> None:
@@ -82,7 +80,7 @@ class TrialTable(TrialLines):
         self._live.refresh()
 
     def note(self, text: str) -> None:
-        self._live.console.print(text, highlight=False)
+        self._live.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
         self._now = ""
@@ -92,13 +90,14 @@ class TrialTable(TrialLines):
         from rich.console import Group
         from rich.spinner import Spinner
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(box=None, pad_edge=False)
         for column in HEAD:
             table.add_column(column, justify="left" if column in ("purpose", "verdict") else "right")
         for trial in self._trials:
             table.add_row(*row(trial), style="" if trial.fits else "red")
-        return Group(table, Spinner("dots", self._now)) if self._now else table
+        return Group(table, Spinner("dots", Text(self._now))) if self._now else table
 
 
 HEAD = ("purpose", "micro batch", "verdict", "peak memory", "predicted", "samples/s", "seconds")
@@ -131,17 +130,16 @@ def verdict(trial: Trial) -> str:
     return ", ".join(parts) + (" (resumed)" if trial.resumed else "")
 
 
-def eta(seconds: Sequence[float], left: int) -> str:
-    """How long the next trials will take, if they take as long as those before.
+def eta(seconds: Sequence[float], trials: int) -> str:
+    """How long the trials that are left will take, if they take as long as those before.
 
     >>> eta([2.0, 4.0], 2)
-    '  [about 2 more, 6 s]'
+    'about 2 trials left, 6 s'
     """
-    if left <= 0 or not seconds:
-        return ""
-    return f"  [about {left} more, {left * sum(seconds) / len(seconds):.0f} s]"
+    return f"about {trials} trial{'s' * (trials > 1)} left, {trials * sum(seconds) / len(seconds):.0f} s"
 
 
 def _print(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # the reader of our standard error is gone
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()

@@ -1,12 +1,12 @@
 """The journal of a probe: append-only lines of JSON, each on disk before the next trial starts.
 
-    {"kind": "begin", "identity": {...}}      what was probed: code, model, optimizer, precision, device, versions
-    {"kind": "trial", "conditions": {...}, "trial": {...}}
+    {"kind": "trial", "identity": {...}, "conditions": {...}, "trial": {...}}
     {"kind": "written", "files": [...]}       files that the command writes: they are not its code
     {"kind": "fresh"}                         --fresh: lines before this one no longer count
 
-A later probe continues with the stored trials that have the same identity and the same conditions (memory, ranks, …).
-A line that was cut off by a crash, or is damaged, is skipped.
+The identity is what was probed: code, model, optimizer, precision, device, versions. Every trial has it, because two
+probes may write into one file at once. A later probe continues with the stored trials that have the same identity and the
+same conditions (memory, ranks, …). A line that was cut off by a crash, or is damaged, is skipped.
 """
 
 from __future__ import annotations
@@ -67,13 +67,12 @@ class Journal:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.error: str | None = None
-        self._identity: Mapping[str, Any] | None = None  # of the last block
         self.written: set[str] = set()
         """Files that the command writes, by the journal."""
 
-    def blocks(self) -> list[tuple[dict[str, Any], list[tuple[Any, Trial]]]]:
-        """(identity, [(conditions, trial)]) of everything stored, oldest first."""
-        found: list[tuple[dict[str, Any], list[tuple[Any, Trial]]]] = []
+    def stored(self) -> list[tuple[dict[str, Any], Any, Trial]]:
+        """(identity, conditions, trial) of everything stored, oldest first."""
+        found: list[tuple[dict[str, Any], Any, Trial]] = []
         try:
             text = read_bytes(self.path) if self.path and self.path.is_file() else b""
         except OSError as error:
@@ -84,23 +83,22 @@ class Journal:
                 record = parse_object(line)
                 if record["kind"] == "written":
                     self.written |= set(map(str, record["files"]))
-                elif record["kind"] == "begin":
-                    found.append((dict(record["identity"]), []))
                 elif record["kind"] == "fresh":
                     found.clear()
                     self.written.clear()
-                elif record["kind"] == "trial" and found:
-                    found[-1][1].append((record["conditions"], codec.read(Trial, record["trial"])))
+                elif record["kind"] == "trial":
+                    identity, trial = dict(record["identity"]), codec.read(Trial, record["trial"])
+                    found.append((identity, record["conditions"], trial))
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # cut off while it was written, or damaged
-        for identity, _ in found:
+        for identity, *_ in found:
             if self.written and isinstance(code := identity.get("code"), dict):
                 identity["code"] = {path: value for path, value in code.items() if path not in self.written}
         return found
 
     def restart(self) -> None:
         """Let the stored trials no longer count, in this probe and in later ones."""
-        if self.blocks():
+        if self.stored():
             self._append([{"kind": "fresh"}])
 
     def resume(
@@ -108,38 +106,29 @@ class Journal:
     ) -> tuple[list[Trial], list[str]]:
         """The stored trials with this identity and these conditions, and what changed since the last probe."""
         identity = json.loads(json.dumps(identity))
-        blocks = self.blocks()
+        stored = self.stored()
         trials = [
             replace(trial, resumed=True)
-            for stored, measured in blocks
-            if stored == identity
-            for under, trial in measured
+            for of, under, trial in stored
             # A crash or a hang is measured again: its cause may be gone.
-            if under == conditions(trial.purpose) and trial.status in ("fits", "oom")
+            if of == identity and under == conditions(trial.purpose) and trial.status in ("fits", "oom")
         ]
-        changed = changes(blocks[-1][0], identity) if blocks and blocks[-1][0] != identity else []
-        if blocks and not changed:
-            self._identity = identity
-        return trials, changed
+        return trials, changes(stored[-1][0], identity) if stored else []
 
     def add(
         self, identity: Mapping[str, Any], conditions: Mapping[str, Any], trial: Trial, written: Collection[str] = ()
     ) -> None:
-        """Append a trial, and before it the identity if that is new, and the files that the command has written."""
+        """Append a trial, and before it the files that the command has written, if there are new ones."""
         lines: list[dict[str, Any]] = []
         if new := set(written) - self.written:
             lines.append({"kind": "written", "files": sorted(new)})
             self.written |= new
-        identity = json.loads(json.dumps(identity))
-        if identity != self._identity:
-            lines.append({"kind": "begin", "identity": identity})
-        lines.append({"kind": "trial", "conditions": dict(conditions), "trial": codec.encode(trial)})
-        if self._append(lines):
-            self._identity = identity
+        record = {"identity": dict(identity), "conditions": dict(conditions), "trial": codec.encode(trial)}
+        self._append([*lines, {"kind": "trial", **record}])
 
-    def _append(self, lines: list[dict[str, Any]]) -> bool:
+    def _append(self, lines: list[dict[str, Any]]) -> None:
         if self.path is None or self.error:
-            return False
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a+b", buffering=0, opener=atomic.no_follow) as file:
@@ -153,5 +142,3 @@ class Journal:
                 os.fsync(file.fileno())
         except OSError as error:
             self.error = f"{self.path}: {error.strerror}"
-            return False
-        return True

@@ -6,7 +6,6 @@ import hashlib
 import os
 import stat
 import sys
-import time
 from pathlib import Path
 
 from batchwright.processes.start import FIXED_ALLOCATOR, environment
@@ -30,14 +29,14 @@ def trial_environment(*, limited: bool, ranks: int = 1, task: bool = True) -> di
     return environment(FIXED_ALLOCATOR if limited else {}, changes, default=default)
 
 
-def others_seconds() -> float | None:
-    """Processor seconds that all other programs have used."""
+def busy_seconds() -> float | None:
+    """Processor seconds that all programs have used."""
     try:
         fields = [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):
         return None
     user, nice, system, _idle, _wait, irq, soft, steal = fields
-    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def digest(data: str | bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import shutil
 import signal
 import tempfile
@@ -31,6 +32,8 @@ from .speed import CONTENDED, Curve, Timing, analyse, diagnose, sizes
 
 # Seconds for an estimate; a model that takes longer is probed without one.
 _ESTIMATE_SECONDS = 120.0
+# Trials of a search that has not begun, for the remaining time: the median of random programs without an estimate.
+_SEARCH = 6
 
 
 class Runner(Protocol):
@@ -181,7 +184,7 @@ class _Session:
     def _resume(self) -> None:
         if self.request.fresh:
             self.journal.restart()
-        if not self.journal.blocks():
+        if not self.journal.stored():
             return
         if isinstance(self.runner, CommandRunner):
             self.runner.ignore(self.journal.written)
@@ -223,7 +226,7 @@ class _Session:
 
     def _limit(self, purpose: str, run: Callable[[int], Trial], shape: Mapping[int, int] | None) -> Limit:
         def one(size: int, predicted: int | None, left: int) -> Trial:
-            return self._trial(run, size, purpose, left=left, predicted=predicted)
+            return self._trial(run, size, purpose, left=left + self._after_search(purpose, size), predicted=predicted)
 
         r = self.request
         return find_limit(
@@ -235,10 +238,24 @@ class _Session:
             memory=self._memory() if shape else None,
         )
 
+    def _after_search(self, purpose: str, size: int) -> int:
+        """How many trials follow a search that is at `size`: of the evaluation's search, and of the speed up to the limit."""
+        r = self.request
+        if purpose == "evaluation":
+            size = builtins.max(t.micro_batch_size for t in self.trials if t.purpose == "limit" and t.fits)
+        speed = len(sizes(size, r.multiple_of)) + (not r.command) if r.throughput else 0
+        return speed + (_SEARCH if r.evaluation and purpose == "limit" else 0)
+
     def _trial(
-        self, run: Callable[[int], Trial], size: int, purpose: str, left: int = 0, predicted: int | None = None
+        self,
+        run: Callable[[int], Trial],
+        size: int,
+        purpose: str,
+        left: int = 0,
+        predicted: int | None = None,
+        needed: bool = True,
     ) -> Trial:
-        """One trial: from the journal, or run now and written to it. A crash ends the probe."""
+        """One trial: from the journal, or run now and written to it. A crash ends the probe if the trial is needed."""
         stored = self._stored.get((purpose, size))
         if stored:
             trial = stored.pop(0)
@@ -250,7 +267,7 @@ class _Session:
                 self.journal.add(self.runner.identity, self.runner.conditions(purpose), trial, written)
         self.trials.append(trial)
         self.progress.finished(trial)
-        if trial.status == "crash":
+        if trial.status == "crash" and needed:
             raise _failed(trial)
         return trial
 
@@ -265,16 +282,8 @@ class _Session:
                     timed[size] = trial
                 elif trial.fits and trial.last_lines is not None:
                     break  # its output shows no steps, so the output of other sizes will not either
-        timings: dict[int, Timing] = {size: t.timing for size, t in timed.items() if t.timing}
-        curve = analyse(timings) if timings else None
-        recommended = self._recommended(curve, timed, limit)
-        diagnosis = None
-        if curve is not None and recommended is not None:
-            contrasts: Mapping[str, Timing] = {}
-            if not r.command:
-                last = self._trial(lambda size: self.runner.throughput(size, True), recommended, "throughput")
-                contrasts = last.contrasts or {}
-            diagnosis = diagnose(contrasts, curve, recommended, r.ranks)
+        curve, recommended, contrasts = self._verdict(timed)
+        diagnosis = diagnose(contrasts, curve, recommended, r.ranks) if curve and recommended else None
         self._remark(limit, timed, curve)
         at = timed.get(recommended) if recommended else None
         identity = self.runner.identity
@@ -287,7 +296,7 @@ class _Session:
             first_failing_micro_batch_size=limit.first_failing,
             saturating_micro_batch_size=curve.saturating if curve else None,
             recommended_micro_batch_size=recommended,
-            recommended_peak_memory_bytes=at.peak_memory_bytes if at else None,
+            recommended_peak_memory_bytes=at.held_bytes if at else None,
             largest_worthwhile_micro_batch_size=curve.largest_worthwhile if curve else None,
             bottleneck=diagnosis.bottleneck if diagnosis else None,
             max_evaluation_batch_size=evaluation.largest if evaluation else None,
@@ -308,30 +317,52 @@ class _Session:
             seconds=time.monotonic() - self._began,
         )
 
-    def _recommended(self, curve: Curve | None, timed: Mapping[int, Trial], limit: Limit) -> int | None:
-        """The largest worthwhile size whose peak with the user's own allocator is within the limit; None without one."""
-        if curve is None:
-            # Only the limit is known. If a size failed while its speed was measured, no size is known to run there.
-            failed = any(t.purpose == "throughput" and not t.fits for t in self.trials)
-            if failed:
-                self.notes.append("no size is recommended: none ran while its speed was measured.")
-            return None if failed else limit.largest
+    def _verdict(self, timed: dict[int, Trial]) -> tuple[Curve | None, int | None, Mapping[str, Timing]]:
+        """The curve, the recommended size, and the comparisons at it; a size that is out of memory there is dropped."""
+        while timed:
+            curve = analyse({size: t.timing for size, t in timed.items() if t.timing})
+            recommended, notes = self._recommended(curve, timed)
+            last = None
+            if recommended and not self.request.command:
+                compare = lambda size: self.runner.throughput(size, True)  # noqa: E731
+                last = self._trial(compare, recommended, "throughput", needed=False)
+                if last.status not in ("fits", "crash"):
+                    del timed[recommended]
+                    continue
+                if last.status == "crash":
+                    notes.append(
+                        f"the trial for the bottleneck of micro_batch_size {recommended} failed: {sentence(last.reason or '')} "
+                        "The bottleneck is only what the times of all sizes show."
+                    )
+                elif last.contrasts and "loader" not in last.contrasts:
+                    notes.append("the task has an example batch, so waiting for data was not measured.")
+            self.notes += notes
+            return curve, recommended, last.contrasts or {} if last else {}
+        why = "speed was not measured"
+        if any(t.purpose == "throughput" and not t.fits for t in self.trials):
+            why = "none ran while its speed was measured"
+        self.notes.append(f"no size is recommended: {why}.")
+        return None, None, {}
+
+    def _recommended(self, curve: Curve, timed: Mapping[int, Trial]) -> tuple[int | None, list[str]]:
+        """The largest worthwhile size whose peak with the user's own allocator is within the limit, and why it is another."""
         wanted = curve.largest_worthwhile
         memory = next((t.limit_bytes for t in self.trials if t.limit_bytes), None)
-        peaks = {size: t.peak_memory_bytes or 0 for size, t in timed.items()}
+        peaks = {size: t.held_bytes or 0 for size, t in timed.items()}
         if memory is None or peaks[wanted] <= memory:
-            return wanted
-        chosen = builtins.max((size for size in peaks if size < wanted and peaks[size] <= memory), default=None)
-        instead = f"{chosen} is recommended instead" if chosen else "no smaller size that was measured is within it"
-        self.notes.append(
+            return wanted, []
+        within = {size: t.timing for size, t in timed.items() if t.timing and peaks[size] <= memory}
+        chosen = analyse(within).largest_worthwhile if within else None
+        instead = f"{chosen} is recommended instead" if chosen else "no size that was measured is within it"
+        notes = [
             f"micro_batch_size {wanted} is faster, but needs {format_bytes(peaks[wanted])} with your own allocator, "
             f"and the limit is {format_bytes(memory)}: {instead}."
-        )
+        ]
         if chosen is None:
-            self.notes.append(
+            notes.append(
                 "no size is recommended: use a larger --memory, or the allocator of the limit (docs/probe.md)."
             )
-        return chosen
+        return chosen, notes
 
     def _flat_from(self, largest: int) -> int | None:
         """The smallest size with the peak of the largest, if it is a quarter of it or less."""
@@ -374,7 +405,7 @@ class _Session:
             self.notes.append(
                 "the times are noisy: a larger size is recommended only where noise does not explain its gain."
             )
-        slow = [t for t in self.trials if t.purpose == "throughput" and not t.fits]
+        slow = [t for t in self.trials if t.purpose == "throughput" and t.status in ("oom", "timeout")]
         for size, trial in {t.micro_batch_size: t for t in slow}.items():
             what = "ran out of memory" if trial.status == "oom" else "timed out"
             self.notes.append(
@@ -415,8 +446,9 @@ def known_peak(device: str, precision: str) -> float | None:
     (989, None)
     """
     table = json.loads(Path(__file__).with_name("peaks.json").read_text(encoding="utf-8"))["devices"]
-    row = next((row for row in table if row["name"] in device), None)
-    if row is None:
+    row = next((row for row in table if re.search(rf"\b{row['name']}\b", device)), None)
+    # A part of a card, or another card with the same name before its own.
+    if row is None or re.search(r"\b(?:MIG|Laptop|Max-Q|Ti|D)\b", device):
         return None
     kind = precision.split(" ")[0].split("+")[0]
     return row.get("tf32" if kind == "float32" and "highest" not in precision else kind)

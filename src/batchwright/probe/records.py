@@ -87,7 +87,7 @@ class Trial:
     """The rank that gave the verdict, if there are several."""
     timing: Timing | None = None
     contrasts: Mapping[str, Timing] | None = None
-    """Timings of `cached`, `loader` and `accumulate` steps, where they were compared."""
+    """Timings of `cached`, `loader` (without an example batch) and `accumulate` (several ranks) steps, where compared."""
     flops: float | None = None
     """Of one step, forward and backward."""
     tokens_per_sample: int | None = None
@@ -96,6 +96,11 @@ class Trial:
     last_lines: tuple[str, ...] | None = None
     """The end of a command's output, if its speed was measured and its output showed too few steps; else None."""
     resumed: bool = False
+
+    @property
+    def held_bytes(self) -> int | None:
+        """What the allocator held at most: on a device more than its tensors, and the limit is one of this."""
+        return self.reserved_bytes or self.peak_memory_bytes
 
     @property
     def fits(self) -> bool:
@@ -114,7 +119,7 @@ class Probe(Shown):
     first_failing_micro_batch_size: int | None
     saturating_micro_batch_size: int | None
     recommended_micro_batch_size: int | None
-    """None if every size failed, or exceeded the limit, while its speed was measured."""
+    """None if no speed was measured, or if every size failed, or exceeded the limit, while its speed was measured."""
     largest_worthwhile_micro_batch_size: int | None
     bottleneck: str | None
     max_evaluation_batch_size: int | None = None
@@ -212,10 +217,12 @@ def _check_command(command: tuple[str, ...], given: Mapping[str, Any]) -> list[V
             f"Put it where the batch size goes: --per_device_train_batch_size {PLACEHOLDER}."
         )
         found.append(Violation(message, "command", " ".join(command)[:120], (PLACEHOLDER,)))
-    for name in ("ranks", "longest", "evaluation", "accumulation_steps", "workers", "on", "args"):
-        if given.get(name) is True or given.get(name) not in (None, False, (), {}, 1, "1", 0, "0"):  # True equals 1
+    default = {"ranks": "1", "workers": "0"}
+    for name in ("ranks", "longest", "evaluation", "accumulation_steps", "workers", "on", "args", "peak_tflops"):
+        if given.get(name) not in (None, False, {}) and str(given[name]) != default.get(name):
             flag = name.replace("_", "-")
-            message = f"--{flag} is for tasks (FILE.py:function): a command sets this itself, as torchrun does."
+            why = "torch counts no operations of a command" if name == "peak_tflops" else "a command sets this itself"
+            message = f"--{flag} is for tasks (FILE.py:function): {why}."
             found.append(Violation(message, name, str(given[name])))
     return found
 
@@ -223,6 +230,9 @@ def _check_command(command: tuple[str, ...], given: Mapping[str, Any]) -> list[V
 def _check_together(request: ProbeRequest) -> list[Violation]:
     r = request
     found: list[Violation] = []
+    if r.step_regex is not None and not r.command:
+        message = f"step_regex={r.step_regex!r} is for commands: the steps of a task are known."
+        found.append(Violation(message, "step_regex", r.step_regex))
     if r.memory is not None and r.margin >= r.memory:
         message = f"margin={r.margin:,} leaves nothing of memory={r.memory:,} bytes. Nearest: below {r.memory:,}."
         found.append(Violation(message, "margin", r.margin, (r.memory // 10,)))

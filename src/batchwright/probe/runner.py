@@ -25,7 +25,8 @@ from .speed import Timing
 _LIMIT_STEPS = 2  # in the second step the optimizer's state exists
 # Micro steps of the last step, if the job accumulates: in the second one the gradients exist, as in any further one.
 _MICRO_STEPS = 2
-_BUILDING = "building the task"  # as the worker writes it
+# What a worker does before it uses the batch, as it writes it (nothing before it has started): a smaller size hangs as well.
+_BEFORE = {"starting": "libraries were imported", "building the task": "the task was built"}
 
 
 @dataclass
@@ -36,6 +37,8 @@ class TaskRunner:
     scratch: Path
     identity: Mapping[str, Any] = field(default_factory=dict[str, Any])
     longest_index: int | None = None
+    room: Any = None
+    """What the limit depends on, apart from the request, as the last trial saw it."""
     # By whether trials are timed: those have the user's own allocator, which a process gets when it starts.
     _servers: dict[bool, TrialServer] = field(
         default_factory=dict[bool, TrialServer], init=False, repr=False, compare=False
@@ -59,7 +62,13 @@ class TaskRunner:
         r = self.request
         own = {"seconds": r.seconds} if purpose == "throughput" else {"steps": _LIMIT_STEPS}
         same = {name: getattr(r, name) for name in ("memory", "margin", "ranks", "longest", "workers")}
-        return {**same, "device": r.on, "micro_steps": self._micro_steps if purpose == "limit" else 1, **own}
+        return {
+            **same,
+            "device": r.on,
+            "room": self.room,
+            "micro_steps": 1 if purpose == "evaluation" else self._micro_steps,
+            **own,
+        }
 
     def describe(self) -> Mapping[str, Any]:
         """The identity, from a process that builds the task and runs nothing."""
@@ -143,6 +152,7 @@ class TaskRunner:
             raise error if isinstance(error, EnvironmentFault) else ConfigError(violations=error.violations)
         if isinstance(result.get("identity"), dict):
             self.identity = result["identity"]
+            self.room = result.get("room")
         if result.get("longest_index") is not None:
             self.longest_index = result["longest_index"]
 
@@ -182,8 +192,9 @@ class TaskRunner:
         # The other ranks wait for the one that is the least far.
         rank = min(unfinished, key=lambda k: (unfinished[k].get("stage", -1), k))
         doing = unfinished[rank].get("doing", "starting")
-        if done.returncode is None and doing == _BUILDING:  # a smaller size will not help
-            return rank, ExitCause("crash", f"hung while the task was built: no end within {self.request.timeout:g} s")
+        if done.returncode is None and doing in _BEFORE:
+            reason = f"hung while {_BEFORE[doing]}: no end within {self.request.timeout:g} s (--timeout)"
+            return rank, ExitCause("crash", reason)
         if done.returncode is None:
             who = f"rank {rank} of {len(results)} hung" if len(results) > 1 else "no end"
             return rank, ExitCause("hang", f"{who} within {self.request.timeout:g} s; last seen {doing}")

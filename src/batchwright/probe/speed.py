@@ -226,7 +226,7 @@ def analyse(timings: Mapping[int, Timing]) -> Curve:
         saturating=next(size for size in ordered if speed[size] >= SATURATED * speed[best]),
         predicted_saturating=max(1, round(a / b * SATURATED / (1 - SATURATED))) if b and len(ordered) > 1 else None,
         largest_worthwhile=worthwhile,
-        # Speeds are not compared when more than a third of the timings are too noisy.
+        # More than a third of the timings are too noisy: a note says so, and the bottleneck is `too-noisy` unless it is clear.
         noisy=sum(t.noisy for t in timings.values()) * 3 > len(timings),
     )
 

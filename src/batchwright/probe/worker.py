@@ -29,7 +29,7 @@ from batchwright.core import codec
 from batchwright.core.errors import EnvironmentFault, PlanError
 from batchwright.processes.endings import cause_of, error_record
 from batchwright.processes.guard import die_with
-from batchwright.processes.memory import status_bytes
+from batchwright.processes.memory import physical_memory, status_bytes
 from batchwright.processes.target import split_target
 from batchwright.rundir import atomic
 from batchwright.runtime.device import (
@@ -50,7 +50,7 @@ from batchwright.runtime.device import (
 from batchwright.runtime.ranks import discover
 from batchwright.runtime.task import Task, load_task
 
-from .machine import code_below, digest, others_seconds
+from .machine import busy_seconds, code_below, digest
 from .speed import Timing
 
 _SEED = 0
@@ -68,6 +68,15 @@ class Worker:
         self.base = status_bytes("VmSize")
         self.device = torch.device("cpu")
         self._free: Callable[[], None] = lambda: None
+
+    def room(self) -> list[int]:
+        """What the limit depends on, apart from the request: a stored trial counts only where this is the same."""
+        memory: int | None = self.spec["memory"]
+        if self.device.type == "cpu":
+            return [] if memory else [self.spec["host_memory"], resource.getrlimit(resource.RLIMIT_AS)[0]]
+        found = free_and_total(self.device)
+        # In hundredths: a little of a device's memory comes and goes.
+        return [] if found is None else [100 * min(memory or found[1], found[0]) // found[1]]
 
     def _set_limit(self) -> Callable[[], None]:
         """Set the memory limit; returns a function that removes it, so that a failure can still be written."""
@@ -91,6 +100,15 @@ class Worker:
                     nearest=(max(0, room) + self.spec["margin"],),
                 )
             self.result["limit_bytes"] = budget = room
+        most, ranks = physical_memory(), self.ranks.size
+        if memory * ranks > most:
+            raise PlanError(
+                f"memory={memory:,} bytes on {ranks} rank{'s' * (ranks > 1)} are more than the {most:,} bytes of this machine: "
+                f"a trial might take all of them, and the system ends some program. Nearest: {most // ranks:,}.",
+                field="memory",
+                given=memory,
+                nearest=(most // ranks,),
+            )
         resource.setrlimit(resource.RLIMIT_AS, (self.base + budget, hard))
         return lambda: resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
@@ -135,6 +153,7 @@ class Worker:
         try:
             self.device = self._choose()
             use(self.device)
+            self.result["room"] = self.room()
             self._free = self._set_limit()
             self.stage("building the task")
             self._build()
@@ -245,16 +264,19 @@ class Worker:
         batch = self.batch(0, self.size)
         self.stage("warm-up")
         self.result["flops"] = self._flops(batch)
+        if self.spec["micro_steps"] > 1:  # as in a limit trial: the peaks of both are compared
+            self.step(batch, update=False)
         cached = lambda: self.step(batch)  # noqa: E731
         self.result["timing"] = self._time(cached)
         if self.spec["contrasts"]:
             self.stage("contrasts")
-            feed = self._loader()
-            contrasts = {
-                "loader": self._time(lambda: self.step(next(feed)), skip=2 * self.spec["workers"]),
-                "accumulate": self._time(lambda: self.step(batch, update=False)),
-            }
-            self.optimizer.zero_grad(set_to_none=True)
+            contrasts: dict[str, Timing] = {}
+            if self.ranks.size > 1:  # it shows the synchronisation
+                contrasts["accumulate"] = self._time(lambda: self.step(batch, update=False))
+                self.optimizer.zero_grad(set_to_none=True)
+            if self.task.example_batch is None:  # with an example batch, the dataset may not be here
+                feed = self._loader()
+                contrasts["loader"] = self._time(lambda: self.step(next(feed)), skip=2 * self.spec["workers"])
             # Measured before and after the others: if the machine became busy, the interval is wide.
             contrasts["cached"] = self.result["timing"].merged(self._time(cached))
             self.result["contrasts"] = contrasts
@@ -282,14 +304,16 @@ class Worker:
         first = [once() for _ in range(3 + skip)][-3:]
         steps = int(self.spec["seconds"] / max(1e-6, min(wall for wall, _ in first[1:])))
         steps = self._agree(max(3, min(100, steps)))
-        before, switches, wall = others_seconds(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.monotonic()
+        switches, wall = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.monotonic()
+        before, own = busy_seconds(), time.process_time()
         times = first + [once() for _ in range(steps)]
+        after, own = busy_seconds(), time.process_time() - own
         wall = time.monotonic() - wall
-        after = others_seconds()
+        others = after - before - self._sum(own) if before and after else None
         return Timing.of(
             [t for t, _ in times],
             [c for _, c in times],
-            contention=(after - before) / wall / (os.cpu_count() or 1) if before and after and wall else None,
+            contention=max(0.0, others) / wall / (os.cpu_count() or 1) if others is not None and wall else None,
             switches=resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches,
         )
 
@@ -300,6 +324,14 @@ class Worker:
         shared = torch.tensor([steps], device=self.device)
         torch.distributed.broadcast(shared, 0)
         return int(shared.item())
+
+    def _sum(self, seconds: float) -> float:
+        """The sum over all ranks: to each, the others are not other programs."""
+        if self.ranks.size == 1:
+            return seconds
+        shared = torch.tensor([seconds], device=self.device)
+        torch.distributed.all_reduce(shared)
+        return float(shared.item())
 
     def _flops(self, batch: Any) -> float | None:
         from torch.utils.flop_counter import FlopCounterMode

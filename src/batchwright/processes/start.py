@@ -117,7 +117,7 @@ class GuardedProcess:
         waited: list[Any] = [self._output, *([replies] if replies else [])]
         code, enough = None, False
         while code is None and not enough and (left := started + timeout - time.monotonic()) > 0:
-            ready = select.select(waited, [], [], left)[0]
+            ready = select.select(waited, [], [], min(left, 3600.0))[0]  # select refuses a wait of centuries
             if self._output in ready:
                 chunk = self._output.read(65536)
                 if chunk:
