@@ -25,10 +25,10 @@ from batchwright.core.nodes.policies import Launch, Stage
 from batchwright.core.numbers import count
 from batchwright.rundir import names
 from batchwright.rundir.checkpoint import positions
-from batchwright.rundir.files import JsonLines, parse, parse_object, read_bytes
+from batchwright.rundir.files import JsonLines, last_objects, parse, read_bytes
 
 from .directory import RunDirectory, modified, write_json
-from .engine import Job, engine, tail
+from .engine import Job, engine
 from .interrupts import Pause, pause
 from .records import COMMAND, LaunchProgress, Manifest, RunPlan
 
@@ -118,12 +118,15 @@ class TaskWork:
             "strategy": options.strategy,
             "seed": options.seed,
             "stop_after_nonfinite": options.stop_after_nonfinite,
+            "tracker": options.tracker,
             **options.settings,
             "directory": str(self._directory.path),
             "micro_batch_size": [stage.micro_batch_size for stage in plan.stages],
             "allow_ragged": any(_has_ragged_step(stage) for stage in plan.stages),
             "launch": number,
             "end_sample": launch_end(plan, launch),
+            "nodes": launch.nodes,
+            "dataset_size": plan.ramp.dataset_size if plan.ramp else None,
         }
         spec = {
             "schema": codec.SCHEMA,
@@ -147,12 +150,11 @@ class TaskWork:
     def reached(self, manifest: Manifest) -> int:
         """From the last events: those of a million steps have hundreds of megabytes."""
         path = self._directory.path / names.EVENTS / names.events(manifest.number)
-        for line in reversed(tail(path).splitlines()):
+        for event in last_objects(path):
             try:
-                event = parse_object(line.encode())
                 if event["kind"] in ("launch", "step", "evaluating", "evaluation", "saving"):
                     return int(event["samples"])
-            except (ValueError, KeyError, TypeError, OverflowError):  # cut off, or not a line of the loop
+            except (ValueError, KeyError, TypeError, OverflowError):  # not a line of the loop
                 continue
         return manifest.start_sample
 
@@ -201,6 +203,8 @@ def _after(known: LaunchProgress, event: Mapping[str, Any], when: float) -> Laun
             tokens_per_second=event.get("tokens_per_second"),
             samples_per_second=event.get("samples_per_second"),
         )
+    if kind == "tracker":
+        return replace(known, trouble=f"the tracker {event['tracker']} failed: {event['error']}. The run continues.")
     if kind == "save":
         return replace(known, changed=when, saved=when, saved_position=int(event["samples"]))
     return replace(known, changed=when, nonfinite=known.nonfinite or kind == "nonfinite")

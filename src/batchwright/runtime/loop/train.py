@@ -259,6 +259,7 @@ class _Loop(Session):
             grad_norm=result.grad_norm,
             mfu=6 * self.parameters * tokens / (ranks * peak) if peak else None,
             stage=plan.segment,
+            nodes=self.settings.nodes,
             ranks=ranks,
             noise_scale=noise,
             outcome=result.outcome,
