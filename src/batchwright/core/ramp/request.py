@@ -81,7 +81,8 @@ class RampRequest:
             return self.samples
         if self.dataset_size is None:
             raise ScheduleError(
-                f"epochs={decimal(self.epochs)} needs dataset_size, the number of samples in the dataset.", field="dataset_size"
+                f"epochs={decimal(self.epochs)} needs dataset_size, the number of samples in the dataset.",
+                field="dataset_size",
             )
         exact = self.epochs * self.dataset_size
         if exact.denominator == 1:
