@@ -275,7 +275,7 @@ def test_learning_rates():
         ((*LINEAR, "--nodes", "4"), "needs --devices-per-node"),
         ((*LINEAR, "--node-policy", "launcher"), "needs --nodes and --devices-per-node"),
         ((*LINEAR, "--node-policy", "fastest"), "launcher"),
-        ((*LINEAR, "--samples", "1M", "--tokens", "1M"), "exactly one of --samples and --tokens"),
+        ((*LINEAR, "--samples", "1M", "--tokens", "1M"), "--samples and --tokens are mutually exclusive"),
         ((*LINEAR, "--compare", "linear,levanter"), "linear,maxtext|two of"),
         ((*LINEAR, "--at", "-1"), "must be at least 0"),
         ((*LINEAR, "--lr-scaling", "sqrt"), "needs --lr,"),

@@ -25,10 +25,10 @@ from batchwright.core.nodes.policies import Launch, Stage
 from batchwright.core.numbers import count
 from batchwright.rundir import names
 from batchwright.rundir.checkpoint import positions
-from batchwright.rundir.files import JsonLines, last_objects, parse, read_bytes
+from batchwright.rundir.files import JsonLines, parse, parse_object, read_bytes
 
 from .directory import RunDirectory, modified, write_json
-from .engine import Job, engine
+from .engine import Job, engine, tail
 from .interrupts import Pause, pause
 from .records import COMMAND, LaunchProgress, Manifest, RunPlan
 
@@ -150,11 +150,12 @@ class TaskWork:
     def reached(self, manifest: Manifest) -> int:
         """From the last events: those of a million steps have hundreds of megabytes."""
         path = self._directory.path / names.EVENTS / names.events(manifest.number)
-        for event in last_objects(path):
+        for line in reversed(tail(path).splitlines()):
             try:
+                event = parse_object(line.encode())
                 if event["kind"] in ("launch", "step", "evaluating", "evaluation", "saving"):
                     return int(event["samples"])
-            except (ValueError, KeyError, TypeError, OverflowError):  # not a line of the loop
+            except (ValueError, KeyError, TypeError, OverflowError):  # cut off, or not a line of the loop
                 continue
         return manifest.start_sample
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any, cast
@@ -144,21 +144,6 @@ class JsonLines:
             except ValueError:
                 continue
         return found
-
-
-def last_objects(path: Path, size: int = 65536) -> Iterator[dict[str, Any]]:
-    """The objects in the last `size` bytes of a file of JSON lines, the newest first; a million lines are not read."""
-    try:
-        with open(path, "rb", opener=atomic.regular) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-            lines = file.read(size).split(b"\n")
-    except OSError:
-        return
-    for line in reversed(lines):
-        try:
-            yield parse_object(line)
-        except ValueError:  # cut off
-            continue
 
 
 def digest_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Which trackers a run can have, which run of theirs belongs to a run directory, and what it has recorded.
+"""Which trackers a run can have, and which run of theirs belongs to a run directory.
 
 `RUN/trackers/wandb.json` holds the id of the run in Weights & Biases, so that all launches continue that one.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from batchwright.core.errors import MissingExtraError, RunError, Violation, raise_violations
 
 from . import names
-from .files import create_once, find_object, last_objects
+from .files import create_once, find_object
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")  # each is the name of its package, too
 
@@ -42,18 +42,3 @@ def identity(run: Path, tracker: str, make: Callable[[], str]) -> tuple[str, boo
             f"{path} is damaged: it holds no id. Remove it to start a new run in {tracker}.", field=path.name
         )
     return found, known
-
-
-def recorded(run: Path, launch: int) -> int:
-    """The position that earlier launches have reported: a step that ends at or before it is trained again.
-
-    >>> recorded(Path("nowhere"), 3)
-    0
-    """
-    folder, furthest = run / names.EVENTS, 0
-    for name in names.listed(folder):
-        number = names.read_events(name)
-        if number is not None and number < launch:
-            ends = (event.get("samples") for event in last_objects(folder / name) if event.get("kind") == "step")
-            furthest = max(furthest, next((end for end in ends if isinstance(end, int)), 0))
-    return furthest

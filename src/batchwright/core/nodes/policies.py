@@ -493,10 +493,7 @@ def _optimum(
         least = (totals[0] if other == "min-time" else totals[1]) or 0.0
         digits = 100 if least >= 1 else 10**6
         nearest = ceil(Fraction(least) * digits) / digits  # rounded up, so that this limit is accepted
-        message = f"{name}={limit} cannot be met on up to {rules.nodes} nodes: the least is {_shown(nearest)} {unit}."
+        shown = str(nearest).removesuffix(".0")
+        message = f"{name}={limit} cannot be met on up to {rules.nodes} nodes: the least is {shown} {unit}."
         raise ScheduleError(message, field=name, given=limit, nearest=(nearest,))
     return found.counts, found.gap / _HOUR
-
-
-def _shown(number: float) -> str:
-    return str(number).removesuffix(".0")

@@ -150,7 +150,7 @@ class _Feed(threading.Thread):
         self.tracker, self._failed = tracker, failed
         self.missed = 0
         self._waiting: deque[Mapping[str, Any]] = deque(maxlen=_MOST_WAITING)
-        self._wake, self._finishing = threading.Event(), False
+        self._wake, self.closing = threading.Event(), False
         self.start()
 
     def pass_on(self, events: Sequence[Mapping[str, Any]]) -> None:
@@ -162,13 +162,13 @@ class _Feed(threading.Thread):
 
     def finish(self) -> None:
         """Let the thread end after the events that wait."""
-        self._finishing = True
+        self.closing = True
         self._wake.set()
 
     def run(self) -> None:
         """Pass events until `finish`, then close the tracker; stop at its first error."""
         try:
-            while not self._finishing or self._waiting:
+            while not self.closing or self._waiting:
                 self._wake.wait()
                 self._wake.clear()
                 while self._waiting:
@@ -176,6 +176,11 @@ class _Feed(threading.Thread):
             self.tracker.close()
         except BaseException as error:  # a package may also call sys.exit
             self._failed(self.tracker, str(error).strip() or type(error).__name__)
+
+
+def trackers_hang() -> bool:
+    """Whether a tracker that was closed has not ended."""
+    return any(isinstance(thread, _Feed) and thread.closing for thread in threading.enumerate())
 
 
 def _name(tracker: Tracker) -> str:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.core.errors import MissingExtraError
-from batchwright.rundir.trackers import identity, recorded
+from batchwright.rundir.trackers import identity
 
 # The numbers of a step event that are recorded, as `train/loss`.
 STEP = (
-    "loss", "auxiliary", "global_batch_size", "samples", "tokens", "stage", "nodes", "ranks", "samples_per_second",
+    "step", "loss", "auxiliary", "global_batch_size", "samples", "tokens", "stage", "nodes", "ranks", "samples_per_second",
     "tokens_per_second", "step_seconds", "learning_rate", "grad_norm", "noise_scale", "mfu", "loss_scale",
 )  # fmt: skip
 # What a launch event says about the whole run.
@@ -47,14 +47,14 @@ def open_tracker(name: str, run: Path) -> Recorder:
 def numbers(event: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of an event by the name under which they are recorded; empty for most kinds.
 
-    >>> numbers({"kind": "step", "samples": 32, "loss": 1.5, "mfu": None})
-    {'train/loss': 1.5, 'train/samples': 32}
+    >>> numbers({"kind": "step", "step": 3, "samples": 32, "loss": 1.5, "mfu": None})
+    {'train/step': 3, 'train/loss': 1.5, 'train/samples': 32}
     """
     kind = event["kind"]
     if kind == "step":
         return {f"train/{name}": event[name] for name in STEP if event.get(name) is not None}
     if kind == "evaluation":
-        return {"evaluation/loss": event["loss"], "train/samples": event["samples"]}
+        return {"evaluation/loss": event["loss"], "evaluation/samples": event["samples"]}
     if kind == "launch" and event.get("lost_seconds") is not None:
         return {"launch/lost_seconds": event["lost_seconds"]}
     return {}
@@ -69,7 +69,8 @@ class Recorder(ABC):
         self.run = run.absolute()
         self.stopped: str | None = None
         """Why the launch stopped, once it has."""
-        self._recorded = 0
+        self.recorded = 0
+        """Steps that earlier launches have recorded, as the tracker says: their first values stay."""
         self._begun = False
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -78,28 +79,24 @@ class Recorder(ABC):
         if kind == "launch":
             self.begin(event)
             self._begun = True
+        elif kind == "save":
+            self.flush()  # the steps before a checkpoint are not trained again: a kill must not lose them
         elif kind == "stop":
             self.stopped = event["reason"]
-        samples = event.get("samples") or 0
-        again = samples <= self._recorded if kind == "step" else samples < self._recorded
-        if (values := numbers(event)) and not again:
-            # What is measured between two steps belongs to the one before: its row has the same number of samples.
+        if values := numbers(event):
+            # What is measured between two steps belongs to the one before.
             step = event["step"] if kind == "step" else max(0, event["step"] - 1)
-            self.record(values, step, samples, event["time"])
+            if step >= self.recorded - (kind != "step"):
+                self.record(values, step, event["samples"], event["time"])
 
     def close(self) -> None:
         """End the run in the tracker, if it was begun."""
         if self._begun:
             self.end()
 
-    def known_as(self, launch: int, make: Callable[[], str]) -> tuple[str, bool]:
-        """The id of this run in the tracker, from an earlier launch or from `make`, and whether there was one.
-
-        Then the steps that earlier launches have reported are not recorded again: their first values stay.
-        """
-        found, known = identity(self.run, self.name, make)
-        self._recorded = recorded(self.run, launch) if known else 0
-        return found, known
+    def identity(self, make: Callable[[], str]) -> tuple[str, bool]:
+        """The id of this run in the tracker, from an earlier launch or from `make`, and whether there was one."""
+        return identity(self.run, self.name, make)
 
     @abstractmethod
     def begin(self, launch: Mapping[str, Any]) -> None:
@@ -108,6 +105,9 @@ class Recorder(ABC):
     @abstractmethod
     def record(self, values: Mapping[str, float], step: int, samples: int, time: float) -> None:
         """Record numbers at the end of a step."""
+
+    def flush(self) -> None:  # noqa: B027 - not every package has one
+        """Send what was recorded, where that is possible."""
 
     @abstractmethod
     def end(self) -> None:

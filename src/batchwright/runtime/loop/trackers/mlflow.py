@@ -6,6 +6,7 @@ import time as clock
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
 from . import CONFIG, OVER_SAMPLES, Recorder
 
@@ -23,27 +24,27 @@ class MLflow(Recorder):
     def __init__(self, run: Path) -> None:
         super().__init__(run)
         import mlflow
-        from mlflow import entities, environment_variables
 
-        self._mlflow, self._entities, self._variables = (
-            cast(Any, m) for m in (mlflow, entities, environment_variables)
-        )
+        self._mlflow = cast(Any, mlflow)
+        self._entities = self._mlflow.entities
         self._waiting: list[Any] = []
         self._sent = 0.0
 
     def begin(self, launch: Mapping[str, Any]) -> None:
         """Create the run, or set it to RUNNING again. Parameters cannot change: those of the first launch stay."""
         mlflow = self._mlflow
-        uri = None if mlflow.is_tracking_uri_set() else f"sqlite:///{self.run / 'mlflow.db'}"
+        uri = None if mlflow.is_tracking_uri_set() else f"sqlite:///{quote(str(self.run / 'mlflow.db'))}"
         self._client = mlflow.MlflowClient(uri)
-        self._id, known = self.known_as(launch["launch"], self._create)
+        self._id, known = self.identity(self._create)
         self._client.update_run(self._id, status="RUNNING")
-        if not known:
+        if known:
+            self.recorded = int(self._client.get_run(self._id).data.metrics.get("train/step", -1)) + 1
+        else:
             parameters = [self._entities.Param(name, str(launch.get(name))) for name in CONFIG]
             self._client.log_batch(self._id, params=parameters, synchronous=True)
 
     def _create(self) -> str:
-        variables, client = self._variables, self._client
+        variables, client = self._mlflow.environment_variables, self._client
         experiment, name = variables.MLFLOW_EXPERIMENT_ID.get(), variables.MLFLOW_EXPERIMENT_NAME.get() or "batchwright"
         if not experiment:
             found = client.get_experiment_by_name(name)
@@ -58,16 +59,17 @@ class MLflow(Recorder):
             if name in OVER_SAMPLES:
                 self._waiting.append(self._entities.Metric(OVER_SAMPLES[name], float(value), when, samples))
         if clock.monotonic() - self._sent >= _SEND_SECONDS or len(self._waiting) >= _MOST_METRICS:
-            self._send()
+            self.flush()
 
-    def _send(self) -> None:
+    def flush(self) -> None:
+        """Send the metrics that wait."""
         if self._waiting:
             self._client.log_batch(self._id, metrics=self._waiting, synchronous=True)
         self._waiting, self._sent = [], clock.monotonic()
 
     def end(self) -> None:
         """Send the rest and set the status; a launch that did not stop by itself has failed."""
-        self._send()
+        self.flush()
         self._client.set_terminated(self._id, status=_STATUS.get(self.stopped or "", "FAILED"))
 
 

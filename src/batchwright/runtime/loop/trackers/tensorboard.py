@@ -37,6 +37,11 @@ class TensorBoard(Recorder):
             if name in OVER_SAMPLES:
                 self._samples.add_scalar(OVER_SAMPLES[name], value, samples, time)
 
+    def flush(self) -> None:
+        """Write the files."""
+        self._steps.flush()
+        self._samples.flush()
+
     def end(self) -> None:
         """Flush and close."""
         self._steps.close()

@@ -25,11 +25,12 @@ class Trackio(Recorder):
         """Start the run, or continue the one of this name."""
         self._run = self._trackio.init(
             project="batchwright",
-            name=self.known_as(launch["launch"], lambda: f"{self.run.name}-{os.urandom(4).hex()}")[0],
+            name=self.identity(lambda: f"{self.run.name}-{os.urandom(4).hex()}")[0],
             resume="allow",
             config={name: launch.get(name) for name in CONFIG},
             embed=False,
         )
+        self.recorded = getattr(self._run, "_next_step", 0)
 
     def record(self, values: Mapping[str, float], step: int, samples: int, time: float) -> None:
         """One row per step."""

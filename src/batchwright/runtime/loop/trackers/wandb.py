@@ -28,7 +28,7 @@ class WandB(Recorder):
         # The streams of this process are its log. Without a limit, an exit without network takes minutes.
         wanted = {"console": "off", "finish_timeout": CLOSE_SECONDS / 2}
         self._run = wandb.init(
-            id=self.known_as(launch["launch"], lambda: given.run_id or os.urandom(8).hex())[0],
+            id=self.identity(lambda: given.run_id or os.urandom(8).hex())[0],
             resume="allow",
             reinit="create_new",  # the user's own run in this process stays as it is
             project=given.project or "batchwright",
@@ -37,12 +37,12 @@ class WandB(Recorder):
             settings=wandb.Settings(**{k: v for k, v in wanted.items() if k in wandb.Settings.model_fields}),
         )
         self._run.config.update({name: launch.get(name) for name in CONFIG}, allow_val_change=True)
-        self._run.define_metric("train/samples")
-        for name in ("train/*", "evaluation/*"):
-            self._run.define_metric(name, step_metric="train/samples")
+        for part in ("train", "evaluation"):
+            self._run.define_metric(f"{part}/samples")
+            self._run.define_metric(f"{part}/*", step_metric=f"{part}/samples")
 
     def record(self, values: Mapping[str, float], step: int, samples: int, time: float) -> None:
-        """One row per step."""
+        """One row per step. A run that was continued ignores the steps that it has."""
         self._run.log(dict(values), step=step)
 
     def end(self) -> None:
