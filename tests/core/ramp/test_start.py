@@ -17,7 +17,7 @@ from batchwright.core.ramp.ramp import Ramp, ramp
 from batchwright.core.ramp.request import RampRequest, read_ramp
 from batchwright.core.ramp.schedule import LAST_STEPS, Step
 
-STEPS = 60  # how far an open end is followed
+STEPS = 120  # how far an open end is followed: beyond the last threshold, also in steps of one sample
 
 
 @st.composite
