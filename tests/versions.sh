@@ -43,3 +43,9 @@ install oldest-hf "$python" torch==2.13.0 numpy transformers==5.20.0 accelerate=
   plotext hypothesis pytest pytest-xdist
 CI=1 .venv-versions/oldest-hf/bin/python -m pytest -q -n 2 --dist loadfile tests/adapters/test_seat.py tests/adapters/test_huggingface.py
 CI=1 .venv-versions/oldest-hf/bin/python -m pytest -q -k huggingface tests/adapters/test_run.py
+echo "== trackers that are not in the environment of make test: mlflow-skinny brings 30 packages, trackio an older pillow"
+grep -v pillow== constraints.txt > .venv-versions/constraints-trackers.txt
+install trackers "$python" -c .venv-versions/constraints-trackers.txt torch numpy click PyYAML rich plotext hypothesis pytest pytest-xdist \
+  tensorboard wandb mlflow-skinny==3.17.2 SQLAlchemy==2.1.8 alembic==1.20.1 trackio==0.43.0
+BATCHWRIGHT_TRACKERS=all .venv-versions/trackers/bin/python -m pytest -q -n 2 --dist loadfile tests/runtime/loop/test_trackers.py \
+  tests/launch/test_trackers.py

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import batchwright
+from batchwright.rundir.trackers import TRACKERS
 
 SRC = Path(batchwright.__file__).parent
 MODULES = sorted(SRC.rglob("*.py"))
@@ -32,17 +33,20 @@ ALLOWED = {
 # The probe's worker is the only file of its room that runs a user's task; a task may be made from another trainer. The
 # prober asks for an estimate, which another process makes.
 ALSO = {"probe/worker.py": {"runtime"}, "probe/prober.py": {"estimate"}, "runtime/task.py": {"adapters"}}
-HEAVY = {"torch", "jax", "numpy", "yaml", "rich", "plotly", "plotext", "pandas", "transformers"}
+HEAVY = {"torch", "jax", "numpy", "yaml", "rich", "plotly", "plotext", "pandas", "transformers"} | set(TRACKERS)
 THIRD_PARTY = {
     "core": set(),
     "rundir": set(),
     "processes": set(),
     "dialects": {"yaml"},
-    "runtime": {"torch", "numpy", "rich", "tensorboard"},  # the last two where a bar or a tracker is asked for
+    "runtime": {"torch", "numpy", "rich"},  # the last where a bar is asked for
     "launch": {"rich"},
 }
-# One framework per adapter; what they share imports none.
+# One framework per adapter, one package per tracker; what they share imports none.
 FRAMEWORKS = {
+    "runtime/loop/trackers/mlflow.py": {"mlflow"},
+    "runtime/loop/trackers/trackio.py": {"trackio"},
+    "runtime/loop/trackers/wandb.py": {"wandb"},
     "adapters/huggingface.py": {"transformers"},
     "adapters/huggingface_task.py": {"transformers"},
     "adapters/lightning.py": {"lightning", "torchmetrics"},  # Lightning installs torchmetrics
@@ -81,7 +85,7 @@ def test_imports_keep_to_the_rooms(path):
         assert not rooms & {"cli", "web"}
     if room in THIRD_PARTY:
         outside = {name.split(".")[0] for name in used} - set(sys.stdlib_module_names) - {"batchwright"}
-        assert outside <= THIRD_PARTY[room]
+        assert outside <= THIRD_PARTY[room] | FRAMEWORKS.get(path.relative_to(SRC).as_posix(), set())
     if room == "adapters":
         outside = (
             {name.split(".")[0] for name in used} - set(sys.stdlib_module_names) - {"batchwright", "torch", "numpy"}

@@ -158,6 +158,29 @@ def test_csv_is_the_stages():
     assert rows[-1]["steps"] == ""
 
 
+def test_a_ramp_from_a_position_shows_what_is_left():
+    argv = (*LINEAR, "--samples", "100M", "--start-sample", "33333504")
+    text = run(*argv, "--plot")
+    assert text.startswith(
+        "global batch 768 -> 1024, 3 of 7 stages left from step 83,551, sample 33,333,504 on; the last "
+    )
+    assert "left:  68,980 steps, 66,666,496 samples\n" in text
+    assert [line.split()[:2] for line in text.splitlines()[3:6]] == [["5", "768"], ["6", "896"], ["7", "1,024"]]
+    assert "640┤" not in text
+    rows = list(csv.DictReader(io.StringIO(run(*argv, "--csv"))))
+    assert [(row["index"], row["first_step"]) for row in rows] == [("4", "83551"), ("5", "94402"), ("6", "103703")]
+    assert [stage["index"] for stage in run_json(*LINEAR, "start_sample=33333504")["stages"]] == [4, 5, 6]
+    assert run(*LINEAR, "--start-sample", "0") == run(*LINEAR)
+
+
+@pytest.mark.parametrize(
+    "other", [("--at", "5"), ("--at-step", "5"), ("--compare", "linear,maxtext")], ids=["at", "at-step", "compare"]
+)
+def test_a_start_position_goes_with_no_lookup(other):
+    with pytest.raises(BatchwrightError, match="are mutually exclusive"):
+        run(*LINEAR, "--start-sample", "256", *other)
+
+
 def test_plot_shows_the_stairs_and_no_escape_codes_in_a_pipe():
     text = run(*LINEAR, "--plot")
     assert "global batch" in text and "1024┤" in text and "\x1b" not in text
@@ -275,7 +298,15 @@ def test_learning_rates():
         ((*LINEAR, "--nodes", "4"), "needs --devices-per-node"),
         ((*LINEAR, "--node-policy", "launcher"), "needs --nodes and --devices-per-node"),
         ((*LINEAR, "--node-policy", "fastest"), "launcher"),
-        ((*LINEAR, "--samples", "1M", "--tokens", "1M"), "exactly one of --samples and --tokens"),
+        (
+            (*LINEAR, "--start-sample", "5"),
+            "--start-sample=5 is inside a step: step 0 owns samples 0 to 256. Nearest: 0",
+        ),
+        ((*LINEAR, "--samples", "512", "--start-sample", "512"), "nothing is left, since the ramp ends at sample 512"),
+        ((*LINEAR, "--epochs", "0.3", "--dataset-size", "11"), r"--epochs=0.3 .*Nearest: 3/11 \(3 samples\) or 4/11"),
+        ((*LINEAR, "--epochs", "2"), "--epochs=2 needs --dataset-size"),
+        ((*LINEAR, "--samples", "1M", "--epochs", "1"), "--samples and --epochs are mutually exclusive"),
+        ((*LINEAR, "--samples", "1M", "--tokens", "1M"), "--samples and --tokens are mutually exclusive"),
         ((*LINEAR, "--compare", "linear,levanter"), "linear,maxtext|two of"),
         ((*LINEAR, "--at", "-1"), "must be at least 0"),
         ((*LINEAR, "--lr-scaling", "sqrt"), "needs --lr,"),

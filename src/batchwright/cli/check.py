@@ -17,7 +17,7 @@ from batchwright.runtime.check.names import unknown_causes
 
 from . import text
 from .naming import Verb, notes
-from .options import counts, json_option, number, print_json, read_task, task_option
+from .options import complete, counts, json_option, number, print_json, read_task, task_option
 
 if TYPE_CHECKING:
     from batchwright.runtime.check import CheckReport
@@ -31,7 +31,7 @@ _DTYPES = ("float32", "float64")
     '  batchwright check train.py:task --ramp "0:256 10M:512 50M:1024"\n'
     "  batchwright check --ledger runs/7b",
 )
-@click.argument("target", required=False, metavar="[FILE.py:FUNCTION | FILE.yaml]")
+@click.argument("target", required=False, metavar="[FILE.py:FUNCTION | FILE.yaml]", shell_complete=complete)
 @task_option
 @number("--global-batch-size", "Samples in the batch that is split.  [default: 16]")
 @number(

@@ -32,8 +32,8 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "loading": ("hosts", "expansion_factor", "loading_hosts", "stored_hosts", "equal_rows"),
     "ramp": (
         "linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling", "recipe",
-        "sequence_lengths", "allow_falling", "samples", "tokens", "last_step", "lr", "lr_scaling", "optimizer",
-        "lr_horizon_steps", "lr_horizon_samples",
+        "sequence_lengths", "allow_falling", "samples", "tokens", "epochs", "dataset_size", "last_step", "start_sample",
+        "lr", "lr_scaling", "optimizer", "lr_horizon_steps", "lr_horizon_samples",
     ),
     "nodes": (
         "node_policy", "micro_step_seconds", "sync_seconds", "stage_seconds", "restart_seconds", "deadline_hours",
@@ -53,6 +53,8 @@ class PasteCommand(Verb):
     """A verb that also accepts the flags of another tool, or its whole command line."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # a shell completes the line
+            return super().parse_args(ctx, args)
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
         own = {flag: not p.is_flag for p in options for flag in (*p.opts, *p.secondary_opts)}
         arguments, left = unpaste(args, own, lambda key: f"--{key.replace('_', '-')}" in own)

@@ -13,6 +13,7 @@ from batchwright.core.numbers import format_bytes
 from . import text
 from .naming import Verb, notes
 from .options import (
+    complete,
     json_option,
     memory_options,
     number,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     "  batchwright estimate --model ./llama-7b --device 4090 --sequence-length 2048 --lora 16 \\\n"
     "      --precision bf16-pure --checkpoint-activations",
 )
-@click.argument("task", metavar="FILE.py:FUNCTION | FILE.yaml", required=False)
+@click.argument("task", metavar="FILE.py:FUNCTION | FILE.yaml", required=False, shell_complete=complete)
 @number("--model", "A Hugging Face model instead of a task: config.json, its folder, or a name of the hub.", "MODEL")
 @memory_options
 @number(

@@ -33,6 +33,8 @@ class Verb(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
+        if ctx.resilient_parsing:  # a shell completes the line: it is not complete yet
+            return rest
         options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
         flags = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
         for option in options:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 
@@ -28,9 +30,17 @@ def stack(*options: Decorator) -> Decorator:
     return decorate
 
 
+def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What a shell offers for a value: the names that the help lists (`local | slurm`), or files, or folders."""
+    if listed := re.search(r"[\w-]+(?: \| [\w-]+)+", getattr(param, "help", None) or ""):
+        return [CompletionItem(name) for name in listed[0].split(" | ") if name.startswith(incomplete)]
+    kind = "file" if "FILE" in (param.metavar or "") else "dir" if "DIR" in (param.metavar or "") else None
+    return [CompletionItem(incomplete, type=kind)] if kind else []
+
+
 def number(name: str, text: str, metavar: str = "N") -> Decorator:
     """A flag that takes a value, which stays text."""
-    return click.option(name, metavar=metavar, help=text)
+    return click.option(name, metavar=metavar, help=text, shell_complete=complete)
 
 
 class CommandLine(Verb):

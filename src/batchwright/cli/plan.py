@@ -18,6 +18,7 @@ from .config import NOT_READ, Gathered, PasteCommand, gather, read_file
 from .naming import notes, spell
 from .options import (
     batch_options,
+    complete,
     json_option,
     memory_options,
     number,
@@ -95,7 +96,7 @@ _model_options = stack(
     "  batchwright plan --model ./llama-7b --device 4090 --nodes 2 --devices-per-node 4 \\\n"
     "      --global-batch-size 512 --sequence-length 2048 --precision bf16",
 )
-@click.argument("arguments", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...", shell_complete=complete)
 @batch_options
 @world_options
 @_pipeline_options

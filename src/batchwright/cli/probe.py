@@ -13,7 +13,17 @@ from batchwright.core.numbers import format_bytes
 
 from . import text
 from .naming import notes
-from .options import CommandLine, json_option, number, print_json, read_task, stack, task_arguments, task_option
+from .options import (
+    CommandLine,
+    complete,
+    json_option,
+    number,
+    print_json,
+    read_task,
+    stack,
+    task_arguments,
+    task_option,
+)
 
 if TYPE_CHECKING:
     from batchwright.probe.records import Probe
@@ -66,7 +76,9 @@ _speed_options = stack(
     epilog="\b\nExamples:\n  batchwright probe train.py:task --memory 2GiB\n"
     "  batchwright probe -- python train.py --per_device_train_batch_size {micro_batch_size}",
 )
-@click.argument("target", required=False, metavar="FILE.py:FUNCTION | FILE.yaml | -- COMMAND...")
+@click.argument(
+    "target", required=False, metavar="FILE.py:FUNCTION | FILE.yaml | -- COMMAND...", shell_complete=complete
+)
 @_limit_options
 @_speed_options
 @task_option

@@ -12,8 +12,8 @@ from batchwright.core import codec
 from batchwright.core.batch.pipeline import SCHEDULES
 from batchwright.core.batch.request import READERS, BatchRequest
 from batchwright.core.errors import ConfigError
-from batchwright.core.nodes.policies import POLICIES, arrows
-from batchwright.core.numbers import count, human
+from batchwright.core.nodes.policies import POLICIES
+from batchwright.core.numbers import arrows, count, human
 from batchwright.core.ramp.ramp import Ramp, ramp
 from batchwright.core.ramp.request import RAMP_READERS, RampRequest, read_ramp
 from batchwright.core.ramp.schedule import Step
@@ -21,7 +21,7 @@ from batchwright.core.ramp.schedule import Step
 from . import text
 from .config import PasteCommand, gather, read_file
 from .naming import notes
-from .options import batch_options, json_option, number, print_json, stack, world_options
+from .options import batch_options, complete, json_option, number, print_json, stack, world_options
 
 # `run` takes these, too: the rule of a schedule, and how its stages get their nodes.
 rule_options = stack(
@@ -48,6 +48,8 @@ rule_options = stack(
     click.option("--allow-falling", is_flag=True, help="Accept a batch that becomes smaller."),
     number("--samples", "Training budget in samples.  [default: open end]"),
     number("--tokens", "Training budget in tokens.  [default: open end]"),
+    number("--epochs", "Training budget in passes over the dataset, such as 3 or 1.5.  [default: open end]"),
+    number("--dataset-size", "With --epochs: samples in the dataset.  [default: that of the task]"),
     number(
         "--last-step",
         "What to do with the step in which the budget ends: shorten | drop | overshoot.  [default: shorten]",
@@ -92,7 +94,7 @@ _rate_options = stack(
     "  batchwright ramp --recipe nemotron-4-15b --nodes 288 --node-policy constant-work\n"
     "  batchwright ramp model.global_batch_size=1024 'model.rampup_batch_size=[256, 128, 50000000]'",
 )
-@click.argument("arguments", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...", shell_complete=complete)
 @rule_options
 @click.option("--list-recipes", is_flag=True, help="Print the published schedules that --recipe knows.")
 @batch_options
@@ -101,6 +103,7 @@ _rate_options = stack(
 @number("--virtual-stages", "Interleaved and circular schedules: model chunks per device.  [default: 1]")
 @node_options
 @_rate_options
+@number("--start-sample", "Plan only what is left from this sample on (counted from 0).", "SAMPLE")
 @number("--at", "Print only the step that contains this sample (counted from 0).", "SAMPLE")
 @number("--at-step", "Print only this step (counted from 0).", "STEP")
 @number("--compare", "Compare how two frameworks read the same numbers, such as linear,maxtext.", "A,B")
@@ -136,9 +139,12 @@ def command(
     wanted = read_ramp({name: value for name, value in gathered.values.items() if name in RAMP_READERS} | probe)
     request = gathered.request()
     if compare is not None:
+        _refuse_together({"compare": compare, "start-sample": bool(wanted.start_sample)})
         _compare(request, wanted, compare, as_json)
         return
     made = ramp(request, wanted)
+    if wanted.start_sample:
+        _refuse_together({"start-sample": True, "at": at, "at-step": at_step})
     if at is not None or at_step is not None:
         step = (
             made.at_sample(count(at, "at", least=0))
@@ -158,9 +164,9 @@ def command(
 
 def render(made: Ramp) -> list[str]:
     """A ramp as text: stages, totals, learning rates, notes."""
-    schedule, placed = made.schedule, made.placement
+    segments, placed = made.left, made.placement
     head = ["stage", "global", "first step", "steps", "from sample", "to sample"]
-    tokens = any(s.start_token is not None and s.sequence_length for s in schedule.segments)
+    tokens = any(s.start_token is not None and s.sequence_length for s in segments)
     if tokens:
         head += ["from token", "to token"]
     if placed:
@@ -176,9 +182,9 @@ def render(made: Ramp) -> list[str]:
     if made.rates:
         head += ["lr before", "lr after"]
     rows: list[list[str]] = []
-    for i, segment in enumerate(schedule.segments):
+    for i, segment in enumerate(segments):
         row = [
-            i + 1,
+            made.first_stage + i + 1,
             segment.global_batch_size,
             segment.first_step,
             segment.steps,
@@ -192,7 +198,8 @@ def render(made: Ramp) -> list[str]:
             row += [stage.accumulation_steps, *["yes" if stage.ragged else "no"] * ("ragged" in head)]
             if "hours" in head:
                 row += [stage.step_seconds, stage.hours, *[stage.node_hours] * made.nodes_known]
-        row += [made.rates[i].before, made.rates[i].after] if made.rates else []
+        rates = made.rates[made.first_stage + i] if made.rates else None
+        row += [rates.before, rates.after] if rates else []
         rows.append([_cell(value) for value in row])
     shown, left = _middle_left_out(rows)
     lines = [*text.fitted(_title(made)), "", *text.table(shown, head=head, right=range(len(head)), drop=_DROP)]
@@ -203,8 +210,11 @@ def render(made: Ramp) -> list[str]:
 
 
 def _title(made: Ramp) -> list[str]:
-    first, last = made.schedule.segments[0], made.schedule.segments[-1]
-    stages = f"{len(made.schedule.segments)} stage{'s' * (len(made.schedule.segments) > 1)}"
+    first, last = made.left[0], made.left[-1]
+    number = len(made.schedule.segments)
+    stages = f"{number} stage{'s' * (number > 1)}"
+    if made.start_sample:
+        stages = f"{len(made.left)} of {stages} left from step {first.first_step:,}, sample {made.start_sample:,} on"
     if first is last:
         return [f"global batch {first.global_batch_size}, {stages}"]
     return [
@@ -216,10 +226,12 @@ def _title(made: Ramp) -> list[str]:
 def _totals(made: Ramp) -> list[str]:
     schedule, placed = made.schedule, made.placement
     if schedule.total_steps is None:
-        lines = ["total: open end (give --samples or --tokens)"]
+        lines = ["total: open end (give --samples, --tokens or --epochs)"]
     else:
         tokens = f", {schedule.total_tokens:,} tokens" if schedule.total_tokens else ""
         lines = [f"total: {schedule.total_steps:,} steps, {schedule.total_samples:,} samples{tokens}"]
+        if made.start_sample:
+            lines.append(f"left:  {made.remaining_steps:,} steps, {made.remaining_samples:,} samples")
     if placed is None or not made.nodes_known:
         return lines
     launches = f"{len(placed.launches)} launch{'es' * (len(placed.launches) > 1)}"
@@ -285,7 +297,7 @@ def draw(made: Ramp, *, color: bool) -> str:
     """Batch (and nodes) against samples, as a plot; an open end is drawn a little further."""
     from batchwright.report.plots import staircase
 
-    segments = made.schedule.segments
+    segments = made.left
     last = segments[-1]
     end = last.end_sample
     if end is None:

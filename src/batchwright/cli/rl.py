@@ -17,7 +17,7 @@ from batchwright.dialects import flatten
 from . import text
 from .config import read_file
 from .naming import Verb, notes, remember
-from .options import json_option, number, print_json
+from .options import complete, json_option, number, print_json
 
 # MaxText's keys. Its micro batches count prompts, and -1 switches them off.
 _MAXTEXT = {
@@ -35,7 +35,7 @@ _MAXTEXT = {
     cls=Verb,
     epilog="\b\nExample:\n  batchwright rl --prompts 32 --generations 8 --train-micro-prompts 4",
 )
-@click.argument("arguments", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...", shell_complete=complete)
 @number("--prompts", "Prompts per round. Required.")
 @number("--generations", "Responses per prompt. Required.")
 @number("--train-micro-prompts", "Training micro batch per rank, in prompts; -1 is all at once.  [default: -1]")

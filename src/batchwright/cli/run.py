@@ -15,6 +15,7 @@ from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError, RunError, Violation, raise_violations
 from batchwright.core.fields import unknown_key
 from batchwright.core.ramp.request import RAMP_READERS, read_ramp
+from batchwright.rundir.trackers import TRACKERS
 
 from . import GROUPS, text
 from .config import gather, read_file, read_value
@@ -22,6 +23,7 @@ from .naming import spell
 from .options import (
     CommandLine,
     batch_options,
+    complete,
     json_option,
     mapping,
     number,
@@ -66,6 +68,13 @@ _launch_options = stack(
         "--stop-after-nonfinite",
         "Stop after this many steps in a row with a loss that is NaN or infinite; 0: never.  [default: 10]",
     ),
+    click.option(
+        "--tracker",
+        multiple=True,
+        metavar="NAME",
+        help=f"Record the run of a task in {' | '.join(TRACKERS)}; repeatable.",
+        shell_complete=complete,
+    ),
     number("--seed", "Seed of the model and the sample order.  [default: 0]"),
     number("--threads", "CPU threads per rank.  [default: 1]"),
     number("--max-retries", "Retries after failures without a new checkpoint in between.  [default: 3]"),
@@ -87,6 +96,7 @@ _LAUNCH_FLAGS = (
     "keep",
     "strategy",
     "stop_after_nonfinite",
+    "tracker",
     "seed",
     "threads",
     "max_retries",
@@ -108,7 +118,12 @@ _LAUNCH_FLAGS = (
     "      -- python train.py --batch {global_batch_size} --until {end_sample}\n"
     "  batchwright run --resume runs/train",
 )
-@click.argument("arguments", nargs=-1, metavar="[FILE.py:FUNCTION] [FILE.yaml] [KEY=VALUE]... [-- COMMAND...]")
+@click.argument(
+    "arguments",
+    nargs=-1,
+    metavar="[FILE.py:FUNCTION] [FILE.yaml] [KEY=VALUE]... [-- COMMAND...]",
+    shell_complete=complete,
+)
 @rule_options
 @batch_options
 @_world_options
@@ -117,9 +132,13 @@ _LAUNCH_FLAGS = (
 @click.option(
     "--dry-run", is_flag=True, help="Print the command, environment and stages of every launch; start nothing."
 )
-@click.option("--resume", metavar="RUN_DIR", help="Continue a run that was stopped or failed.")
-@click.option("--status", "status_of", metavar="RUN_DIR", help="Print the state and position of a run.")
-@click.option("--stop", "stop_of", metavar="RUN_DIR", help="Stop a run after it has saved a checkpoint.")
+@click.option("--resume", metavar="RUN_DIR", help="Continue a run that was stopped or failed.", shell_complete=complete)
+@click.option(
+    "--status", "status_of", metavar="RUN_DIR", help="Print the state and position of a run.", shell_complete=complete
+)
+@click.option(
+    "--stop", "stop_of", metavar="RUN_DIR", help="Stop a run after it has saved a checkpoint.", shell_complete=complete
+)
 @click.option("--now", is_flag=True, help="With --stop: do not save a checkpoint.")
 @json_option
 @click.pass_context
@@ -207,7 +226,7 @@ def _new(
     raise_violations(ConfigError, unknown)
     there = {name: launch.pop(name, None) for name in ("dir", "position_command", "command", "environment")}
     variables = [f"{k}={v}" for k, v in mapping(there["environment"], "launch.environment").items()]
-    flagged = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
+    flagged = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] not in (None, ())}
     values = {
         **launch,
         "settings": mapping(task.get("settings"), "task.settings"),
@@ -306,7 +325,7 @@ def _resumed(
     gathered = gather(arguments, own, own=[*READERS, *RAMP_READERS])
     probe = {"probe": read_file(flags["from_probe"])} if flags["from_probe"] else {}
     ramp = {name: value for name, value in gathered.values.items() if name in RAMP_READERS} | probe
-    values = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] is not None}
+    values = {name: flags[name] for name in _LAUNCH_FLAGS if flags[name] not in (None, ())}
     section: dict[str, Any] = {"engine": options.engine, "slurm": dict(options.slurm)}
     _cluster(section, flags)
     changes = {**values, "slurm": section["slurm"], "environment": list(flags["env"])}

@@ -135,6 +135,26 @@ def human(number: int) -> str:
     return f"{number:,}" if number >= 10_000 else str(number)
 
 
+def decimal(number: Fraction) -> str:
+    """A fraction as text that `fraction` reads again: a decimal of up to six digits, else numerator/denominator.
+
+    >>> decimal(Fraction(3, 2)), decimal(Fraction(3)), decimal(Fraction(1, 3))
+    ('1.5', '3', '1/3')
+    """
+    short = f"{float(number):g}"
+    return short if fraction(short) == number else str(number)
+
+
+def arrows(counts: Sequence[int]) -> str:
+    """Counts in their order, such as the nodes of each launch; in a long list the middle is left out.
+
+    >>> arrows([8, 10, 12])
+    '8 -> 10 -> 12'
+    """
+    shown = [str(count) for count in counts]
+    return " -> ".join(shown if len(shown) <= 12 else [*shown[:6], "…", *shown[-3:]])
+
+
 def parse_bytes(value: int | float | str | Fraction, name: str = "memory", *, least: int = 1) -> int:
     """A number of bytes: `80GiB`, `80Gi`, `80GB` (decimal), `512B` or a plain number.
 

@@ -19,6 +19,9 @@ from batchwright.processes.start import TAIL_BYTES
 from batchwright.rundir import atomic
 from batchwright.rundir.files import find_object
 from batchwright.rundir.names import listed
+from batchwright.rundir.trackers import require
+
+from .records import Options
 
 Handle = Mapping[str, Any]
 Action = Literal["checkpoint", "trace", "kill"]
@@ -109,9 +112,18 @@ def engine(name: str, *, owns_process: bool = False) -> Engine:
     )
 
 
-def check_machine(name: str, *, direct: bool) -> None:
-    """An error if this machine lacks what an engine needs for a task, or for a command (`direct`)."""
-    if name == "slurm":
+def check_machine(options: Options, *, direct: bool) -> None:
+    """An error if this machine lacks what a run needs for a task, or for a command (`direct`).
+
+    On Slurm the ranks may run in a container, with packages of its own: they check for trackers themselves.
+    """
+    if direct and options.tracker:
+        raise ConfigError(
+            f"tracker={options.tracker[0]} needs a task: a command records its numbers itself.",
+            field="tracker",
+            given=options.tracker[0],
+        )
+    if options.engine == "slurm":
         from .slurm.commands import check_installed
 
         check_installed()
@@ -121,6 +133,8 @@ def check_machine(name: str, *, direct: bool) -> None:
             "(batchwright run … -- COMMAND) does not.",
             field="task",
         )
+    else:
+        require(options.tracker)
 
 
 def rank_logs(directory: Path, ranks: Iterable[int] | None = None, *, alive: bool = True) -> tuple[RankLog, ...]:

@@ -16,6 +16,7 @@ from batchwright.core.ramp.request import RampRequest
 from batchwright.processes.target import task_file
 from batchwright.rundir import names
 
+from .dataset import dataset_size
 from .directory import RunDirectory, write_json
 from .engine import check_machine
 from .records import COMMAND, TASK, Options, RunPlan
@@ -58,6 +59,14 @@ def build(
             f"the position command may use {{run_dir}} only: {', '.join(sorted(beyond))} differ between launches.",
             field="position_command",
         )
+    if wanted.start_sample:
+        raise ConfigError(
+            "start_sample is for `ramp`: a run continues from its newest checkpoint (batchwright run --resume DIR).",
+            field="start_sample",
+            given=wanted.start_sample,
+        )
+    if target and wanted.budgets == ["epochs"] and wanted.dataset_size is None:
+        wanted = replace(wanted, dataset_size=dataset_size(target, arguments or {}, options))
     notes: list[str] = []
     asked = request, wanted
     request = _placed(request, notes)
@@ -80,7 +89,8 @@ def build(
     made = make_ramp(request, wanted, before and before[0].schedule, before[1] if before else 0)
     if made.schedule.total_samples is None:
         raise ScheduleError(
-            "a run needs an end, and the last stage is open. Give a budget: --samples N or --tokens N.", field="samples"
+            "a run needs an end, and the last stage is open. Give a budget: --samples N, --tokens N or --epochs N.",
+            field="samples",
         )
     assert made.placement is not None  # `_placed` gives the request a world
     launches = len(made.placement.launches)
@@ -172,7 +182,7 @@ def begin(directory: RunDirectory, plan: RunPlan) -> None:
     )
     if directory.exists:
         raise taken
-    check_machine(plan.options.engine, direct=plan.kind == COMMAND)
+    check_machine(plan.options, direct=plan.kind == COMMAND)
     try:
         directory.lock(fresh=True)
         if directory.exists:

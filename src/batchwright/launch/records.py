@@ -34,6 +34,7 @@ class Options:
     strategy: str = "auto"
     seed: int = 0
     stop_after_nonfinite: int = 10  # steps in a row with a loss that is NaN or infinite; 0: never
+    tracker: tuple[str, ...] = ()  # where a task records its numbers
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the loop, by its own names
     slurm: Mapping[str, Any] = field(default_factory=dict[str, Any])  # settings of the site: launch/slurm/site.py
@@ -196,3 +197,4 @@ class LaunchProgress:
     loss: float | None = None
     tokens_per_second: float | None = None
     samples_per_second: float | None = None
+    trouble: str | None = None  # of a tracker, last

@@ -40,7 +40,7 @@ def resume(
         directory.lock(fresh=True)
         plan = directory.plan()
         changed = replace(plan, options=read_options(changes, plan.options))
-        check_machine(changed.options.engine, direct=plan.kind == COMMAND)
+        check_machine(changed.options, direct=plan.kind == COMMAND)
         position = None
         if batch.given or ramp:
             _refuse_running(directory, plan)
@@ -110,8 +110,9 @@ _SPLIT = ("micro_batch_size", "max_micro_batch_size", "accumulation_steps")
 # A new value replaces the old values of these fields: both would describe the same thing.
 _REPLACED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(RULE_FLAGS, RULE_FLAGS),
-    "samples": ("tokens",),
-    "tokens": ("samples",),
+    "samples": ("tokens", "epochs", "dataset_size"),
+    "tokens": ("samples", "epochs", "dataset_size"),
+    "epochs": ("samples", "tokens"),
     "global_batch_size": ("global_batch_size_tokens",),
     "global_batch_size_tokens": ("global_batch_size",),
     "nodes": ("devices", "data_parallel_size"),

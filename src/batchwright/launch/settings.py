@@ -11,6 +11,7 @@ from typing import Any, cast
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.fields import Readers, choice, read_fields, seconds
 from batchwright.core.numbers import count, positive
+from batchwright.rundir.trackers import TRACKERS
 
 from .engine import ENGINES
 from .records import COMMAND, TASK, Options, RunPlan
@@ -67,6 +68,8 @@ _OWN = {
     "allow_ragged": "--allow-ragged",
     "launch": "",
     "end_sample": "--samples",
+    "nodes": "--nodes",
+    "dataset_size": "--dataset-size",
 }
 
 
@@ -84,6 +87,12 @@ def _settings(value: Any, name: str) -> dict[str, Any]:
     ]
     raise_violations(ConfigError, wrong)
     return read
+
+
+def _trackers(value: Any, name: str) -> tuple[str, ...]:
+    """From one name, or from a list of names."""
+    given: Sequence[Any] = cast("Sequence[Any]", value) if isinstance(value, (list, tuple)) else [value]
+    return tuple(dict.fromkeys(choice(*TRACKERS)(one, name) for one in given))
 
 
 def _slurm(value: Any, name: str) -> dict[str, Any]:
@@ -110,6 +119,7 @@ READERS: Readers = {
     "strategy": choice("auto", "ddp", "fsdp2", "none"),
     "seed": partial(count, least=0),
     "stop_after_nonfinite": partial(count, least=0),
+    "tracker": _trackers,
     "environment": _environment,
     "settings": _settings,
     "slurm": _slurm,

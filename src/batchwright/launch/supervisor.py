@@ -226,7 +226,7 @@ class Supervisor:
         before = LaunchProgress(manifest.start_sample)
         changed, finished, asked = time.monotonic(), 0.0, 0.0
         first: float | None = None  # when its first step ended
-        noted: set[str] = set()  # the reasons why it waits
+        noted: set[str] = set()  # the reasons why it waits, and trackers that failed
         polled_at, pause = changed, 0.0
         while True:
             self._directory.check_kept()
@@ -240,6 +240,9 @@ class Supervisor:
                 if progress.position > manifest.start_sample and first is None:
                     first = progress.first_step or self._clock()
                 self._show(manifest, progress)
+            if progress.trouble and progress.trouble not in noted:
+                noted.add(progress.trouble)
+                self._listener.note(progress.trouble)
             progress = replace(progress, first_step=first)
             if polled.state == "ended":  # a stop signal to the whole group may reach the ranks before this process
                 return progress, None, bool(asked or self._stop_requests())

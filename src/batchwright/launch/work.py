@@ -118,12 +118,15 @@ class TaskWork:
             "strategy": options.strategy,
             "seed": options.seed,
             "stop_after_nonfinite": options.stop_after_nonfinite,
+            "tracker": options.tracker,
             **options.settings,
             "directory": str(self._directory.path),
             "micro_batch_size": [stage.micro_batch_size for stage in plan.stages],
             "allow_ragged": any(_has_ragged_step(stage) for stage in plan.stages),
             "launch": number,
             "end_sample": launch_end(plan, launch),
+            "nodes": launch.nodes,
+            "dataset_size": plan.ramp.dataset_size if plan.ramp else None,
         }
         spec = {
             "schema": codec.SCHEMA,
@@ -201,6 +204,8 @@ def _after(known: LaunchProgress, event: Mapping[str, Any], when: float) -> Laun
             tokens_per_second=event.get("tokens_per_second"),
             samples_per_second=event.get("samples_per_second"),
         )
+    if kind == "tracker":
+        return replace(known, trouble=f"the tracker {event['tracker']} failed: {event['error']}. The run continues.")
     if kind == "save":
         return replace(known, changed=when, saved=when, saved_position=int(event["samples"]))
     return replace(known, changed=when, nonfinite=known.nonfinite or kind == "nonfinite")

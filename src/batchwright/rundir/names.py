@@ -9,6 +9,7 @@ RUN/status.json, status/        why and where a launch ended
 RUN/events/                     supervisor.jsonl (launches, boundaries), launch-00003.jsonl (steps, saves)
 RUN/launches/0003/              manifest.json, spec.json, ending.json, job.json, ranks/, logs/
 RUN/checkpoints/, RUN/ledger/   one folder per checkpoint; one file per launch and rank
+RUN/trackers/wandb.json         the id of this run in a tracker
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 PLAN, LOCK, FENCE, STOP, OUTCOME = "plan.json", "lock", "launch.json", "stop.json", "outcome.json"
 STATUS, CHECKPOINTS, LEDGER, EVENTS, LAUNCHES = "status.json", "checkpoints", "ledger", "events", "launches"
+TRACKERS = "trackers"
 SUPERVISOR_EVENTS = "supervisor.jsonl"
 
 _CHECKPOINT = re.compile(r"step-(\d{12})-launch-(\d{5,})")

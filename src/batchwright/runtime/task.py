@@ -11,15 +11,19 @@ def task() -> Task:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from batchwright.core.errors import ConfigError, RunError, Violation, raise_violations
+from batchwright.core.errors import BatchwrightError, ConfigError, RunError, Violation, raise_violations
+from batchwright.processes.endings import error_record, users_code
 from batchwright.processes.target import call_target
+from batchwright.rundir.files import read_json, write_json
 
 from .state.generators import set_seeds
 
@@ -150,6 +154,19 @@ def load_task(target: str, args: Mapping[str, Any] | None = None) -> Task:
     batchwright.core.errors.ConfigError: task file missing.py does not exist (looked for it at ...).
     """
     return call_target(target, dict(args or {}), Task, "batchwright.runtime.Task", _as_task)
+
+
+def write_dataset_size(request_file: str, result_file: str) -> None:
+    """Load the task that one file names and write the length of its dataset, or the error, to the other."""
+    request = read_json(Path(request_file))
+    try:
+        task = load_task(request["target"], request["arguments"])
+        with users_code("the length of Task.dataset is not known"):
+            result: dict[str, Any] = {"dataset_size": len(task.dataset)}
+    except BatchwrightError as error:
+        result = {"error": error_record(error)}
+        print(result["error"]["traceback"] or "", file=sys.stderr)
+    write_json(Path(result_file), result, sync=False)
 
 
 def _as_task(made: object) -> object:

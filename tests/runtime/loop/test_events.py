@@ -1,15 +1,17 @@
-"""Events: written by a thread, read back over restarts, shown as a bar or as lines, plotted by TensorBoard."""
+"""Events: written by a thread, read back over restarts, shown as a bar or as lines; trackers that fail, are slow or hang."""
 
 from __future__ import annotations
 
 import io
 import json
+import threading
 import time
 
 import pytest
 
 from batchwright.core.errors import EnvironmentFault
-from batchwright.runtime.loop.events import Events, ProgressBar, TensorBoard, read_events
+from batchwright.runtime.loop import events as module
+from batchwright.runtime.loop.events import Events, ProgressBar, read_events, trackers_hang
 
 STEP = {
     "step": 3,
@@ -109,23 +111,6 @@ def test_a_bar_on_a_terminal():
     assert "step 3" in stream.getvalue() and "50%" in stream.getvalue() and "loss 1.2500" in stream.getvalue()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_has_the_numbers_over_samples(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = TensorBoard(tmp_path)
-    board.event({"kind": "step", "time": 1.0, **STEP})
-    board.event({"kind": "evaluation", "time": 2.0, "samples": 40, "loss": 0.5})
-    board.event({"kind": "launch", "time": 3.0, "samples": 40, "lost_seconds": 2.5})
-    board.event({"kind": "save", "time": 3.0})
-    board.close()
-    found = EventAccumulator(str(tmp_path)).Reload()
-    assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(32, 1.5)]
-    assert [(e.step, e.value) for e in found.Scalars("evaluation/loss")] == [(40, 0.5)]
-    assert [e.value for e in found.Scalars("launch/lost_seconds")] == [2.5]
-
-
 def test_a_tracker_that_fails_to_close_does_not_fail_the_run(tmp_path):
     class Stuck(Kept):
         def close(self) -> None:
@@ -136,6 +121,77 @@ def test_a_tracker_that_fails_to_close_does_not_fail_the_run(tmp_path):
     events.emit("step", step=1, samples=8)
     events.close()
     assert kept.closed and [e.get("error") for e in read_events(tmp_path)] == [None, "no room"]
+
+
+class Hanging(Kept):
+    """Waits in `event`, or in `close`, until it is released."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.released = where, threading.Event()
+
+    def event(self, event) -> None:
+        if self.where == "event":
+            self.released.wait()
+        super().event(event)
+
+    def close(self) -> None:
+        if self.where == "close":
+            self.released.wait()
+        super().close()
+
+
+@pytest.mark.parametrize("where", ["event", "close"])
+def test_a_tracker_that_hangs_delays_neither_the_file_nor_others_nor_the_end(tmp_path, where):
+    hanging, kept = Hanging(where), Kept()
+    events = Events(tmp_path / "events" / "launch-00000.jsonl", [hanging, kept])
+    for step in range(3):
+        events.emit("step", step=step, samples=8 * step)
+    while len(kept.seen) < 3 or len(read_events(tmp_path)) < 3:  # without `now`: the thread of the file wrote it
+        time.sleep(0.01)
+    assert not trackers_hang()
+    events.close(seconds=0.1)
+    assert trackers_hang() and kept.closed
+    assert [e["error"] for e in read_events(tmp_path) if e["kind"] == "tracker"] == [
+        "it did not close within 0.1 s; what it has not sent is lost"
+    ]
+    hanging.released.set()
+    while trackers_hang():
+        time.sleep(0.01)
+    assert len(hanging.seen) == 3 and hanging.closed
+
+
+def test_a_slow_tracker_misses_the_oldest_events_and_a_line_says_how_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_WAITING", 10)
+    hanging, kept = Hanging("event"), Kept()
+    events = Events(tmp_path / "events" / "launch-00000.jsonl", [hanging, kept])
+    events.emit("step", now=True, step=0, samples=0)
+    while events._feeds[0]._waiting:  # until the thread has taken the first
+        time.sleep(0.01)
+    for step in range(1, 31):
+        events.emit("step", now=True, step=step, samples=step)
+        while len(kept.seen) < step:
+            time.sleep(0.001)
+    hanging.released.set()
+    events.close()
+    assert [e["step"] for e in hanging.seen] == [0, *range(21, 31)]
+    assert len(kept.seen) == 31
+    assert [(e["tracker"], e["error"]) for e in read_events(tmp_path) if e["kind"] == "tracker"] == [
+        ("Hanging", "it is slower than the run, and has missed 20 events")
+    ]
+
+
+def test_a_tracker_that_exits_is_one_that_failed(tmp_path):
+    class Exits(Kept):
+        name = "exits"
+
+        def event(self, event) -> None:
+            raise SystemExit
+
+    events = Events(tmp_path / "events" / "launch-00000.jsonl", [Exits()])
+    events.emit("step", step=0, samples=0)
+    events.close()
+    assert [(e["tracker"], e["error"]) for e in read_events(tmp_path)[1:]] == [("exits", "SystemExit")]
 
 
 def test_events_that_cannot_be_written_are_an_error(tmp_path):

@@ -26,7 +26,7 @@ from math import ceil, floor, inf, isfinite, ulp
 from batchwright.core.batch.pipeline import PipelineRule
 from batchwright.core.batch.world import World
 from batchwright.core.errors import ScheduleError, Violation, either, raise_violations
-from batchwright.core.numbers import divisors, human
+from batchwright.core.numbers import arrows, divisors, human
 from batchwright.core.ramp.schedule import Segment
 
 from .feasibility import Fit, StageRules
@@ -173,12 +173,14 @@ def place(
     sequence_length: int | None = None,
     stop_every_stage: bool = False,
     ramp_sizes: Sequence[int] = (),
+    first: int = 0,
 ) -> NodePlan:
     """Choose nodes for every stage by `policy`, check every stage, and compute the cost.
 
     Without `micro_batch_size` a stage takes the equation's best split up to `max_micro_batch_size`. A pipeline's
     microbatches are the accumulation steps, unless `inner_microbatches` says how many there are in each of them.
-    The launcher's rule looks at every size of a ramp: `ramp_sizes` may add those that no step uses.
+    The launcher's rule looks at every size of a ramp: `ramp_sizes` may add those that no step uses. Stages are numbered
+    from `first`: those before it were trained already.
 
     >>> ramp = [Segment(0, 0, 384, 100), Segment(100, 38_400, 768, 100), Segment(200, 115_200, 1152, None)]
     >>> world = World(1, devices_per_node=8, tensor_parallel=8)
@@ -202,7 +204,7 @@ def place(
         "min-node-hours": ("deadline_hours", deadline_hours),
         "min-time": ("node_hours_budget", node_hours_budget),
     }
-    found = list(_request_violations(rules, segments, policy, throughput))
+    found = list(_request_violations(rules, segments, first, policy, throughput))
     for owner, (name, value) in limits.items():
         if value is not None and not isfinite(value):
             found.append(Violation(f"{name}={value} is not a limit: leave it out.", name, str(value)))
@@ -220,13 +222,13 @@ def place(
     if policy == "launcher":
         counts: Sequence[int] = _launcher(rules, batches, ramp_sizes, notes)
     elif policy == "constant-work":
-        counts = _constant_work(rules, batches, notes)
+        counts = _constant_work(rules, batches, notes, first)
     elif isinstance(throughput, Throughput) and policy != "constant":
-        counts, gap = _optimum(rules, segments, policy, throughput, restart, limits[policy][1], stop_every_stage)
+        counts, gap = _optimum(rules, segments, first, policy, throughput, restart, limits[policy][1], stop_every_stage)
     else:
         counts = [nodes] * len(batches)
     try:
-        stages = _stages(rules, segments, counts, throughput)
+        stages = _stages(rules, segments, first, counts, throughput)
     except ScheduleError as error:
         if policy == "launcher":
             raise_violations(ScheduleError, _with_constant_work(rules, batches, error))
@@ -245,7 +247,7 @@ def place(
         relaxed = replace(rules, micro_batch_size=None, max_micro_batch_size=micro_batch_size or max_micro_batch_size)
         fits = [rules.fit(batch, nodes) or relaxed.fit(batch, nodes) for batch in batches]
         if all(fits):
-            everywhere = _timed(rules, segments, list(filter(None, fits)), throughput)
+            everywhere = _timed(rules, segments, first, list(filter(None, fits)), throughput)
             full = _totals(everywhere, restart, stop_every_stage)
             least = min(stage.micro_batch_size for stage in everywhere)
             if micro_batch_size and least < micro_batch_size:
@@ -268,7 +270,11 @@ def place(
 
 
 def _request_violations(
-    rules: StageRules, segments: Sequence[Segment], policy: str, throughput: Throughput | StageSeconds | None
+    rules: StageRules,
+    segments: Sequence[Segment],
+    first: int,
+    policy: str,
+    throughput: Throughput | StageSeconds | None,
 ) -> Iterator[Violation]:
     if policy not in POLICIES:
         yield Violation(f"policy={policy!r} is not one of {', '.join(POLICIES)}.", "policy", policy, POLICIES)
@@ -284,9 +290,10 @@ def _request_violations(
         yield Violation(message, "pipeline_microbatches", pieces, near)
     if policy == "launcher" and rules.micro_batch_size is None:
         yield Violation("the launcher's rule needs micro_batch_size; constant-work does not.", "micro_batch_size")
-    if isinstance(throughput, StageSeconds) and len(throughput.seconds) != len(segments):
-        message = f"step seconds are given for {len(throughput.seconds)} stages, and the ramp has {len(segments)}."
-        yield Violation(message, "throughput", len(throughput.seconds), (len(segments),))
+    number = first + len(segments)
+    if isinstance(throughput, StageSeconds) and len(throughput.seconds) != number:
+        message = f"step seconds are given for {len(throughput.seconds)} stages, and the ramp has {number}."
+        yield Violation(message, "throughput", len(throughput.seconds), (number,))
     if policy.startswith("min-"):
         if not isinstance(throughput, Throughput):
             message = (
@@ -295,7 +302,7 @@ def _request_violations(
             )
             yield Violation(message, "throughput", nearest=("constant-work",))
         if segments and segments[-1].steps is None:
-            message = f"{policy} needs a budget: the last stage has no end. Give samples or tokens."
+            message = f"{policy} needs a budget: the last stage has no end. Give samples, tokens or epochs."
             yield Violation(message, "samples")
 
 
@@ -315,10 +322,10 @@ def _launcher(rules: StageRules, batches: Sequence[int], others: Sequence[int], 
     return [chosen[batch] for batch in batches]
 
 
-def _constant_work(rules: StageRules, batches: Sequence[int], notes: list[str]) -> list[int]:
+def _constant_work(rules: StageRules, batches: Sequence[int], notes: list[str], first: int = 0) -> list[int]:
     """In proportion to the largest batch on all nodes, or the nearest valid number below, with a note."""
     top, counts = max(batches), list[int]()
-    for i, batch in enumerate(batches):
+    for i, batch in enumerate(batches, first):
         exact, over = divmod(rules.nodes * batch, top)
         if batch == top or (not over and rules.fit(batch, exact)):
             counts.append(exact)
@@ -331,16 +338,6 @@ def _constant_work(rules: StageRules, batches: Sequence[int], notes: list[str]) 
             f"of nodes; on {count}, the nearest below, a replica does {rules.nodes * batch / top / count:.2f} times the work."
         )
     return counts
-
-
-def arrows(counts: Sequence[int]) -> str:
-    """The nodes of each launch in order; in a long list the middle is left out.
-
-    >>> arrows([8, 10, 12])
-    '8 -> 10 -> 12'
-    """
-    shown = [str(count) for count in counts]
-    return " -> ".join(shown if len(shown) <= 12 else [*shown[:6], "…", *shown[-3:]])
 
 
 def _with_constant_work(rules: StageRules, batches: Sequence[int], error: ScheduleError) -> list[Violation]:
@@ -356,20 +353,28 @@ def _with_constant_work(rules: StageRules, batches: Sequence[int], error: Schedu
 
 
 def _stages(
-    rules: StageRules, segments: Sequence[Segment], counts: Sequence[int], throughput: Throughput | StageSeconds | None
+    rules: StageRules,
+    segments: Sequence[Segment],
+    first: int,
+    counts: Sequence[int],
+    throughput: Throughput | StageSeconds | None,
 ) -> tuple[Stage, ...]:
     """Every segment on its nodes, or one error with every stage that is not valid."""
     fits = [rules.fit(segment.global_batch_size, n) for segment, n in zip(segments, counts, strict=True)]
     bad = [i for i, fit in enumerate(fits) if fit is None]
-    raise_violations(ScheduleError, _stage_violations(rules, segments, counts, bad))
-    return _timed(rules, segments, list(filter(None, fits)), throughput)
+    raise_violations(ScheduleError, _stage_violations(rules, segments, first, counts, bad))
+    return _timed(rules, segments, first, list(filter(None, fits)), throughput)
 
 
 def _timed(
-    rules: StageRules, segments: Sequence[Segment], fits: Sequence[Fit], throughput: Throughput | StageSeconds | None
+    rules: StageRules,
+    segments: Sequence[Segment],
+    first: int,
+    fits: Sequence[Fit],
+    throughput: Throughput | StageSeconds | None,
 ) -> tuple[Stage, ...]:
     stages: list[Stage] = []
-    for i, (segment, fit) in enumerate(zip(segments, fits, strict=True)):
+    for i, (segment, fit) in enumerate(zip(segments, fits, strict=True), first):
         seconds = None if throughput is None else _step_seconds(rules, throughput, i, segment, fit)
         time = None if seconds is None or segment.steps is None else _microseconds(seconds, segment.steps)
         hours, node_hours = (None, None) if time is None else (time / _HOUR, fit.nodes * time / _HOUR)
@@ -380,11 +385,12 @@ def _timed(
 
 
 def _stage_violations(
-    rules: StageRules, segments: Sequence[Segment], counts: Sequence[int], bad: Sequence[int]
+    rules: StageRules, segments: Sequence[Segment], first: int, counts: Sequence[int], bad: Sequence[int]
 ) -> list[Violation]:
     found: list[Violation] = []
     for i in bad[:_LISTED]:
-        where = f"ramp stage {i + 1} of {len(segments)} (from sample {human(segments[i].start_sample)})"
+        number, stages = first + i + 1, first + len(segments)
+        where = f"ramp stage {number} of {stages} (from sample {human(segments[i].start_sample)})"
         found.append(rules.violation(segments[i].global_batch_size, counts[i], where))
     if found and len(segments) > 1:
         rest = "Other stages are valid." if len(bad) < len(segments) else "No stage is valid."
@@ -444,6 +450,7 @@ def _most(hours: float) -> int:
 def _optimum(
     rules: StageRules,
     segments: Sequence[Segment],
+    first: int,
     policy: str,
     throughput: Throughput,
     restart: float,
@@ -473,7 +480,7 @@ def _optimum(
             {n: pair(n, _microseconds(computing(micro, steps) + sync(n), number)) for n, micro, steps in row}
         )
     bad = [i for i, option in enumerate(options) if not option]
-    raise_violations(ScheduleError, _stage_violations(rules, segments, [rules.nodes] * len(segments), bad))
+    raise_violations(ScheduleError, _stage_violations(rules, segments, first, [rules.nodes] * len(segments), bad))
     wait = _microseconds(restart)
     most = None if limit is None else _most(limit)
     found = cheapest_chain(options, lambda nodes: pair(nodes, wait), always=stop_every_stage, limit=most)
@@ -481,15 +488,12 @@ def _optimum(
         name, unit, other = "node_hours_budget", "node-hours", "min-node-hours"
         if policy == "min-node-hours":
             name, unit, other = "deadline_hours", "hours", "min-time"
-        lightest, _ = _optimum(rules, segments, other, throughput, restart, None, stop_every_stage)
-        totals = _totals(_stages(rules, segments, lightest, throughput), restart, stop_every_stage)
+        lightest, _ = _optimum(rules, segments, first, other, throughput, restart, None, stop_every_stage)
+        totals = _totals(_stages(rules, segments, first, lightest, throughput), restart, stop_every_stage)
         least = (totals[0] if other == "min-time" else totals[1]) or 0.0
         digits = 100 if least >= 1 else 10**6
         nearest = ceil(Fraction(least) * digits) / digits  # rounded up, so that this limit is accepted
-        message = f"{name}={limit} cannot be met on up to {rules.nodes} nodes: the least is {_shown(nearest)} {unit}."
+        shown = str(nearest).removesuffix(".0")
+        message = f"{name}={limit} cannot be met on up to {rules.nodes} nodes: the least is {shown} {unit}."
         raise ScheduleError(message, field=name, given=limit, nearest=(nearest,))
     return found.counts, found.gap / _HOUR
-
-
-def _shown(number: float) -> str:
-    return str(number).removesuffix(".0")

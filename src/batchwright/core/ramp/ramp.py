@@ -14,7 +14,7 @@ from batchwright.core.batch.request import BatchRequest, resolve_ranks, unused_p
 from batchwright.core.errors import ConfigError, ScheduleError, raise_violations
 from batchwright.core.nodes.policies import NodePlan, place
 from batchwright.core.nodes.throughput import StageSeconds, Throughput
-from batchwright.core.numbers import divisors, fraction
+from batchwright.core.numbers import decimal, divisors, fraction
 
 from .learning_rate import HorizonCheck, StageRate, Suggestion, check_horizon, stage_rates, suggested_rule
 from .recipes import Recipe, recipe
@@ -36,6 +36,30 @@ class Ramp:
     sources: Mapping[str, str]
     notes: tuple[str, ...]
     nodes_known: bool = True
+    start_sample: int = 0
+    """Stages, nodes and costs are those from this sample on. The schedule is the whole one."""
+
+    @property
+    def left(self) -> tuple[Segment, ...]:
+        """The segments from `start_sample` on; the first may be the rest of one."""
+        return _left(self.schedule, self.start_sample)[1]
+
+    @property
+    def first_stage(self) -> int:
+        """The index of the first stage that is left."""
+        return _left(self.schedule, self.start_sample)[0]
+
+    @property
+    def remaining_steps(self) -> int | None:
+        """Steps from `start_sample` to the end, or None if there is no end."""
+        total = self.schedule.total_steps
+        return None if total is None else total - self.left[0].first_step
+
+    @property
+    def remaining_samples(self) -> int | None:
+        """Samples from `start_sample` to the end, or None if there is no end."""
+        total = self.schedule.total_samples
+        return None if total is None else total - self.start_sample
 
     def at_step(self, step: int) -> Step:
         """The span of an optimizer step."""
@@ -46,10 +70,10 @@ class Ramp:
         return self.schedule.at_sample(sample)
 
     def stages(self) -> list[dict[str, Any]]:
-        """One record per stage, with the documented keys; values that need a world are None without one."""
+        """One record per stage that is left, with the documented keys; values that need a world are None without one."""
         rows: list[dict[str, Any]] = []
         by_index = {stage.index: stage for stage in self.placement.stages} if self.placement else {}
-        for index, segment in enumerate(self.schedule.segments):
+        for index, segment in enumerate(self.left, self.first_stage):
             placed = by_index.get(index)
             unknown = () if self.nodes_known else ("nodes", "node_hours")
             rows.append(
@@ -80,6 +104,9 @@ class Ramp:
             "total_steps": self.schedule.total_steps,
             "total_samples": self.schedule.total_samples,
             "total_tokens": self.schedule.total_tokens,
+            "start_sample": self.start_sample,
+            "remaining_steps": self.remaining_steps,
+            "remaining_samples": self.remaining_samples,
             "last_step": self.schedule.last_step,
             "policy": placed.policy if placed else None,
             "launches": codec.encode(placed.launches) if placed else None,
@@ -89,7 +116,7 @@ class Ramp:
             "full_cluster_node_hours": placed.full_cluster_node_hours if placed else None,
             "saved_node_hours": placed.saved_node_hours if placed else None,
             "gap": placed.gap if placed else None,
-            "learning_rate": codec.encode(self.rates),
+            "learning_rate": codec.encode(self.rates[self.first_stage :]),
             "learning_rate_suggestion": codec.encode(self.suggestion),
             "learning_rate_horizon": codec.encode(self.horizon),
             "sources": dict(self.sources),
@@ -113,6 +140,7 @@ def ramp(request: BatchRequest, wanted: RampRequest, past: Schedule | None = Non
     """Compile the rule, check and place every stage, and compute the learning rates.
 
     With `past`, the schedule of a run that has trained up to sample `position`, its steps before that stay as they are.
+    With `wanted.start_sample`, only what is left from there on is placed.
 
     >>> from batchwright.core.ramp.request import read_ramp
     >>> r = ramp(BatchRequest(global_batch_size=1024), read_ramp({"linear": "256,128,50M"}))
@@ -127,15 +155,20 @@ def ramp(request: BatchRequest, wanted: RampRequest, past: Schedule | None = Non
     schedule, rule = compile_schedule(request, wanted, published)
     if past is not None:
         schedule = past.continued(position, schedule)
-    trained = sum(segment.end_sample is not None and segment.end_sample <= position for segment in schedule.segments)
+        first = sum(segment.end_sample is not None and segment.end_sample <= position for segment in schedule.segments)
+        left = schedule.segments[first:]
+    else:
+        first, left = _left(schedule, wanted.start_sample)
     notes += schedule.notes
+    if wanted.epochs is not None:
+        notes.append(
+            f"The budget is {decimal(wanted.epochs)} epochs × dataset_size {wanted.dataset_size} = {schedule.samples:,} samples."
+        )
     if isinstance(rule, PerDevice):
         request = _per_device_world(request, rule, notes)
     if published:
         request = _published_world(request, published, notes)
-    placement = _placement(request, wanted, schedule.segments[trained:], published, rule)
-    if placement and trained:
-        placement = _numbered_from(trained, placement)
+    placement = _placement(request, wanted, left, first, published, rule)
     rates, suggestion = _rates(wanted, schedule)
     horizon = _horizon(wanted, schedule)
     if request.global_batch_size not in (None, schedule.segments[-1].global_batch_size):
@@ -153,14 +186,49 @@ def ramp(request: BatchRequest, wanted: RampRequest, past: Schedule | None = Non
         notes.append(f"Learning rate: {horizon.message}")
     known = request.nodes is not None or request.devices_per_node is not None
     sources = dict(request.origins)
-    return Ramp(schedule, rule, placement, rates, suggestion, horizon, sources, tuple(notes), known)
+    start = wanted.start_sample
+    return Ramp(schedule, rule, placement, rates, suggestion, horizon, sources, tuple(notes), known, start)
 
 
-def _numbered_from(first: int, placed: NodePlan) -> NodePlan:
-    """The same placement with stages numbered from `first`: those before it were trained already."""
-    stages = tuple(replace(stage, index=first + stage.index) for stage in placed.stages)
-    launches = (replace(one, stages=tuple(first + index for index in one.stages)) for one in placed.launches)
-    return replace(placed, stages=stages, launches=tuple(launches))
+def _left(schedule: Schedule, start: int) -> tuple[int, tuple[Segment, ...]]:
+    """The index of the segment that owns sample `start`, and the segments from that sample on."""
+    if not start:
+        return 0, schedule.segments
+    total = schedule.total_samples
+    if total is not None and start >= total:
+        last = schedule.at_sample(total - 1).start_sample
+        raise ScheduleError(
+            f"start_sample={start:,}: nothing is left, since the ramp ends at sample {total:,}. Nearest: {last:,} (before "
+            "the last step).",
+            field="start_sample",
+            given=start,
+            nearest=(last,),
+        )
+    step = schedule.at_sample(start)
+    if step.start_sample != start:
+        near = [step.start_sample] if step.end_sample == total else [step.start_sample, step.end_sample]
+        shown = " or ".join(
+            f"{sample:,} ({where} it)" for sample, where in zip(near, ("before", "after"), strict=False)
+        )
+        raise ScheduleError(
+            f"start_sample={start:,} is inside a step: step {step.step:,} owns samples {step.start_sample:,} to "
+            f"{step.end_sample:,}. Nearest: {shown}.",
+            field="start_sample",
+            given=start,
+            nearest=near,
+        )
+    segment = schedule.segments[step.segment]
+    done, token = step.step - segment.first_step, segment.start_token
+    if token is not None and segment.sequence_length is not None:
+        token += (start - segment.start_sample) * segment.sequence_length
+    rest = replace(
+        segment,
+        first_step=step.step,
+        start_sample=start,
+        steps=None if segment.steps is None else segment.steps - done,
+        start_token=token,
+    )
+    return step.segment, (rest, *schedule.segments[step.segment + 1 :])
 
 
 def _per_device_world(request: BatchRequest, rule: PerDevice, notes: list[str]) -> BatchRequest:
@@ -201,7 +269,9 @@ def _horizon(wanted: RampRequest, schedule: Schedule) -> HorizonCheck | None:
     if wanted.lr_horizon_steps is None and wanted.lr_horizon_samples is None:
         return None
     if schedule.total_samples is None:
-        raise ScheduleError("checking a learning-rate horizon needs a budget: give samples or tokens.", field="samples")
+        raise ScheduleError(
+            "checking a learning-rate horizon needs a budget: give samples, tokens or epochs.", field="samples"
+        )
     return check_horizon(
         schedule.segments, schedule.total_samples, steps=wanted.lr_horizon_steps, samples=wanted.lr_horizon_samples
     )
@@ -219,8 +289,14 @@ def _inner_microbatches(
 
 
 def _placement(
-    request: BatchRequest, wanted: RampRequest, segments: Sequence[Segment], published: Recipe | None, growth: Rule
+    request: BatchRequest,
+    wanted: RampRequest,
+    segments: Sequence[Segment],
+    first: int,
+    published: Recipe | None,
+    growth: Rule,
 ) -> NodePlan | None:
+    """The segments on nodes, as stages numbered from `first`; None without a world."""
     raise_violations(ScheduleError, unused_pipeline(request))
     ranks = resolve_ranks(request)
     if ranks is None:
@@ -250,6 +326,7 @@ def _placement(
     rule = pipeline_rule(request)
     options: dict[str, Any] = {
         "nodes": nodes,
+        "first": first,
         "micro_batch_size": request.micro_batch_size,
         "max_micro_batch_size": request.max_micro_batch_size,
         "accumulation_steps": request.accumulation_steps,
@@ -279,7 +356,7 @@ def _placement(
             for stage in placed.stages
         )
         placed = replace(placed, notes=(*placed.notes, *list(filter(None, refusals))[:1]))
-    if times is None and published and [s.nodes for s in placed.stages] == [s.nodes for s in published.stages]:
+    if times is None and published and [s.nodes for s in placed.stages] == [s.nodes for s in published.stages][first:]:
         measured = StageSeconds(tuple(stage.iteration_seconds for stage in published.stages))
         placed = place(segments, world, throughput=measured, **options)
         return replace(placed, notes=(*placed.notes, "Step times are from the report, on these nodes."))

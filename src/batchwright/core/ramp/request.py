@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any, cast
 
 from batchwright.core.batch.plan import plan
 from batchwright.core.batch.request import BatchRequest, batch_in_samples, resolve_ranks, world_of
-from batchwright.core.errors import ConfigError, ScheduleError, Violation, raise_violations
+from batchwright.core.errors import ConfigError, ScheduleError, Violation, either, raise_violations
 from batchwright.core.fields import Readers, choice, read_fields, switch
 from batchwright.core.nodes.policies import POLICIES
-from batchwright.core.numbers import count, positive
+from batchwright.core.numbers import LARGEST_COUNT, count, decimal, fraction, human, positive
 
 from .learning_rate import RULES
 from .recipes import Recipe
@@ -21,6 +22,8 @@ from .schedule import LAST_STEPS, LastStep, Rule, Schedule, Unit
 
 # The flags that name a rule; at most one of them.
 RULE_FLAGS = ("linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling", "recipe")
+# The ways to give a budget; at most one of them.
+BUDGETS = ("samples", "tokens", "epochs")
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,10 @@ class RampRequest:
     allow_falling: bool = False
     samples: int | None = None
     tokens: int | None = None
+    epochs: Fraction | None = None
+    dataset_size: int | None = None
     last_step: str = "shorten"
+    start_sample: int = 0
     node_policy: str | None = None
     micro_step_seconds: tuple[float, ...] | None = None
     sync_seconds: tuple[float, ...] | None = None
@@ -53,6 +59,44 @@ class RampRequest:
     optimizer: str | None = None
     lr_horizon_steps: int | None = None
     lr_horizon_samples: int | None = None
+
+    @property
+    def budgets(self) -> list[str]:
+        """The names of the budgets that are given."""
+        return [name for name in BUDGETS if getattr(self, name) is not None]
+
+    def budget(self) -> int | None:
+        """The budget in samples; None if there is none, or if it is in tokens.
+
+        >>> read_ramp({"epochs": "1.5", "dataset_size": 4096}).budget()
+        6144
+        """
+        if len(named := self.budgets) > 1:
+            raise ConfigError(
+                f"{' and '.join(named)} are mutually exclusive: a ramp has one budget.",
+                field=named[1],
+                given=str(getattr(self, named[1])),
+            )
+        if self.epochs is None:
+            return self.samples
+        if self.dataset_size is None:
+            raise ScheduleError(
+                f"epochs={decimal(self.epochs)} needs dataset_size, the number of samples in the dataset.",
+                field="dataset_size",
+            )
+        exact = self.epochs * self.dataset_size
+        if exact.denominator == 1:
+            return count(exact, "epochs × dataset_size")
+        near = dict.fromkeys(Fraction(max(1, n), self.dataset_size) for n in (exact.__floor__(), exact.__ceil__()))
+        shown = [f"{decimal(epochs)} ({human(int(epochs * self.dataset_size))} samples)" for epochs in near]
+        epochs = decimal(self.epochs)
+        raise ScheduleError(
+            f"epochs={epochs} is not a whole number of samples: {epochs} × dataset_size {self.dataset_size} = "
+            f"{float(exact):.10g}. Nearest: {either(shown)}.",
+            field="epochs",
+            given=epochs,
+            nearest=[decimal(epochs) for epochs in near],
+        )
 
 
 def _items(value: Any, name: str, shape: str) -> list[str]:
@@ -88,6 +132,18 @@ def _lengths(value: Any, name: str) -> tuple[int, ...]:
     return tuple(count(item, name, most=10**9) for item in _items(value, name, "LENGTH,LENGTH,..."))
 
 
+def _epochs(value: Any, name: str) -> Fraction:
+    epochs = fraction(value, name)
+    if not 0 < epochs <= LARGEST_COUNT:
+        raise ConfigError(
+            f"{name}={str(value)[:40]}: must be above 0 and at most {LARGEST_COUNT:,}.",
+            field=name,
+            given=str(value)[:40],
+            nearest=[1 if epochs <= 0 else LARGEST_COUNT],
+        )
+    return epochs
+
+
 def _text(value: Any, name: str) -> str:
     return str(value)
 
@@ -113,7 +169,10 @@ RAMP_READERS: Readers = {
     "allow_falling": switch,
     "samples": count,
     "tokens": partial(count, most=10**18),
+    "epochs": _epochs,
+    "dataset_size": count,
     "last_step": choice(*LAST_STEPS),
+    "start_sample": partial(count, least=0),
     "node_policy": choice(*POLICIES),
     "micro_step_seconds": _seconds(2, "FIXED,PER_SAMPLE"),
     "sync_seconds": _seconds(2, "LATENCY,ALL"),
@@ -148,20 +207,21 @@ def compile_schedule(request: BatchRequest, wanted: RampRequest, published: Reci
     named = [name for name in RULE_FLAGS if getattr(wanted, name) is not None]
     if len(named) > 1:
         raise ConfigError(f"{' and '.join(named)} are mutually exclusive: a ramp has one rule.", field=named[1])
+    samples = wanted.budget()
+    ends = samples is not None or wanted.tokens is not None
     if published:
-        budget = wanted.samples or wanted.tokens
         compiled, rule = (
-            (replace(published, samples=None, tokens=None) if budget else published).schedule(),
+            (replace(published, samples=None, tokens=None) if ends else published).schedule(),
             published.rule,
         )
     else:
         rule = _rule(request, wanted, named[0] if named else None)
         compiled = rule.compile()
     _refuse_unused(request, wanted, compiled, named[0] if named else None)
-    if wanted.samples is None and wanted.tokens is None:
+    if not ends:
         return compiled, rule
     policy = cast(LastStep, wanted.last_step)
-    return compiled.until(wanted.samples, tokens=wanted.tokens, last_step=policy), rule
+    return compiled.until(samples, tokens=wanted.tokens, last_step=policy), rule
 
 
 def _rule(request: BatchRequest, wanted: RampRequest, name: str | None) -> Rule:
@@ -233,4 +293,6 @@ def _refuse_unused(request: BatchRequest, wanted: RampRequest, compiled: Schedul
         wrong.append(Violation(message, "sequence_lengths", str(wanted.sequence_lengths)))
     if wanted.allow_falling and name in ("per_device", "doubling", "recipe", None):
         wrong.append(Violation("allow_falling has no effect: this rule never falls.", "allow_falling", True))
+    if wanted.dataset_size is not None and wanted.epochs is None:
+        wrong.append(Violation("dataset_size has no effect without epochs.", "dataset_size", wanted.dataset_size))
     raise_violations(ConfigError, wrong)

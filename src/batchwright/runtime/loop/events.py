@@ -1,11 +1,12 @@
-"""Events: one JSON line per step, evaluation, save, stage and launch, written by a thread; and the trackers that show them.
+"""Events: one JSON line per step, evaluation, save, stage and launch, written by a thread and passed to trackers.
 
 `RUN/events/launch-00003.jsonl`, written by rank 0. Every line has `kind`, `time` (seconds since 1970), `launch`; keys by
 kind, beside those:
 
-    launch      step, samples, ranks, strategy, device, parameters, setup_seconds, load_seconds, lost_seconds, lost
+    launch      step, samples, nodes, ranks, strategy, device, parameters, seed, dataset_size, total_samples,
+                setup_seconds, load_seconds, lost_seconds, lost
     step        step, samples, tokens, loss, auxiliary, global_batch_size, micro_batch_size, accumulation_steps,
-                samples_per_second, tokens_per_second, step_seconds, learning_rate, grad_norm, mfu, stage, ranks,
+                samples_per_second, tokens_per_second, step_seconds, learning_rate, grad_norm, mfu, stage, nodes, ranks,
                 noise_scale, noise_low, noise_high (its 95% interval), outcome (applied, or skipped by the GradScaler),
                 loss_scale (the GradScaler's next)
     stage       stage, step, samples, global_batch_size
@@ -15,6 +16,7 @@ kind, beside those:
     save        step, samples, checkpoint, seconds
     nonfinite   step, samples, steps: the loss was not finite in so many steps in a row, and the launch fails
     stop        reason, step, samples, next_stage
+    tracker     tracker, error: a tracker that failed; the run continues without it
 
 `samples` is the position after the event. `tokens` is the sum of the loss's weights so far, which counts tokens if a weight
 does. Rates are of the whole job. An unknown value (MFU without a peak) is null.
@@ -28,19 +30,22 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, Protocol, TextIO
 
-from batchwright.core.errors import MissingExtraError
 from batchwright.core.numbers import human
 from batchwright.rundir import atomic
 from batchwright.rundir.events import read_events as read_events
 from batchwright.rundir.files import write_fault
 
+from .trackers import CLOSE_SECONDS
+
 # Seconds between two writes to the file: long enough to cost nothing, short enough to follow a run.
 _WRITE_SECONDS = 0.5
+# Events that wait for a slow tracker, some megabytes. It misses the oldest of more.
+_MOST_WAITING = 10_000
 # Events that tell a supervisor that the loop has not stopped. A person sees what follows them.
 _BEGINNINGS = ("evaluating", "saving")
 # Seconds between two lines of progress without a terminal: the log of a day has about 9,000.
@@ -48,28 +53,27 @@ _LINE_SECONDS = 10.0
 
 
 class Tracker(Protocol):
-    """Receives events besides the file: TensorBoard, a progress bar, or your own class."""
+    """Receives events besides the file: one of `trackers/`, a progress bar, or your own class."""
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Receive one event, as in the table of this module; called in the thread of `Events`."""
+        """Receive one event, as in the table of this module; called in a thread of this tracker's own."""
 
     def close(self) -> None:
-        """Called after the last event."""
+        """Called after the last event, in the same thread."""
 
 
 class Events:
-    """Collects the events of a training loop; a thread writes them to the file and passes them to the trackers.
+    """Collects the events of a training loop; a thread writes them to the file, and one per tracker passes them on.
 
     `emit` appends to a list and returns; the thread wakes twice a second. With `now` the file is written before `emit`
     returns: a process that hangs after that has said what it was doing. A tracker that fails is removed, and a line in the
-    file says so: a failed plot must not stop a run.
+    file says so: a failed plot must not stop a run. One that is slow misses events, and one that hangs is left behind.
     """
 
     def __init__(self, path: Path | str | None, trackers: Sequence[Tracker] = (), **common: Any) -> None:
-        self._trackers, self._common = list(trackers), common
-        # One thread appends, another removes; so the deques are never replaced.
+        self._common = common
+        # One thread appends, another removes; so the deque is never replaced.
         self._unwritten: deque[dict[str, Any]] = deque()
-        self._untracked: deque[dict[str, Any]] = deque()
         self._writing = threading.Lock()
         self._wake, self._closed = threading.Event(), False
         self._file = None
@@ -79,6 +83,7 @@ class Events:
                 self._file = open(path, "a", encoding="utf-8", opener=atomic.no_follow)
             except OSError as error:
                 raise write_fault(error, "the events", Path(path).parent, "Checkpoints are untouched.") from error
+        self._feeds = [_Feed(tracker, self._failed) for tracker in trackers]
         self._thread = threading.Thread(target=self._work, name="batchwright-events", daemon=True)
         self._thread.start()
 
@@ -88,49 +93,45 @@ class Events:
         if now:
             self._write_all()
 
-    def close(self) -> None:
-        """Write the remaining events and end the thread."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Write the remaining events and end the threads; trackers have `seconds` to close, all together."""
         if self._closed:
             return
         self._closed = True
         self._wake.set()
         self._thread.join()
-        for tracker in self._trackers:
-            try:
-                tracker.close()
-            except Exception as error:
-                self._failed(tracker, error)
-        if self._file is not None:
+        deadline = time.monotonic() + seconds
+        for feed in self._feeds:
+            feed.finish()
+        for feed in self._feeds:
+            feed.join(max(0.0, deadline - time.monotonic()))
+            if feed.is_alive():
+                self._failed(feed.tracker, f"it did not close within {seconds:g} s; what it has not sent is lost")
+            elif feed.missed:
+                self._failed(feed.tracker, f"it is slower than the run, and has missed {feed.missed:,} events")
+        with self._writing:
+            file, self._file = self._file, None
+        if file is not None:
             # As in `_write`: closing tries again to write what a full disk refused.
             with suppress(OSError):
-                self._file.close()
+                file.close()
 
     def _work(self) -> None:
         while not self._closed:
             self._wake.wait(_WRITE_SECONDS)
-            self._flush()
-        self._flush()
-
-    def _flush(self) -> None:
+            self._write_all()
         self._write_all()
-        while self._untracked:
-            event = self._untracked.popleft()
-            for tracker in list(self._trackers):
-                try:
-                    tracker.event(event)
-                except Exception as error:
-                    self._trackers.remove(tracker)
-                    self._failed(tracker, error)
 
     def _write_all(self) -> None:
         with self._writing:
             events = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
             if events:
                 self._write(events)
-                self._untracked.extend(events)
+                for feed in self._feeds:
+                    feed.pass_on(events)
 
-    def _failed(self, tracker: Tracker, error: Exception) -> None:
-        event = {"kind": "tracker", "time": time.time(), "tracker": type(tracker).__name__, "error": str(error)}
+    def _failed(self, tracker: Tracker, error: str) -> None:
+        event = {"kind": "tracker", "time": time.time(), "tracker": _name(tracker), "error": error}
         with self._writing:
             self._write([event])
 
@@ -143,52 +144,54 @@ class Events:
                 pass
 
 
+class _Feed(threading.Thread):
+    """Passes events to one tracker. A daemon: the process exits also if the tracker hangs."""
+
+    def __init__(self, tracker: Tracker, failed: Callable[[Tracker, str], None]) -> None:
+        super().__init__(name=f"batchwright-{_name(tracker)}", daemon=True)
+        self.tracker, self._failed = tracker, failed
+        self.missed = 0
+        self._waiting: deque[Mapping[str, Any]] = deque(maxlen=_MOST_WAITING)
+        self._wake, self.closing = threading.Event(), False
+        self.start()
+
+    def pass_on(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Let the thread pass these to the tracker."""
+        if self.is_alive():
+            self.missed += max(0, len(self._waiting) + len(events) - _MOST_WAITING)
+            self._waiting.extend(events)
+            self._wake.set()
+
+    def finish(self) -> None:
+        """Let the thread end after the events that wait."""
+        self.closing = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Pass events until `finish`, then close the tracker; stop at its first error."""
+        try:
+            while not self.closing or self._waiting:
+                self._wake.wait()
+                self._wake.clear()
+                while self._waiting:
+                    self.tracker.event(self._waiting.popleft())
+            self.tracker.close()
+        except BaseException as error:  # a package may also call sys.exit
+            self._failed(self.tracker, str(error).strip() or type(error).__name__)
+
+
+def trackers_hang() -> bool:
+    """Whether a tracker that was closed has not ended."""
+    return any(isinstance(thread, _Feed) and thread.closing for thread in threading.enumerate())
+
+
+def _name(tracker: Tracker) -> str:
+    return getattr(tracker, "name", None) or type(tracker).__name__
+
+
 def _finite(event: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has no NaN and no infinity: they become text."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
-
-
-class TensorBoard:
-    """A tracker that writes events as TensorBoard scalars over samples: `TensorBoard(RUN / "tensorboard")`."""
-
-    SCALARS = (
-        "loss",
-        "auxiliary",
-        "global_batch_size",
-        "tokens_per_second",
-        "learning_rate",
-        "grad_norm",
-        "mfu",
-        "noise_scale",
-        "ranks",
-        "stage",
-    )
-
-    def __init__(self, directory: Path | str) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtraError(
-                "TensorBoard needs the package tensorboard, which is not installed: pip install tensorboard.",
-                field="tracker",
-                given="tensorboard",
-            ) from error
-        self._writer = cast(Any, SummaryWriter)(str(directory))
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        """Write the numbers of a step, an evaluation or a launch."""
-        if event["kind"] == "step":
-            for name in self.SCALARS:
-                if event.get(name) is not None:
-                    self._writer.add_scalar(f"train/{name}", event[name], event["samples"], event["time"])
-        elif event["kind"] == "evaluation":
-            self._writer.add_scalar("evaluation/loss", event["loss"], event["samples"], event["time"])
-        elif event["kind"] == "launch" and event.get("lost_seconds") is not None:
-            self._writer.add_scalar("launch/lost_seconds", event["lost_seconds"], event["samples"], event["time"])
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
 
 
 class ProgressBar:

@@ -22,6 +22,7 @@ from batchwright.rundir import names
 from batchwright.rundir.fence import Fence
 from batchwright.rundir.files import write_fault
 from batchwright.rundir.status import Status, claim_launch, failure_record, last_seen, write_failure, write_status
+from batchwright.rundir.trackers import require
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.state import generators
 from batchwright.runtime.state.checkpoint import Checkpoints, Saved
@@ -32,9 +33,10 @@ from batchwright.runtime.step.noise import NoiseScale, NoiseTerms
 from batchwright.runtime.task import Task
 
 from .evaluate import Part
-from .events import Events, ProgressBar, TensorBoard, Tracker
+from .events import Events, ProgressBar, Tracker
 from .process import StopSignals, ThisProcess, wrapped
 from .settings import Settings
+from .trackers import open_tracker
 
 OnStep = Callable[[StepResult, nn.Module, Optimizer], None]
 
@@ -59,9 +61,19 @@ class Session:
         self.planned = schedule
         self.on_step, self.began = on_step, time.time()
         held = settings.evaluation_samples if evaluation is None else 0
+        require(settings.tracker)
         size = len(task.dataset) - held
         self.dataset = Part(task.dataset, 0, size) if held else task.dataset
         self.evaluation = Part(task.dataset, size, held) if held else evaluation
+        if settings.dataset_size not in (None, size) and not settings.accept_changes:
+            raise PlanError(
+                f"dataset_size={settings.dataset_size}, but the task has {size} samples to train"
+                + (f" ({size + held} without the {held} of evaluation_samples)" if held else "")
+                + f", so its epochs are counted wrongly. Nearest: {size}.",
+                field="dataset_size",
+                given=settings.dataset_size,
+                nearest=(size,),
+            )
         if settings.evaluate_every and self.evaluation is None:
             raise ConfigError(
                 f"evaluate_every={settings.evaluate_every} has nothing to evaluate: evaluation_samples is 0, and there is "
@@ -235,9 +247,7 @@ class Session:
         settings, process = self.settings, self.process
         if process.rank:
             return
-        trackers = list(self.given_trackers)
-        if settings.tensorboard:
-            trackers.append(TensorBoard(settings.root / "tensorboard"))
+        trackers: list[Tracker] = [*self.given_trackers, *(open_tracker(n, settings.root) for n in settings.tracker)]
         if settings.progress:
             trackers.append(ProgressBar(self.schedule.total_samples))
         path = settings.root / names.EVENTS / names.events(self.launch)
@@ -247,10 +257,14 @@ class Session:
             now=True,
             step=self.step,
             samples=self.position,
+            nodes=settings.nodes,
             ranks=process.ranks,
             strategy=settings.strategy,
             device=str(process.device),
             parameters=self.parameters,
+            seed=settings.seed,
+            dataset_size=self.order.size,
+            total_samples=self.schedule.total_samples,
             notes=self.notes,
             resumed_from=self.saved.name if self.saved else None,
             skipped=list(self.saved.skipped) if self.saved else [],

@@ -16,6 +16,7 @@ from batchwright.core.ramp.learning_rate import RULES, SampleSchedule
 from batchwright.core.ramp.schedule import Schedule
 from batchwright.rundir import names
 from batchwright.rundir.files import read_json
+from batchwright.rundir.trackers import TRACKERS
 
 Strategy = Literal["auto", "ddp", "fsdp2", "none"]
 AccumulateDtype = Literal["float32", "float64"]
@@ -36,6 +37,8 @@ _LEAST = {
     "stop_after_nonfinite": 0,
     "launch": 0,
     "end_sample": 0,
+    "nodes": 1,
+    "dataset_size": 1,
     # torch's generators take seeds of 64 bits, with or without a sign.
     "seed": -(2**63),
 }
@@ -48,9 +51,11 @@ _OPTIONAL = (
     "evaluation_batch_size",
     "launch",
     "end_sample",
+    "nodes",
+    "dataset_size",
 )
 _NUMBERS = ("max_tokens", "max_norm", "grad_scaler", "peak_flops")
-_SWITCHES = ("allow_ragged", "shuffle", "resume", "accept_changes", "asynchronous", "tensorboard", "progress")
+_SWITCHES = ("allow_ragged", "shuffle", "resume", "accept_changes", "asynchronous", "progress")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +120,21 @@ class Settings:
     """Steps between `step` events."""
     peak_flops: float | None = None
     """Peak FLOP/s of one device, for MFU: 6 × parameters × tokens per second / (ranks × peak)."""
-    tensorboard: bool = False
+    tracker: tuple[str, ...] = ()
+    """Where rank 0 records the run: tensorboard, wandb, mlflow, trackio. Each needs its package."""
+    nodes: int | None = None
+    """The number of nodes of this launch, which trackers record."""
+    dataset_size: int | None = None
+    """The number of samples to train in one epoch, as the schedule assumes: another number is refused."""
     progress: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.micro_batch_size, list):
             object.__setattr__(self, "micro_batch_size", tuple(self.micro_batch_size))
+        if isinstance(self.tracker, (str, list)):
+            object.__setattr__(
+                self, "tracker", (self.tracker,) if isinstance(self.tracker, str) else tuple(self.tracker)
+            )
         found = self._wrong_kinds()
         raise_violations(ConfigError, found)
         if self.strategy not in STRATEGIES:
@@ -134,6 +148,10 @@ class Settings:
                 f"accumulate_dtype={self.accumulate_dtype!r} is not known. One of: {', '.join(ACCUMULATE_DTYPES)}."
             )
             found.append(Violation(message, "accumulate_dtype", self.accumulate_dtype, ACCUMULATE_DTYPES))
+        for name in self.tracker:
+            if name not in TRACKERS:
+                message = f"tracker={name!r} is not known. One of: {', '.join(TRACKERS)}."
+                found.append(Violation(message, "tracker", name, TRACKERS))
         if self.grad_scaler is not None and not 0 < self.grad_scaler < math.inf:
             message = f"grad_scaler={self.grad_scaler}: must be above 0 and finite. Nearest: 65536."
             found.append(Violation(message, "grad_scaler", self.grad_scaler, (65536.0,)))
@@ -158,9 +176,10 @@ class Settings:
         kinds = dict.fromkeys(_NUMBERS, (Real, "a number")) | dict.fromkeys(_SWITCHES, (bool, "true or false"))
         shape = ", ".join(field.name for field in fields(SampleSchedule))
         kinds |= {"device": (str, "text"), "learning_rate": (SampleSchedule, f"a mapping with {shape}")}
+        kinds |= {"tracker": (tuple, f"one or several of {', '.join(TRACKERS)}")}
         for name, (kind, what) in kinds.items():
             value = getattr(self, name)
-            unset = value is None and name not in (*_SWITCHES, "device")
+            unset = value is None and name not in (*_SWITCHES, "device", "tracker")
             if not unset and (not isinstance(value, kind) or (kind is Real and isinstance(value, bool))):
                 found.append(Violation(f"{name}={_shown(value)}: must be {what}.", name, _shown(value)))
         return found

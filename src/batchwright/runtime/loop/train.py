@@ -45,7 +45,7 @@ from batchwright.runtime.step.accumulate import Accumulator, GradientStep, StepR
 from batchwright.runtime.task import Task, load_task
 
 from .evaluate import evaluate
-from .events import Tracker
+from .events import Tracker, trackers_hang
 from .process import StopSignals, joined, without_worker_failures
 from .session import OnStep, Session
 from .settings import Settings, read_spec
@@ -259,6 +259,7 @@ class _Loop(Session):
             grad_norm=result.grad_norm,
             mfu=6 * self.parameters * tokens / (ranks * peak) if peak else None,
             stage=plan.segment,
+            nodes=self.settings.nodes,
             ranks=ranks,
             noise_scale=noise and noise.noise_scale,
             noise_low=noise and noise.low,
@@ -370,11 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_process() -> None:
-    """Run `main` and exit with its code.
-
-    After an error that left the process group in place, exit without shutting the interpreter down: that would destroy the
-    group, which waits for ranks that are blocked in a collective.
-    """
+    """Run `main` and exit with its code."""
     try:
         code = main()
     except BaseException as error:
@@ -386,7 +383,16 @@ def run_process() -> None:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
             code = error.code or 0
-    if not dist.is_initialized():
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit with a code, without shutting the interpreter down if that would wait.
+
+    After an error that left the process group in place, it would destroy the group, which waits for ranks that are blocked
+    in a collective. A tracker that hangs may have registered a function that waits for its server.
+    """
+    if not dist.is_initialized() and not trackers_hang():
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
