@@ -146,7 +146,7 @@ def read_task(target: str, args: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     if not target.endswith(FILES):
         _look_for(target)
         return target, task_arguments(args)
-    from .config import read_file
+    from .files import read_file
 
     section = read_file(target).get("task")
     named = section.get("target") if isinstance(section, Mapping) else None
@@ -177,7 +177,7 @@ def task_arguments(args: tuple[str, ...]) -> dict[str, Any]:
     """
     import json
 
-    from .config import refuse_deep
+    from .files import refuse_deep
 
     wrong = [
         Violation(f"--arg {arg[:60]!r} is not KEY=VALUE.", "arg", arg[:60], (f"{arg[:60]}=...",))

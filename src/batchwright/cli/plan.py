@@ -14,7 +14,8 @@ from batchwright.core.errors import BatchwrightError, PlanError, Violation, rais
 from batchwright.core.numbers import format_bytes, percentage
 
 from . import text
-from .config import NOT_READ, Gathered, PasteCommand, gather, read_file
+from .config import NOT_READ, Gathered, PasteCommand, gather
+from .files import read_file
 from .naming import notes, spell
 from .options import (
     batch_options,

@@ -19,7 +19,8 @@ from batchwright.core.ramp.request import RAMP_READERS, RampRequest, read_ramp
 from batchwright.core.ramp.schedule import Step
 
 from . import text
-from .config import PasteCommand, gather, read_file
+from .config import PasteCommand, gather
+from .files import read_file
 from .naming import notes
 from .options import batch_options, json_option, number, print_json, stack, world_options
 

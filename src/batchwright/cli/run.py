@@ -17,7 +17,8 @@ from batchwright.core.fields import unknown_key
 from batchwright.core.ramp.request import RAMP_READERS, read_ramp
 
 from . import GROUPS, text
-from .config import gather, read_file, read_value
+from .config import gather
+from .files import read_file, read_value
 from .naming import spell
 from .options import (
     CommandLine,
