@@ -48,11 +48,12 @@ NOT_READ = "Ignored because batchwright does not know it, though it may concern 
 class PasteCommand(Verb):
     """A verb that also accepts the flags of another tool, or its whole command line.
 
-    `kind` says which frameworks it reads; with `everything`, a pasted line is read whole.
+    `kind` says which frameworks it reads; with `everything`, a pasted line is read whole, but for the flags `inside` it.
     """
 
-    kind = "train"
+    kind: str | None = "train"
     everything = False
+    inside: Collection[str] = ()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
@@ -63,6 +64,7 @@ class PasteCommand(Verb):
             lambda key: f"--{key.replace('_', '-')}" in own,
             kind=self.kind,
             everything=self.everything,
+            inside=self.inside,
         )
         ctx.meta["left_out"] = left
         return super().parse_args(ctx, arguments)

@@ -63,6 +63,18 @@ world_options = stack(
     number("--expert-tensor-parallel", "Devices that split one expert.  [default: --tensor-parallel]"),
 )
 
+devices_options = stack(
+    number("--devices", "Number of devices of the job, where the configuration does not say it."),
+    number("--nodes", "Number of nodes, together with --devices-per-node."),
+    number("--devices-per-node", "Devices (GPUs, TPU chips) in each node."),
+    number("--sequence-length", "Tokens per sample, where the configuration does not say it."),
+)
+DEVICES = ("devices", "nodes", "devices_per_node", "sequence_length")
+# The flags that `check` and `convert` read inside a pasted command line; all others are the program's.
+CONFIGURATION_FLAGS = frozenset(
+    {"--from", "--to", "--into", "--against", "--allow", "--json", "--devices", "--nodes", "--devices-per-node"}
+)
+
 memory_options = stack(
     number(
         "--device",

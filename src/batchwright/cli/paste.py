@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 # The programs whose command lines are recognised by their first argument.
 _PROGRAMS = frozenset(
@@ -16,7 +16,7 @@ _SWITCHES = frozenset({"decrease_batch_size_if_needed"})  # flags without a valu
 _WRAPPERS = frozenset({"env", "nohup", "uv", "uvx", "poetry", "time", "nice", "stdbuf", "numactl"})
 
 
-def _is_foreign(key: str, kind: str) -> bool:
+def _is_foreign(key: str, kind: str | None) -> bool:
     # Imported here: a command line with flags of ours only does not need it.
     from batchwright.dialects import is_foreign
 
@@ -28,13 +28,15 @@ def unpaste(
     own_flags: Mapping[str, bool],
     is_ours: Callable[[str], bool],
     *,
-    kind: str = "train",
+    kind: str | None = "train",
     everything: bool = False,
+    inside: Collection[str] = (),
 ) -> tuple[list[str], tuple[str, ...]]:
     """Rewrite foreign flags as `key=value`. Returns the arguments for our own parser and those that were ignored.
 
     `--per_device_train_batch_size 2` is understood anywhere. A whole pasted line may contain anything. `own_flags`
-    maps each of our flags to whether it takes a value. With `everything`, every flag of a pasted line is rewritten.
+    maps each of our flags to whether it takes a value. With `everything`, every flag of a pasted line is rewritten,
+    but our own ones that are `inside`.
 
     >>> unpaste("nemo llm pretrain --factory llama3_8b data.micro_batch_size=4".split(), {}, lambda key: False)
     (['data.micro_batch_size=4'], ('nemo', 'llm', 'pretrain', '--factory', 'llama3_8b'))
@@ -58,7 +60,7 @@ def unpaste(
         flag, equals, value = argument.partition("=")
         after = arguments[at] if at < len(arguments) else "-"
         takes_next = not equals and not after.startswith("-") and "=" not in after and not _is_command(after)
-        if flag in own_flags:
+        if flag in own_flags and not (pasted and everything and flag not in inside):
             kept.append(argument)
             if own_flags[flag] and not equals and at < len(arguments):
                 kept.append(arguments[at])

@@ -137,7 +137,7 @@ def resolve(
             used.append(dialect.name)
             _put(fields, dialect.keys[key], given, wrong)
         else:
-            if lenient and (any(d.knows(key) for d in known) or not _is_misspelt(key, candidates)):
+            if lenient and (any(d.knows(key) for d in known) or not is_misspelt(key, candidates)):
                 ignored.append(key)
             else:
                 wrong.append(unknown_key(key, given.value, candidates))
@@ -193,7 +193,7 @@ def misspelt_flags(
     for flag in flags:
         key = flag.partition("=")[0].lstrip("-").replace("-", "_")
         other = any(key.endswith(f"_{k}") or k.endswith(f".{key}") for k in known)  # a longer name that exists
-        if flag.startswith("--") and not other and is_about_a_batch(key) and _is_misspelt(key, known):
+        if flag.startswith("--") and not other and is_about_a_batch(key) and is_misspelt(key, known):
             found.append(unknown_key(key, "", known))
     return found
 
@@ -208,12 +208,39 @@ def _candidates(own: Collection[str], used: Collection[str], main: Dialect | Non
     return [*own, *launchers.keys, *(k for d in chosen for k in (*d.keys, *d.special))]
 
 
-def _is_misspelt(key: str, candidates: list[str]) -> bool:
-    """Whether a key is one or two letters from a known one in the same section."""
-    from difflib import get_close_matches
+def is_misspelt(key: str, candidates: Iterable[str]) -> bool:
+    """Whether a key is one or two letters from a known one, in a section of the same name or a misspelt one.
 
-    level = [name for name in candidates if name.count(".") == key.count(".")]
-    return bool(get_close_matches(key, level, n=1, cutoff=0.9))
+    >>> is_misspelt("data.micro_batch_sise", ["data.micro_batch_size"]), is_misspelt("save_steps", ["save_steps_ratio"])
+    (True, False)
+    """
+    section, _, last = key.rpartition(".")
+    for name in candidates:
+        other, _, known = name.rpartition(".")
+        if section == other and min(len(last), len(known)) > 5 and _letters_apart(last, known):
+            return True
+        if last == known and len(section) > 3 and _letters_apart(section, other):
+            return True
+    return False
+
+
+def _letters_apart(a: str, b: str) -> bool:
+    """Whether two words differ, by one or two letters that are wrong, missing, extra or exchanged."""
+    if a == b or abs(len(a) - len(b)) > 2 or len(set(a) ^ set(b)) > 4:
+        return False
+    start = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    a, b = a[start:], b[start:]
+    end = next((n for n, (x, y) in enumerate(zip(a[::-1], b[::-1], strict=False)) if x != y), min(len(a), len(b)))
+    a, b = a[: len(a) - end], b[: len(b) - end]  # what is left between the equal beginning and the equal end
+    if max(len(a), len(b)) <= 2:
+        return True
+    # Two places: each letter of the longer one that is not in the shorter one, in order.
+    row = list(range(len(b) + 1))
+    for n, x in enumerate(a, 1):
+        row, above = [n], row
+        for m, y in enumerate(b, 1):
+            row.append(min(above[m] + 1, row[-1] + 1, above[m - 1] + (x != y)))
+    return row[-1] <= 2
 
 
 def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> None:

@@ -11,6 +11,7 @@ KEYS = {
     "gradient_accumulation_steps": "accumulation_steps",
     "parallelism_config.tp_size": "tensor_parallel",
     "parallelism_config.cp_size": "context_parallel",
+    "parallelism_config.sp_size": "context_parallel",
 }
 STEPS = {
     "max_steps": "budget",
@@ -72,7 +73,7 @@ def check(reading: Reading) -> list[Finding]:
 
 def write(job: Job, version: Version) -> dict[str, Any]:
     """The keys of TrainingArguments; the number of devices is the launcher's."""
-    return job.named(KEYS)
+    return job.named({key: name for key, name in KEYS.items() if not key.endswith("sp_size")})
 
 
 DIALECTS = (
@@ -85,6 +86,7 @@ DIALECTS = (
         checked=CHECKED,
         steps=STEPS,
         defaults={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        beside=("deepspeed", "accelerate"),
         check=check,
         write=write,
         source="transformers 5.22: training_args.py, trainer.py",

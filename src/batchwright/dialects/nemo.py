@@ -119,6 +119,7 @@ DIALECTS = (
         signs=("exp_manager.", "training.trainer.", "trainer.strategy.tensor_model_parallel_size"),
         programs=("nemo", "megatron_gpt_pretraining.py"),
         steps=_STEPS | {f"training.{key}": role for key, role in _STEPS.items()},
+        defaults={"trainer.num_nodes": 1},
         versions=("1", "2"),
         version_of=_version_of,
         check=_check,

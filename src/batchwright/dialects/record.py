@@ -108,7 +108,9 @@ class Dialect:
     given and all fields known so far, and returns derived fields and notes. `checked` keys do not change the batch;
     `check` looks at them. `steps` count optimizer steps, by role. Keys that other frameworks have, too, are `common`:
     they do not say which framework it is. `signs` do (a sign that ends with a dot is the beginning of keys), and so do
-    `programs` in a command line. `defaults` are the framework's own values of keys that are not given.
+    `programs` in a command line. `defaults` are the framework's own values of keys that are not given. A framework that
+    `has_world` configures its devices; others leave that to a launcher. Its job may also have a configuration of the
+    frameworks `beside` it.
     """
 
     name: str
@@ -130,6 +132,7 @@ class Dialect:
     write: Callable[[Job, Version], dict[str, Any]] | None = None
     form: str = "yaml"
     has_world: bool = False
+    beside: tuple[str, ...] = ()
     unit: str = "samples"
     source: str = ""
 

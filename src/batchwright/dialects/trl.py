@@ -131,6 +131,7 @@ DIALECTS = (
         checked=huggingface.CHECKED,
         steps=huggingface.STEPS,
         defaults={_MICRO: 8, _STEPS: 1},
+        beside=("deepspeed", "accelerate"),
         check=huggingface.check,
         write=huggingface.write,
         source="trl 1.16: trainer/sft_config.py",
