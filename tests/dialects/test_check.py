@@ -25,10 +25,86 @@ VERL = {
     "trainer": {"nnodes": 2, "n_gpus_per_node": 8},
 }
 
+ACCELERATE = {"compute_environment": "LOCAL", "num_processes": 8, "gradient_accumulation_steps": 4, "batch_size": 16}
+TITAN = {
+    "training": {
+        "num_tokens_per_microbatch_per_dp_rank": 16384,
+        "num_tokens_per_train_step": 2**20,
+        "max_context_length": 8192,
+    },
+    "parallelism": {"tensor_parallel_degree": 2},
+}
+OLD_TITAN = {"training": {"local_batch_size": 8, "global_batch_size": 256, "seq_len": 2048}, "parallelism": {}}
+STAGED = {"training": {"local_batch_size": 8, "seq_len": 2048}, "parallelism": {"pipeline_parallel_degree": 2}}
+OLMO = {
+    "data_loader": {"global_batch_size": 1024 * 4096},
+    "train_module": {"rank_microbatch_size": 4 * 4096, "max_sequence_length": 4096},
+}
+GROWS = {
+    "batch_sizes": [1024 * 4096, 2048 * 4096],
+    "schedule": [{"value": 0, "unit": "steps"}, {"value": 11, "unit": "steps"}],
+}
+LEVANTER = {"trainer": {"train_batch_size": 512, "per_device_parallelism": 4, "num_train_steps": 1000}}
+AXOLOTL = {"base_model": "m", "sequence_len": 4096, "micro_batch_size": 2, "gradient_accumulation_steps": 4}
+FACTORY = {"stage": "sft", "template": "llama3", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+FACTORY1 = {"template": "llama3", "micro_batch_size": 2, "global_batch_size": 64, "cutoff_len": 2048}
+NANOTRON = {
+    "tokens": {"micro_batch_size": 4, "batch_accumulation_per_replica": 8, "sequence_length": 2048},
+    "parallelism": {"dp": 16, "tp": 2, "pp": 1},
+}
+NEOX = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "pipe_parallel_size": 2,
+    "model_parallel_size": 2,
+}
+FOUNDRY = {
+    "global_train_batch_size": 256,
+    "device_train_microbatch_size": 4,
+    "max_seq_len": 2048,
+    "max_duration": "1000ba",
+}
+OPENRLHF = {
+    "rollout": {"batch_size": 1024, "n_samples_per_prompt": 8},
+    "train": {"batch_size": 1024, "micro_batch_size": 4},
+}
+FLAT = {"rollout_batch_size": 128, "n_samples_per_prompt": 8, "train_batch_size": 128, "micro_train_batch_size": 2}
+NEMO_RL = {
+    "grpo": {"num_prompts_per_step": 32, "num_generations_per_prompt": 16},
+    "policy": {"train_global_batch_size": 512, "train_micro_batch_size": 4},
+    "cluster": {"num_nodes": 1, "gpus_per_node": 8},
+}
+
 
 @pytest.mark.parametrize(
     ("keys", "world", "name", "batch"),
     [
+        (ACCELERATE, {}, "accelerate", "512 = 16 micro × 4 accumulation × 8 data-parallel"),
+        (ACCELERATE | {"split_batches": True}, {}, "accelerate", "64 = 2 micro × 4 accumulation × 8 data-parallel"),
+        (TITAN, {"devices": 16}, "torchtitan", "128 = 2 micro × 8 accumulation × 8 data-parallel"),
+        (OLD_TITAN, {"devices": 8}, "torchtitan", "256 = 8 micro × 4 accumulation × 8 data-parallel"),
+        (STAGED, {"devices": 8}, "torchtitan", "32 = 1 micro × 8 accumulation × 4 data-parallel"),
+        (OLMO, {"devices": 64}, "olmo-core", "1024 = 4 micro × 4 accumulation × 64 data-parallel"),
+        (OLMO | {"trainer": {"callbacks": {"batch_size_scheduler": GROWS}}}, {"devices": 64}, "olmo-core",
+         "2048 = 4 micro × 8 accumulation × 64 data-parallel, grown from 1024 in 2 stages"),
+        (LEVANTER, {"devices": 32}, "levanter", "512 = 4 micro × 4 accumulation × 32 data-parallel"),
+        (LEVANTER | {"trainer": {"train_batch_size": [{"start": 0, "value": 128}, {"start": 100, "value": 256}],
+                                 "num_train_steps": 5}}, {"devices": 32}, "levanter",
+         "256 = 8 micro × 1 accumulation × 32 data-parallel, grown from 128 in 2 stages"),
+        (AXOLOTL, {"devices": 8}, "axolotl", "64 = 2 micro × 4 accumulation × 8 data-parallel"),
+        ({"base_model": "m", "micro_batch_size": 2, "batch_size": 8}, {"devices": 4}, "axolotl",
+         "32 = 2 micro × 4 accumulation × 4 data-parallel"),
+        (FACTORY, {"devices": 4}, "llama-factory", "32 = 1 micro × 8 accumulation × 4 data-parallel"),
+        (FACTORY1, {"devices": 8}, "llama-factory", "64 = 2 micro × 4 accumulation × 8 data-parallel"),
+        (NANOTRON, {}, "nanotron", "512 = 4 micro × 8 accumulation × 16 data-parallel"),
+        (NEOX, {"devices": 32}, "gpt-neox", "256 = 4 micro × 8 accumulation × 8 data-parallel"),
+        (FOUNDRY, {"devices": 16}, "composer", "256 = 4 micro × 4 accumulation × 16 data-parallel"),
+        (OPENRLHF, {}, "openrlhf",
+         "1024 responses per update = 128 prompts × 8 generations; a round has 1024 prompts and 8 updates, on 8 ranks"),
+        (FLAT, {"devices": 4}, "openrlhf",
+         "128 responses per update = 16 prompts × 8 generations; a round has 128 prompts and 8 updates, on 4 ranks"),
+        (NEMO_RL, {}, "nemo-rl",
+         "512 responses per update = 32 prompts × 16 generations; a round has 32 prompts and 1 updates, on 8 ranks"),
         (HF, {"devices": 8}, "huggingface", "256 = 4 micro × 8 accumulation × 8 data-parallel"),
         (HF, {}, "huggingface", "global batch = 4 micro × 8 accumulation × data-parallel; the number of devices is not given"),
         (DS, {"devices": 16}, "deepspeed", "256 = 4 micro × 4 accumulation × 16 data-parallel"),
@@ -55,6 +131,39 @@ def test_the_framework_is_detected_and_the_batch_is_said(keys, world, name, batc
 @pytest.mark.parametrize(
     ("keys", "name", "world", "cause", "said"),
     [
+        (ACCELERATE | {"split_batches": True, "batch_size": 20}, None, {}, "!value", "Nearest: 16 or 24"),
+        ({"compute_environment": "LOCAL", "num_processes": 8}, None, {}, "missing-key", "give batch_size=N"),
+        (TITAN | {"training": {**TITAN["training"], "num_tokens_per_train_step": 2**20 + 8192}}, None, {"devices": 16},
+         "!batch", "129"),
+        (TITAN | {"training": {"num_tokens_per_microbatch_per_dp_rank": 10000, "max_context_length": 8192}}, None, {},
+         "!value", "Nearest: 8192 or 16384"),
+        (STAGED | {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 3}}, None,
+         {"devices": 8}, "!value", "Nearest: 2 or 4"),
+        (OLMO | {"train_module": {"rank_microbatch_size": 5000, "max_sequence_length": 4096}}, None, {}, "!value",
+         "Nearest: 4096 or 8192"),
+        (OLMO | {"trainer": {"callbacks": {"batch_size_scheduler": {"batch_sizes": [4096, 3 * 2048], "schedule": [
+            {"value": 0, "unit": "steps"}, {"value": 9, "unit": "steps"}]}}}}, None, {}, "!value", "by a whole factor"),
+        (OLMO | {"trainer": {"callbacks": {"batch_size_scheduler": GROWS}}}, None, {}, "changes-the-batch", "square root"),
+        (LEVANTER | {"trainer": {"train_batch_size": 500, "per_device_parallelism": 4, "num_train_steps": 9}}, None,
+         {"devices": 32}, "!batch", "Nearest: 384 (3 steps) or 512 (4 steps)"),
+        ({"trainer": {"train_batch_size": -1, "num_train_steps": 9}}, None, {}, "!missing-key", "both -1"),
+        (AXOLOTL | {"batch_size": 8}, None, {}, "!excluded-key", "refuses both"),
+        ({"base_model": "m", "batch_size": 9, "micro_batch_size": 2}, None, {}, "!value", "Nearest: 8 or 10"),
+        (AXOLOTL | {"sample_packing": True, "context_parallel_size": 2}, None, {}, "!excluded-key", "requires 1"),
+        (AXOLOTL | {"rl": "grpo", "trl": {"num_generations": 6}}, None, {}, "!splits-a-group", "gradient_accumulation_steps=3"),
+        (FACTORY | {"average_tokens_across_devices": False}, None, {}, "mean-of-means", "own number of tokens"),
+        (FACTORY1 | {"global_batch_size": 60}, None, {"devices": 8}, "!batch", "Nearest: 48 (3 steps) or 64 (4 steps)"),
+        (NANOTRON | {"tokens": {"micro_batch_size": 4}}, None, {}, "!missing-key", "no default"),
+        (NEOX | {"train_batch_size": 100}, None, {"devices": 32}, "!batch", "contradicts"),
+        (FOUNDRY | {"global_train_batch_size": 250}, None, {"devices": 16}, "!value", "Nearest: 240 or 256"),
+        (FOUNDRY | {"device_train_microbatch_size": "auto"}, None, {"devices": 16}, "changes-the-batch", "is auto"),
+        (FOUNDRY, None, {"devices": 16}, "counts-steps", "max_duration=1000 (256,000 samples)"),
+        (OPENRLHF | {"train": {"batch_size": 1000}}, None, {}, "!value", "Nearest: 512 or 1024"),
+        (FLAT | {"advantage_estimator": "rloo", "n_samples_per_prompt": 1}, None, {}, "!one-generation", "every advantage is 0"),
+        (FLAT | {"vllm_generate_batch_size": 256}, None, {}, "!excluded-key", "needs asynchronous training"),
+        (NEMO_RL | {"policy": {"train_global_batch_size": 500, "train_micro_batch_size": 4}}, None, {}, "!value", "512 / 500"),
+        (NEMO_RL | {"policy": {**NEMO_RL["policy"], "logprob_batch_size": 8, "dtensor_cfg": {"tensor_parallel_size": 4}}}, None,
+         {}, "!excluded-key", "must equal"),
         (DS | {"gradient_accumulation_steps": 3}, None, {"devices": 16}, "!batch", "contradicts"),
         ({"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2}, "deepspeed", {}, "!missing-key", "needs one"),
         (DS | {"elasticity": {"enabled": True}}, None, {"devices": 16}, "!excluded-key", "ignore_non_elastic_batch_info"),

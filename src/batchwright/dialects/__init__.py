@@ -20,7 +20,9 @@ from .record import PARALLEL_FIELDS, WORLD_FIELDS, Dialect, Fields, Given
 
 # One module per framework, with one record or several. Where keys fit several frameworks, the first is chosen.
 MODULES = (
-    "nemo", "maxtext", "huggingface", "megatron", "megatron_bridge", "deepspeed", "lightning", "trl", "verl",
+    "nemo", "maxtext", "huggingface", "megatron", "megatron_bridge", "deepspeed", "lightning", "trl", "verl", "accelerate",
+    "torchtitan", "olmo_core", "levanter", "axolotl", "llama_factory", "nanotron", "gpt_neox", "composer", "openrlhf",
+    "nemo_rl",
 )  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def resolve(
                 wrong.append(unknown_key(key, given.value, candidates))
     raise_violations(ConfigError, wrong)
     notes: list[str] = []
-    if kind == "rl" and (ranks := _ranks(fields)):
+    if kind == "rl" and (ranks := ranks_of(fields)):
         fields["data_parallel_size"] = ranks
     for dialect in known:
         if dialect.resolve and (dialect.name in specials or dialect.name in used):
@@ -155,7 +157,7 @@ def resolve(
     return Resolved(fields, tuple(notes), tuple(ignored))
 
 
-def _ranks(fields: Fields) -> Given | None:
+def ranks_of(fields: Fields) -> Given | None:
     """The ranks that train, from the devices and how a replica is split; None if they are given or unknown."""
     world = {name: fields[name] for name in (*WORLD_FIELDS, *PARALLEL_FIELDS) if name in fields}
     if "data_parallel_size" in world or not world:
