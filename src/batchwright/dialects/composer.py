@@ -97,6 +97,7 @@ DIALECTS = (
             "eval_interval": "eval",
             "scheduler.t_warmup": "warmup",
         },
+        steps_unit="ba",
         check=_check,
         write=_write,
         source="llm-foundry 0.22.0: utils/config_utils.py; mosaicml 0.32.1: trainer/trainer.py",

@@ -54,16 +54,17 @@ def _check(reading: Reading) -> list[Finding]:
 
 
 def _write(job: Job, version: Version) -> dict[str, Any]:
-    from .ramps import by_step
+    from .ramps import by_step, micro_of_all_stages
 
     batch: Any = job.need("global_batch_size", "Levanter counts the batch of all devices")
     if job.schedule is not None and len(job.schedule.segments) > 1:
         batch = [{"start": at, "value": size} for at, size in by_step(job)]
+    micro = micro_of_all_stages(job)
     return {
         _BATCH: batch,
+        **({} if micro is None else {_MICRO: micro}),
         **job.named(
             {
-                _MICRO: "micro_batch_size",
                 "trainer.model_axis_size": "tensor_parallel",
                 "train_seq_len": "sequence_length",
             }

@@ -81,12 +81,10 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
         {
             "data.batch_size": "micro_batch_size",
             "trainer.accumulate_grad_batches": "accumulation_steps",
-            "trainer.num_nodes": "nodes",
-            "trainer.devices": "devices_per_node",
         }
     )
-    if "trainer.devices" not in made and "devices" in job.numbers:
-        made |= {"trainer.num_nodes": 1, "trainer.devices": job.get("devices")}
+    names = {"nodes": "trainer.num_nodes", "devices_per_node": "trainer.devices"}
+    made |= {names[name]: number for name, number in job.placed().items()}
     if "data.batch_size" not in made:
         raise ConfigError(
             "Lightning counts the batch per device, and micro_batch_size is not known. Give devices.", field="devices"

@@ -9,7 +9,7 @@ MaxText truncates sizes that are not whole (`int(devices × per_device)`); batch
 from __future__ import annotations
 
 from fractions import Fraction
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from batchwright.core.errors import ConfigError, PlanError, either
@@ -285,9 +285,15 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
         sizes["expert"] = job.get("expert_parallel")
     mesh = {f"ici_{axis}_parallelism": size for axis, size in sizes.items() if size > 1}
     batch = {"per_device_batch_size": _per_device(micro, replica), "gradient_accumulation_steps": steps}
-    made = {**batch, **made, **mesh, **job.named({"max_target_length": "sequence_length"})}
+    others = {
+        "max_target_length": "sequence_length",
+        "pipeline_delay_activation_forwarding": "delayed_forwarding",
+    }
+    made = {**batch, **made, **mesh, **job.named(others)}
+    if "expansion_factor" in job.numbers:
+        made["expansion_factor_real_data"] = float(job.get("expansion_factor"))
     if job.schedule is not None and len(job.schedule.segments) > 1:
-        made |= _write_ramp(job, steps)
+        made |= _write_ramp(job, steps, replica)
     return made
 
 
@@ -301,18 +307,20 @@ def _per_device(size: int | Fraction, parts: int) -> float | int:
     return int(exact) if exact.denominator == 1 else float(exact)
 
 
-def _write_ramp(job: Job, steps: int) -> dict[str, Any]:
-    """MaxText's ramp changes the size per device and keeps the accumulation."""
+def _write_ramp(job: Job, steps: int, replica: int) -> dict[str, Any]:
+    """MaxText's ramp changes the size per device and keeps the accumulation: one that divides every stage."""
     from .ramps import triple
 
     devices, ramp = job.need("devices", "MaxText's ramp counts samples per device"), triple(job)
     if ramp is None:
         return {}
     start, increment, samples = ramp
-    target = job.get("global_batch_size")
+    ranks, target = devices // replica, job.get("global_batch_size")
+    steps = gcd(steps, *(size // ranks for size in (start, increment, target)))
     return {
-        "enable_rampup_batch_size": True,
         "per_device_batch_size": _per_device(target, devices * steps),
+        "gradient_accumulation_steps": steps,
+        "enable_rampup_batch_size": True,
         "per_device_batch_size_start": _per_device(start, devices * steps),
         "per_device_batch_size_increment": _per_device(increment, devices * steps),
         "global_rampup_samples": samples,
@@ -356,7 +364,8 @@ def _write_rl(job: Job, version: Version) -> dict[str, Any]:
         )
     made = job.named({"batch_size": "prompts", "rl.num_generations": "generations", "rl.num_iterations": "iterations"})
     micro, group = job.get("train_micro_responses"), job.get("generations", 1)
-    if micro is not None:
+    ranks = job.get("data_parallel_size", 1)
+    if micro is not None and micro * ranks != job.get("prompts") * group:  # all at once needs no key
         if micro % group:
             raise ConfigError(
                 f"train_micro_responses={micro}: MaxText counts micro batches in prompts, and {micro} / {group} generations = "
@@ -365,7 +374,7 @@ def _write_rl(job: Job, version: Version) -> dict[str, Any]:
                 given=micro,
                 nearest=nearest_multiples(group, micro),
             )
-        made["train_micro_batch_size"] = micro // group * job.get("data_parallel_size", 1)
+        made["train_micro_batch_size"] = micro // group * ranks
     return made | job.named({"rollout_micro_batch_size": "rollout_micro_prompts"})
 
 

@@ -207,7 +207,7 @@ PARALLEL = {
 
 def _write(job: Job, version: Version) -> dict[str, Any]:
     """The flags of this version: thresholds in tokens from core 0.18 on, a triple before."""
-    from .ramps import token_thresholds, triple
+    from .ramps import micro_of_all_stages, token_thresholds, triple
 
     made = job.named(
         {
@@ -223,14 +223,20 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
     job.need("global_batch_size", "Megatron-LM counts the global batch over all devices")
     if job.schedule is None or len(job.schedule.segments) < 2:
         return made
+    made |= {"micro_batch_size": micro_of_all_stages(job)} if "micro_batch_size" in made else {}
     if version < STEPPED:
         ramp = triple(job)
         return made | ({} if ramp is None else {_TRIPLE: list(ramp)})
     length = job.need("sequence_length", "Megatron-LM's step schedule counts tokens")
     del made["global_batch_size"]
+    # With a schedule, Megatron would convert iterations to samples by the first batch.
+    for key, role in _SAMPLES.items():
+        if role in job.steps and key not in made:
+            made[key] = job.schedule.at_step(job.steps[role]).start_sample
     return made | {_SCHEDULE: schedule_text(token_thresholds(job, length))}
 
 
+_SAMPLES = {"train_samples": "budget", "lr_warmup_samples": "warmup", "lr_decay_samples": "decay"}
 _BATCH = frozenset({"micro_batch_size", "global_batch_size"})  # other frameworks have these, too
 
 DIALECTS = (
@@ -261,10 +267,11 @@ DIALECTS = (
             "eval_interval": "eval",
             "log_interval": "log",
         },
+        in_samples=_SAMPLES,
         versions=("0.17", "0.18"),
         check=check,
         write=_write,
-        form="flags",
+        form="dashes",
         source="megatron-core 0.16.1 and 0.19.2: core/num_microbatches_calculator.py; Megatron-LM d98e8a64dd: training",
     ),
 )

@@ -80,13 +80,13 @@ def _check(reading: Reading) -> list[Finding]:
 
 def _write(job: Job, version: Version) -> dict[str, Any]:
     """Without a ramp in versions that would ignore it."""
-    from .ramps import triple
+    from .ramps import micro_of_all_stages, triple
 
     job.need("global_batch_size", "Megatron-Bridge counts the global batch over all devices")
     skipped = ("dataset.seq_length", "model.seq_length")
     made = job.named({key: name for key, name in _KEYS.items() if key not in skipped})
     if version < _IGNORED and (ramp := triple(job)):
-        made[_TRIPLE] = list(ramp)
+        made |= {_TRIPLE: list(ramp), "train.micro_batch_size": micro_of_all_stages(job)}
     return made
 
 

@@ -87,15 +87,18 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
             f"{batch}.micro_batch_size": "micro_batch_size",
             f"{batch}.global_batch_size": "global_batch_size",
             length: "sequence_length",
-            "trainer.num_nodes": "nodes",
-            "trainer.devices": "devices_per_node",
             **{f"{parallel}.{theirs}": ours for theirs, ours in _PARALLEL.items()},
         }
     )
-    from .ramps import triple
+    from .ramps import micro_of_all_stages, triple
 
+    names = {"nodes": "trainer.num_nodes", "devices_per_node": "trainer.devices"}
+    made |= {names[name]: number for name, number in job.placed().items()}
     if ramp := triple(job):
-        made[f"{batch}.rampup_batch_size"] = list(ramp)
+        made |= {f"{batch}.rampup_batch_size": list(ramp), f"{batch}.micro_batch_size": micro_of_all_stages(job)}
+    if "warmup" in job.steps:
+        warmup = "model.optim.sched.warmup_steps" if version < (2,) else "optim.lr_scheduler.warmup_steps"
+        made[warmup] = job.steps["warmup"]
     return made | {_ACCUMULATE: 1}
 
 

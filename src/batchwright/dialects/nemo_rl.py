@@ -98,14 +98,10 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
         _PROMPTS: job.get("prompts"),
         _GROUP: job.get("generations"),
         _GLOBAL: whole,
-        **job.named(
-            {
-                _MICRO: "train_micro_responses",
-                "cluster.num_nodes": "nodes",
-                "cluster.gpus_per_node": "devices_per_node",
-            }
-        ),
+        **job.named({_MICRO: "train_micro_responses"}),
     }
+    names = {"nodes": "cluster.num_nodes", "devices_per_node": "cluster.gpus_per_node"}
+    made |= {names[name]: number for name, number in job.placed().items()}
     if job.get("pipeline_parallel", 1) > 1:
         made |= {_ON: True, **job.named(_MEGATRON)}
     else:

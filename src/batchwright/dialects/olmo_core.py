@@ -97,7 +97,7 @@ def _events(sizes: Any, starts: Any) -> list[tuple[int, int, str]]:
     wrong: list[Violation] = []
     found: list[tuple[int, int, str]] = []
     for size, start in zip(sizes, starts, strict=True):
-        value, unit = (start.get("value"), start.get("unit")) if isinstance(start, dict) else (start, "steps")
+        value, unit = (start.get("value", ""), start.get("unit")) if isinstance(start, dict) else (start, "steps")
         found.append((count(value, _AT, least=0), count(size, _SIZES), str(unit).rpartition(".")[2]))
     units = {unit for _, _, unit in found}
     if len(units) > 1 or not units <= {"steps", "tokens"}:

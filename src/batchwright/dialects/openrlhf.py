@@ -104,7 +104,9 @@ def _version_of(keys: Collection[str]) -> Version:
 
 def _write(job: Job, version: Version) -> dict[str, Any]:
     at = 1 if version < _DOTTED else 0
-    made = job.named({names[at]: names[2] for names in _NAMES})
+    placed = job.placed()
+    made = job.named({names[at]: names[2] for names in _NAMES if names[2] not in placed})
+    made |= {names[at]: placed[names[2]] for names in _NAMES if names[2] in placed}
     made[_TRAIN[at]] = job.get("prompts") * job.get("generations") // job.get("updates", 1)
     if job.get("rounds_ahead"):
         made |= {_ASYNC[at]: True, _QUEUE[at]: job.get("rounds_ahead")}

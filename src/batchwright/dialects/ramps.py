@@ -3,30 +3,69 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import gcd
 
-from batchwright.core.ramp.rules import Linear, PerDevice, Thresholds
+from batchwright.core.ramp.rules import MOST_STAGES, Linear, PerDevice, Thresholds
 
 from .record import Job
 
 
 def triple(job: Job) -> tuple[int, int, int] | None:
-    """[start, increment, samples] of a ramp that grows by equal increments; None if it does not.
+    """[start, increment, samples] of a ramp that only grows; None without one.
 
-    The positions are as near as a triple can be: reading it back shows whether they are the same.
+    If a triple has the same stages, it is one of those; otherwise the nearest with the same sizes. Reading it back shows
+    which.
     """
     rule, schedule = job.rule, job.schedule
     if schedule is None or len(schedule.segments) < 2:
         return None
     if isinstance(rule, Linear):
         return rule.start, rule.increment, rule.samples
-    sizes = list(dict.fromkeys(switch.global_batch_size for switch in rule.switches())) if rule else []
-    steps = {b - a for a, b in pairwise(sizes)}
-    if len(steps) != 1 or min(steps) < 1:
+    sizes = [segment.global_batch_size for segment in schedule.segments]
+    changes = [b - a for a, b in pairwise(sizes)]
+    if min(changes) < 1:
+        return None
+    increment = gcd(*changes)
+    n = (sizes[-1] - sizes[0]) // increment
+    if n >= MOST_STAGES or (n > len(changes) and isinstance(rule, PerDevice)):
         return None
     if isinstance(rule, PerDevice):
-        return sizes[0], min(steps), rule.samples
-    # The first stage gives the share of each: the others have the same if they are equally far apart.
-    return sizes[0], min(steps), schedule.segments[1].start_sample * (len(sizes) - 1)
+        return sizes[0], increment, rule.samples
+    low, high = 0, None
+    for before, segment in pairwise(schedule.segments):
+        # At `k × samples / n` the batch has grown k times: at the start of the stage, and not one step before.
+        k, start, last = (
+            (segment.global_batch_size - sizes[0]) // increment,
+            segment.start_sample,
+            before.global_batch_size,
+        )
+        least = [(start - last) * n // ((last - sizes[0]) // increment + 1)]
+        if k < n:
+            least.append(start * n // (k + 1))
+        low, high = max(low, *least), min(high or start * n // k, start * n // k)
+    assert high is not None
+    return sizes[0], increment, _roundest(low + 1, high) if low < high else high
+
+
+def _roundest(low: int, high: int) -> int:
+    """The number from `low` to `high` with the most zeros at its end.
+
+    >>> _roundest(9_999_100, 10_000_900), _roundest(41, 47)
+    (10000000, 47)
+    """
+    for power in range(18, 0, -1):
+        number = high // 10**power * 10**power
+        if number >= low:
+            return number
+    return high
+
+
+def micro_of_all_stages(job: Job) -> int | None:
+    """The micro batch for a framework that keeps it in a ramp: MaxText's stages have smaller ones than the last."""
+    micro, ranks = job.get("micro_batch_size"), job.get("data_parallel_size")
+    if not isinstance(job.rule, PerDevice) or micro is None or ranks is None:
+        return micro
+    return gcd(micro, *(switch.global_batch_size // ranks for switch in job.rule.switches()))
 
 
 def token_thresholds(job: Job, length: int) -> list[tuple[int, int]]:

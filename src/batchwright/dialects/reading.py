@@ -208,8 +208,7 @@ def _rl_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
         "iterations": made.iterations,
         "data_parallel_size": made.data_parallel_size,
     }
-    if {"train_micro_prompts", "train_micro_responses", "micro_batch_size"} & set(given):
-        found["train_micro_responses"] = made.train_micro_responses
+    found["train_micro_responses"] = made.train_micro_responses
     if made.rollout_micro_steps > 1:
         found["rollout_micro_prompts"] = made.rollout_micro_prompts
     if made.rounds_ahead:

@@ -91,6 +91,17 @@ class Job:
             raise ConfigError(f"{why}, and {name} is not known. Give {needs}.", field=needs.split(",")[0])
         return self.numbers[name]
 
+    def placed(self) -> dict[str, int]:
+        """Nodes and devices per node; devices without nodes are one node.
+
+        >>> Job("train", {"devices": 8}).placed()
+        {'nodes': 1, 'devices_per_node': 8}
+        """
+        if "nodes" in self.numbers and "devices_per_node" in self.numbers:
+            return {name: self.numbers[name] for name in ("nodes", "devices_per_node")}
+        devices = self.numbers.get("devices") or self.numbers.get("data_parallel_size")
+        return {} if devices is None else {"nodes": 1, "devices_per_node": devices}
+
     def named(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """The numbers that are known, under the framework's keys (key -> field).
 
@@ -106,7 +117,8 @@ class Dialect:
 
     `keys` have the meaning of a field. `special` keys need a calculation: `resolve(special, fields)` gets those that are
     given and all fields known so far, and returns derived fields and notes. `checked` keys do not change the batch;
-    `check` looks at them. `steps` count optimizer steps, by role. Keys that other frameworks have, too, are `common`:
+    `check` looks at them. `steps` count optimizer steps, by role, with `steps_unit`
+    after the number; keys `in_samples` have the same roles. Keys that other frameworks have, too, are `common`:
     they do not say which framework it is. `signs` do (a sign that ends with a dot is the beginning of keys), and so do
     `programs` in a command line. `defaults` are the framework's own values of keys that are not given. A framework that
     `has_world` configures its devices; others leave that to a launcher. Its job may also have a configuration of the
@@ -125,6 +137,8 @@ class Dialect:
     programs: tuple[str, ...] = ()
     checked: frozenset[str] = frozenset()
     steps: Mapping[str, str] = field(default_factory=dict[str, str])
+    steps_unit: str = ""
+    in_samples: Mapping[str, str] = field(default_factory=dict[str, str])
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     versions: tuple[str, ...] = ()
     version_of: Callable[[Collection[str]], Version] | None = None
@@ -138,7 +152,7 @@ class Dialect:
 
     def knows(self, key: str) -> bool:
         """Whether the framework has this key, as far as it concerns the batch."""
-        return key in self.keys or key in self.special or key in self.checked or key in self.steps
+        return any(key in names for names in (self.keys, self.special, self.checked, self.steps, self.in_samples))
 
     def reads(self, key: str) -> bool:
         """Whether this key gives a field."""

@@ -17,6 +17,11 @@ _MINI, _MICRO, _OLD = (
 )
 _DYNAMIC, _BUDGET = f"{_ACTOR}.use_dynamic_bsz", f"{_ACTOR}.ppo_max_token_len_per_gpu"
 _GROUP = "actor_rollout_ref.rollout.n"
+_MEGATRON = {
+    f"{_ACTOR}.megatron.tensor_model_parallel_size": "tensor_parallel",
+    f"{_ACTOR}.megatron.pipeline_model_parallel_size": "pipeline_parallel",
+    f"{_ACTOR}.megatron.context_parallel_size": "context_parallel",
+}
 
 
 def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
@@ -95,7 +100,11 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
     }
     if job.get("iterations", 1) > 1:
         made[f"{_ACTOR}.ppo_epochs"] = job.get("iterations")
-    return made | job.named({"trainer.nnodes": "nodes", "trainer.n_gpus_per_node": "devices_per_node"})
+    names = {"nodes": "trainer.nnodes", "devices_per_node": "trainer.n_gpus_per_node"}
+    made |= {names[name]: number for name, number in job.placed().items()}
+    if job.get("tensor_parallel", 1) > 1 or job.get("pipeline_parallel", 1) > 1:
+        return made | job.named(_MEGATRON)
+    return made | job.named({f"{_ACTOR}.ulysses_sequence_parallel_size": "context_parallel"})
 
 
 DIALECTS = (
@@ -109,9 +118,7 @@ DIALECTS = (
             "trainer.nnodes": "nodes",
             "trainer.n_gpus_per_node": "devices_per_node",
             f"{_ACTOR}.ulysses_sequence_parallel_size": "context_parallel",
-            f"{_ACTOR}.megatron.tensor_model_parallel_size": "tensor_parallel",
-            f"{_ACTOR}.megatron.pipeline_model_parallel_size": "pipeline_parallel",
-            f"{_ACTOR}.megatron.context_parallel_size": "context_parallel",
+            **_MEGATRON,
         },
         special=frozenset({_ROUND, _MINI, _MICRO, _OLD, _DYNAMIC}),
         resolve=_resolve,
