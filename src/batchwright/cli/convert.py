@@ -148,13 +148,13 @@ def _into(made: Conversion, path: str, *, dry_run: bool, write: bool) -> tuple[l
 
     target = Path(os.path.realpath(path))
     said: list[str] = []
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o666
     if before:
-        mode = target.stat().st_mode & 0o777
         backup = next(name for n in range(10**6) if not (name := Path(f"{target}.bak{n or ''}")).exists())
         atomic.write(backup, before, mode=mode)
         record["backup"] = str(backup)
         said.append(f"backup: {backup}")
-    atomic.write(target, after, mode=mode if before else 0o666)
+    atomic.write(target, after, mode=mode)
     record["written"] = True
     said.insert(0, f"wrote {path}")
     if problem := _other_batch(made, path):

@@ -73,7 +73,8 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST) -> Con
     differences = (*compare(made, again, target), *_wrong(back))
     left_out += _beside(made, again, target)
     left_out += _unread(reading)
-    notes = [f.message for f in check(back).findings if f.severity == "note" and f.cause == "mean-of-means"]
+    notes = list(reading.notes)
+    notes += [f.message for f in check(back).findings if f.severity == "note" and f.cause == "mean-of-means"]
     if not target.has_world and "devices" in made.numbers:
         notes.insert(0, f"{target.title} gets its devices from the launcher: {_devices(made)}.")
     return Conversion(reading, made, target, version, keys, differences, tuple(left_out), tuple(notes))
