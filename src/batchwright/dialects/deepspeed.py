@@ -23,26 +23,43 @@ def _check(reading: Reading) -> list[Finding]:
                 "train_batch_size",
             )
         )
-    if reading.on("elasticity.enabled"):
-        batch = [key for key in KEYS if key in reading.given]
-        if batch and not reading.on("elasticity.ignore_non_elastic_batch_info"):
-            found.append(
-                error(
-                    "excluded-key",
-                    f"elasticity.enabled and {', '.join(batch)}: DeepSpeed refuses both. Leave the batch out, or set "
-                    "elasticity.ignore_non_elastic_batch_info.",
-                    batch[0],
-                )
-            )
-        found.append(
-            note(
-                "changes-the-batch",
-                "elasticity chooses the batch from max_train_batch_size and micro_batch_sizes by the number of GPUs.",
-                "elasticity.enabled",
-            )
-        )
+    if "elasticity.enabled" in reading.given:
+        found += _elasticity(reading)
     if str(reading.value("gradient_accumulation_steps", 1)) != "1":
         found.append(mean_of_micro_batches("DeepSpeed"))
+    return found
+
+
+def _elasticity(reading: Reading) -> list[Finding]:
+    """Elastic batches: removed in 0.19.8, and exclusive with a batch before."""
+    if reading.version >= (0, 19, 8):
+        return [
+            error(
+                "unknown-key",
+                "elasticity: DeepSpeed 0.19.8 and later refuse it. Give train_batch_size, train_micro_batch_size_per_gpu and "
+                "gradient_accumulation_steps.",
+                "elasticity.enabled",
+            )
+        ]
+    if not reading.on("elasticity.enabled"):
+        return []
+    found = [
+        note(
+            "changes-the-batch",
+            "elasticity chooses the batch from max_train_batch_size and micro_batch_sizes by the number of GPUs.",
+            "elasticity.enabled",
+        )
+    ]
+    batch = [key for key in KEYS if key in reading.given]
+    if batch and not reading.on("elasticity.ignore_non_elastic_batch_info"):
+        found.append(
+            error(
+                "excluded-key",
+                f"elasticity.enabled and {', '.join(batch)}: DeepSpeed refuses both. Leave the batch out, or set "
+                "elasticity.ignore_non_elastic_batch_info.",
+                batch[0],
+            )
+        )
     return found
 
 
@@ -69,6 +86,7 @@ DIALECTS = (
         signs=("zero_optimization.", "bf16.enabled", "fp16.enabled", "steps_per_print", "wall_clock_breakdown"),
         checked=frozenset({"elasticity.enabled", "elasticity.ignore_non_elastic_batch_info"}),
         steps={"scheduler.params.warmup_num_steps": "warmup", "steps_per_print": "log"},
+        versions=("0.19.7", "0.19.8"),
         check=_check,
         write=_write,
         form="json",

@@ -66,7 +66,7 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
         **job.named(
             {
                 "trainer.model_axis_size": "tensor_parallel",
-                "train_seq_len": "sequence_length",
+                "model.seq_len": "sequence_length",
             }
         ),
     }
@@ -79,7 +79,6 @@ DIALECTS = (
         keys={
             "trainer.model_axis_size": "tensor_parallel",
             "model.seq_len": "sequence_length",
-            "train_seq_len": "sequence_length",
         },
         special=frozenset({_BATCH, _MICRO, _RAGGED}),
         resolve=_resolve,

@@ -13,7 +13,6 @@ from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, erro
 _SIZES = (
     "data.batch_size",
     "data.init_args.batch_size",
-    "data.train_batch_size",
     "model.batch_size",
     "model.init_args.batch_size",
 )

@@ -13,7 +13,6 @@ _KEYS = {
     "parallelism.dp": "data_parallel_size",
     "parallelism.tp": "tensor_parallel",
     "parallelism.pp": "pipeline_parallel",
-    "parallelism.context_parallel_size": "context_parallel",
     "parallelism.expert_parallel_size": "expert_parallel",
 }
 _REQUIRED = ("tokens.micro_batch_size", "tokens.batch_accumulation_per_replica", "parallelism.dp")
