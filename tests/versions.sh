@@ -50,9 +50,13 @@ fetch() {  # FOLDER REQUIREMENT [PIP ARGUMENT...]: a package without its depende
   .venv/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$oracles/$1" "${@:2}"
   touch "$oracles/$1/.done"
 }
-newer=(--only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64)  # one file is read, and it is plain Python
 fetch megatron-core-0.16 megatron-core==0.16.1
-fetch megatron-core-0.19 megatron-core==0.19.2 "${newer[@]}"
+if ! test -e "$oracles/megatron-core-0.19/.done"; then  # for a newer Python; one file is read, and it is plain Python
+  .venv/bin/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+    --platform manylinux_2_28_x86_64 -d "$oracles/megatron-core-0.19" megatron-core==0.19.2
+  .venv/bin/python -m zipfile -e "$oracles"/megatron-core-0.19/*.whl "$oracles/megatron-core-0.19"
+  touch "$oracles/megatron-core-0.19/.done"
+fi
 fetch levanter levanter==1.2.dev1644
 for package in ai2-olmo-core==3.0.0 llm-foundry==0.22.0 axolotl==0.19.0 verl==0.9.1 torchtitan==0.3.0 llamafactory==0.9.5 \
   nanotron==0.4 openrlhf==0.11.2 megatron-bridge==0.3.1; do
