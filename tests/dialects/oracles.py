@@ -327,6 +327,66 @@ def verl(folder: Path, random: Random) -> Cases:
     return cases
 
 
+def torchtitan(folder: Path, random: Random) -> Cases:
+    """The statements of its Trainer from the batch to the accumulation, with the defaults of its configuration."""
+    trainer = ast.parse((folder / "torchtitan/trainer.py").read_text(encoding="utf-8"))
+    functions = [n for n in ast.walk(trainer) if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    [body] = [n.body for n in functions if "config.training.global_batch_size" in ast.unparse(n)]
+    texts = [ast.unparse(statement) for statement in body]
+    first = next(n for n, text in enumerate(texts) if text.startswith("global_batch_size = config"))
+    last = next(n for n, text in enumerate(texts) if text.startswith("self.num_pipeline_parallel_microbatches"))
+    code = compile(ast.Module(body[first:last], []), "trainer.py", "exec")
+    fields: dict[str, Any] = {}
+    for node in ast.walk(ast.parse((folder / "torchtitan/config/configs.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            try:
+                fields.setdefault(node.target.id, ast.literal_eval(node.value))
+            except ValueError:
+                continue
+    cases: Cases = []
+    for _ in range(100):
+        local, ranks = random.choice((None, 1, 2, 4, 8)), random.choice((1, 2, 3, 8))
+        batch = random.choice((None, -1, (local or 8) * ranks * random.randint(1, 6), random.randint(1, 99)))
+        keys = {k: v for k, v in (("local_batch_size", local), ("global_batch_size", batch)) if v is not None}
+        training = SimpleNamespace(**({n: fields[n] for n in ("local_batch_size", "global_batch_size")} | keys))
+        parallel = SimpleNamespace(pipeline_parallel_microbatch_size=fields["pipeline_parallel_microbatch_size"])
+        made = SimpleNamespace()
+        space = {
+            "config": SimpleNamespace(training=training, parallelism=parallel),
+            "batch_degree": ranks,
+            "self": made,
+        }
+
+        def numbers(space: dict[str, Any] = space, made: Any = made, training: Any = training) -> Any:
+            exec(code, space)
+            return [space["global_batch_size"], training.local_batch_size, made.gradient_accumulation_steps]
+
+        cases.append({"training": keys, "ranks": ranks} | outcome(numbers))
+    return cases
+
+
+def llama_factory(folder: Path, random: Random) -> Cases:
+    """The statements of v1's loader that derive the number of micro batches."""
+    tree = ast.parse((folder / "llamafactory/v1/core/utils/batching.py").read_text(encoding="utf-8"))
+    [block] = [
+        n for n in ast.walk(tree) if isinstance(n, ast.If) and "self.global_batch_size is None" in ast.unparse(n.test)
+    ]
+    code = compile(ast.Module([block], []), "batching.py", "exec")
+    cases: Cases = []
+    for _ in range(100):
+        micro, ranks = random.randint(1, 8), random.randint(1, 8)
+        batch = random.choice((None, micro * ranks * random.randint(1, 8), random.randint(1, 99)))
+        made = SimpleNamespace(global_batch_size=batch)
+        space = {"self": made, "dp_size": ranks, "micro_batch_size": micro, "global_batch_size": batch}
+
+        def numbers(space: dict[str, Any] = space, made: Any = made) -> Any:
+            exec(code, space)
+            return [made.global_batch_size, made.num_micro_batch]
+
+        cases.append({"micro": micro, "batch": batch, "ranks": ranks} | outcome(numbers))
+    return cases
+
+
 def transformers(_: Path, random: Random) -> Cases:
     """TrainingArguments on several processes: their number is all that a machine with one cannot give."""
     import tempfile
@@ -427,6 +487,8 @@ ORACLES: dict[str, tuple[str, Callable[[Path, Random], Cases]]] = {
     "llm_foundry": ("llm-foundry", foundry),
     "axolotl": ("axolotl", axolotl),
     "verl": ("verl", verl),
+    "torchtitan": ("torchtitan", torchtitan),
+    "llama_factory": ("llamafactory", llama_factory),
     "transformers": ("transformers", transformers),
     "trl": ("trl", trl),
     **{f"keys_{name.replace('-', '_')}": (name, keys_of(name)) for name in KEYS},

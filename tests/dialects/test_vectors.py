@@ -164,6 +164,25 @@ def test_verls_rules():
             assert case["train"] % case["mini"] or case["mini"] % case["gpus"], (case, report.findings)
 
 
+def test_torchtitans_accumulation_and_defaults():
+    names = ("global_batch_size", "micro_batch_size", "accumulation_steps")
+    for case in vectors("torchtitan"):
+        report = checked({"training": case["training"]}, "torchtitan@0.3", data_parallel_size=case["ranks"])
+        assert report.ok == ("result" in case), (case, report.findings)
+        if report.ok:
+            assert [report.job.get(name) for name in names] == case["result"], case
+
+
+def test_llama_factorys_micro_batches():
+    for case in vectors("llama_factory"):
+        keys = {"micro_batch_size": case["micro"], "global_batch_size": case["batch"]}
+        keys = {key: value for key, value in keys.items() if value is not None}
+        report = checked(keys, "llama-factory@1", data_parallel_size=case["ranks"])
+        assert report.ok == ("result" in case), (case, report.findings)
+        if report.ok:
+            assert [report.job.get("global_batch_size"), report.job.get("accumulation_steps")] == case["result"], case
+
+
 def test_transformers_defaults_and_numbers():
     for case in vectors("transformers"):
         made = job(reading(case["keys"], "huggingface"))

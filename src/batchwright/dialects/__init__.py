@@ -148,7 +148,7 @@ def resolve(
     if kind == "rl" and (ranks := ranks_of(fields)):
         fields["data_parallel_size"] = ranks
     for dialect in known:
-        if dialect.resolve and (dialect.name in specials or dialect.name in used):
+        if dialect.resolve and (dialect is framework or dialect.name in specials or dialect.name in used):
             derived, more = dialect.resolve(specials.get(dialect.name, {}), fields)
             notes.extend(more)
             for name, given in derived.items():
