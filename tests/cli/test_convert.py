@@ -183,3 +183,21 @@ def test_two_configurations_of_one_job_are_checked_together(cli, sft, tmp_path):
 def test_flags_of_a_task_and_of_a_configuration_are_not_mixed(cli, sft):
     assert "--ranks: only for a task" in cli("check", sft, "--ranks", "2").err
     assert "only for a configuration" in cli("check", "train.py:task", "--devices", "2").err
+
+
+def test_each_configuration_is_checked_by_itself(cli, sft, tmp_path):
+    bad = tmp_path / "ds.json"
+    bad.write_text('{"train_batch_size": 100, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}')
+    ran = cli("check", "--each", sft, bad, "--devices", "16", "--json")
+    assert ran.code == 5
+    assert [(c["framework"], c["ok"]) for c in ran.json["configurations"]] == [
+        ("huggingface", True),
+        ("deepspeed", False),
+    ]
+    assert cli("check", "--each", sft, sft, "--devices", "16").code == 0
+
+
+def test_the_frameworks_are_listed(cli):
+    listed = cli("convert", "--list-frameworks", "--json").json["frameworks"]
+    assert len(listed) == 22 and {"name": "verl"}.items() <= next(d for d in listed if d["name"] == "verl").items()
+    assert "torchtitan" in cli("convert", "--list-frameworks").out

@@ -32,6 +32,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from batchwright.dialects.checking import Report
     from batchwright.runtime.check import CheckReport
 
 _DTYPES = ("float32", "float64")
@@ -81,6 +82,7 @@ class CheckCommand(PasteCommand):
 )
 @devices_options
 @number("--against", "A configuration: an earlier one, to find what did not change with the batch.", "CONFIG")
+@click.option("--each", is_flag=True, help="Several configurations: check each by itself, as a pre-commit hook does.")
 @click.option("--ledger", metavar="DIR", help="Audit the ledger of a run instead: is every sample in exactly one step?")
 @json_option
 @click.pass_context
@@ -89,6 +91,7 @@ def command(
     arguments: tuple[str, ...],
     args: tuple[str, ...],
     allow: tuple[str, ...],
+    each: bool,
     ledger: str | None,
     as_json: bool,
     **flags: Any,
@@ -106,8 +109,10 @@ def command(
     """
     left_out: tuple[str, ...] = ctx.meta["left_out"]
     if ledger is None and _is_configuration(arguments, left_out):
-        ctx.exit(_configuration(arguments, left_out, allow, flags, args, as_json))
+        files = [(one,) for one in arguments] if each and not left_out else [arguments]
+        ctx.exit(_configurations(files, left_out, allow, flags, args, as_json))
     unused = [f"--{name.replace('_', '-')}" for name in (*DEVICES, "from", "against") if flags.get(name) is not None]
+    unused += ["--each"] * each
     if unused:
         raise ConfigError(f"{', '.join(unused)}: only for a configuration.", field=unused[0].lstrip("-"))
     if len(arguments) > 1:
@@ -143,17 +148,18 @@ def _is_configuration(arguments: tuple[str, ...], left_out: tuple[str, ...]) -> 
     return "task.target" not in read_keys(arguments[0])
 
 
-def _configuration(
-    arguments: tuple[str, ...],
+def _configurations(
+    files: list[tuple[str, ...]],
     left_out: tuple[str, ...],
     allow: tuple[str, ...],
     flags: dict[str, Any],
     args: tuple[str, ...],
     as_json: bool,
 ) -> int:
+    """Check the configuration of one job, in one file or several, or of several jobs."""
     from batchwright.dialects.checking import CAUSES, check
 
-    from .frameworks import print_lines, read_configuration
+    from .frameworks import read_configuration
     from .frameworks import render as lines_of
 
     others = {n: v for n, v in flags.items() if n not in (*DEVICES, "from", "against")} | {"arg": args or None}
@@ -161,16 +167,23 @@ def _configuration(
     wrong = [Violation(f"{name}: only for a task, not for a configuration.", name[2:]) for name in unused]
     wrong += unknown_causes(allow, CAUSES)
     raise_violations(ConfigError, wrong)
-    reading = read_configuration(arguments, left_out, flags, flags["from"])
-    earlier = None
-    if flags["against"] is not None:
-        earlier = read_configuration((flags["against"],), (), flags, flags["from"] or reading.dialect.name)
-    report = check(reading, earlier, allow)
-    if as_json:
-        print_json({"schema": SCHEMA, **report.to_json()})
+    reports: dict[str, Report] = {}
+    for file in files:
+        reading = read_configuration(file, left_out, flags, flags["from"])
+        earlier = None
+        if flags["against"] is not None:
+            earlier = read_configuration((flags["against"],), (), flags, flags["from"] or reading.dialect.name)
+        reports[" ".join(file)] = check(reading, earlier, allow)
+    several = len(reports) > 1
+    if as_json and not several:
+        print_json({"schema": SCHEMA, **next(iter(reports.values())).to_json()})
+    elif as_json:
+        found = [{"file": name, **report.to_json()} for name, report in reports.items()]
+        print_json({"schema": SCHEMA, "ok": all(report.ok for report in reports.values()), "configurations": found})
     else:
-        print_lines(lines_of(report))
-    return 0 if report.ok else RunError.exit_code
+        parts = [[f"{name}:", *lines_of(report)] if several else lines_of(report) for name, report in reports.items()]
+        click.echo("\n\n".join("\n".join(part) for part in parts))
+    return 0 if all(report.ok for report in reports.values()) else RunError.exit_code
 
 
 def _check(target: str, args: tuple[str, ...], allow: tuple[str, ...], flags: dict[str, Any]) -> CheckReport:

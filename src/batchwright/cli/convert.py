@@ -38,6 +38,7 @@ class ConvertCommand(PasteCommand):
     "      --global-batch-size 128 --rampup-batch-size 32 32 100000",
 )
 @click.argument("arguments", nargs=-1, metavar="CONFIG [KEY=VALUE]...")
+@click.option("--list-frameworks", is_flag=True, help="Print the frameworks that are read and written.")
 @number("--from", "The framework of the configuration, and its version.  [default: detected]", "NAME[@VERSION]")
 @number("--to", "The framework to write, and its version. Required.", "NAME[@VERSION]")
 @devices_options
@@ -47,7 +48,7 @@ class ConvertCommand(PasteCommand):
 @click.option("--partial", is_flag=True, help="With --into: write also if something cannot be expressed.")
 @json_option
 @click.pass_context
-def command(ctx: click.Context, arguments: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+def command(ctx: click.Context, arguments: tuple[str, ...], list_frameworks: bool, as_json: bool, **flags: Any) -> None:
     """Write the batch of a configuration in the keys of another framework.
 
     The keys that are written are read back as that framework reads them, and compared with the source. The conversion is
@@ -55,6 +56,9 @@ def command(ctx: click.Context, arguments: tuple[str, ...], as_json: bool, **fla
     Exits with 5 if something cannot be expressed.
     """
     left_out: tuple[str, ...] = ctx.meta["left_out"]
+    if list_frameworks:
+        _list(as_json)
+        return
     if flags["to"] is None:
         raise ConfigError("--to NAME is required: the framework to write.", field="to")
     if not arguments and not left_out:
@@ -85,6 +89,23 @@ def command(ctx: click.Context, arguments: tuple[str, ...], as_json: bool, **fla
     else:
         click.echo("\n".join(lines))
     ctx.exit(0 if fine else RunError.exit_code)
+
+
+def _list(as_json: bool) -> None:
+    from batchwright.dialects import frameworks
+
+    if as_json:
+        names = ("name", "title", "aliases", "versions", "unit", "source")
+        listed = [{name: getattr(d, name) for name in names} for d in frameworks()]
+        print_json(
+            {
+                "schema": SCHEMA,
+                "frameworks": [{k: list(v) if isinstance(v, tuple) else v for k, v in d.items()} for d in listed],
+            }
+        )
+        return
+    rows = [(d.name, d.unit, ", ".join(d.versions), d.source) for d in frameworks()]
+    click.echo("\n".join(text.table(rows, head=("name", "counts", "versions that differ", "read from"))))
 
 
 def _document(made: Conversion, form: str) -> dict[str, Any]:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import click
-
 from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError
 from batchwright.dialects.checking import Report, equation
@@ -15,7 +13,7 @@ from batchwright.dialects.reading import read
 from batchwright.dialects.record import Given, Reading, version_text
 
 from . import text
-from .files import read_keys, scalar
+from .files import read_keys, read_value, scalar
 from .naming import Names
 from .options import DEVICES, FILES
 
@@ -30,7 +28,10 @@ def read_configuration(
         if equals and not os.path.exists(argument):
             key = key.strip().lstrip("+~")
             if value.strip().lower() not in ("", "null", "none", "~", "auto"):
-                entries.append((key, Given(value.strip().strip("'\""), f"{key}={value}", 1)))
+                plain = value.strip().strip("'\"")
+                entries.append(
+                    (key, Given(scalar(read_value(key, plain)) if plain[:1] in "[{" else plain, f"{key}={value}", 1))
+                )
         else:
             entries += _entries(argument)
     for argument in left_out:
@@ -121,8 +122,3 @@ def passed_over(reading: Reading) -> list[str]:
     """How many keys do not concern the batch."""
     count = len(reading.passed_over)
     return ["", f"{count} other key{'s' * (count > 1)} passed over: not about the batch"] if count else []
-
-
-def print_lines(lines: list[str]) -> None:
-    """Print a report."""
-    click.echo("\n".join(lines))
