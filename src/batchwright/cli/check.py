@@ -12,7 +12,6 @@ import click
 from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import ConfigError, MissingExtraError, PlanError, RunError, Violation, raise_violations
 from batchwright.core.numbers import count
-from batchwright.core.ramp.rules import parse_thresholds
 from batchwright.runtime.check.names import unknown_causes
 
 from . import text
@@ -143,9 +142,10 @@ def _is_configuration(arguments: tuple[str, ...], left_out: tuple[str, ...]) -> 
         return False
     if not arguments[0].endswith(FILES):
         return True
-    from .files import read_keys
+    from .files import read_keys, read_text
 
-    return "task.target" not in read_keys(arguments[0])
+    text = read_text(arguments[0])  # parsed once, unless it may be a project file
+    return not ("task" in text and "target" in text) or "task.target" not in read_keys(arguments[0])
 
 
 def _configurations(
@@ -187,6 +187,8 @@ def _configurations(
 
 
 def _check(target: str, args: tuple[str, ...], allow: tuple[str, ...], flags: dict[str, Any]) -> CheckReport:
+    from batchwright.core.ramp.rules import parse_thresholds
+
     numbers = {name: None if flags[name] is None else count(flags[name], name) for name in _COUNTS}
     seed = 0 if flags["seed"] is None else count(flags["seed"], "seed", least=0, most=2**32 - 1)
     sizes = counts(flags["micro_batch_size"], "micro_batch_size")

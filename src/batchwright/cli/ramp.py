@@ -125,7 +125,8 @@ def command(
     """Plan a batch that grows: every stage, its nodes and its cost, before anything is submitted.
 
     Give one rule (such as --linear), a budget if there is one, and the nodes if the stages should be placed on them.
-    Every stage is checked, and a policy chooses its nodes. Keys of NeMo, Megatron and MaxText work, too.
+    Every stage is checked, and a policy chooses its nodes. Keys of NeMo, Megatron, MaxText, OLMo-core and Levanter
+    work, too.
     """
     if list_recipes:
         _list_recipes(as_json)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchwright.core.errors import ConfigError, PlanError, Violation
-from batchwright.core.ramp.request import RULE_FLAGS, read_ramp
 
-from .reading import job
+from .reading import RAMP, job
 from .record import Finding, Job, Reading, error, note, version_text
 
 # The causes that a configuration can have, besides those of the equation (`batch`, `stage`).
@@ -98,12 +97,13 @@ def _stages(reading: Reading, made: Job) -> list[Finding]:
     """Every stage of a ramp on the devices of the job: frameworks check only the current one, when it starts."""
     from batchwright.core.batch.request import READERS, read_request
     from batchwright.core.ramp.ramp import ramp
+    from batchwright.core.ramp.request import read_ramp
 
     if "devices" not in made.numbers:
         return []
     values = {name: given.value for name, given in reading.fields.items()}
     request = read_request({name: value for name, value in values.items() if name in READERS})
-    wanted = {name: values[name] for name in (*RULE_FLAGS, "allow_falling") if name in values}
+    wanted = {name: values[name] for name in RAMP if name in values}
     try:
         ramp(request, read_ramp(wanted | {"node_policy": "constant"}))
     except PlanError as wrong:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchwright.core.errors import ConfigError, PlanError
-from batchwright.core.ramp.schedule import Schedule
 
 from .checking import check
 from .reading import job, read
 from .record import NEWEST, PARALLEL_FIELDS, RL_FIELDS, Dialect, Given, Job, Reading, Version
+
+if TYPE_CHECKING:
+    from batchwright.core.ramp.schedule import Schedule
 
 EXACT, DIFFERS, NOT_EXPRESSIBLE = "exact", "differs", "not expressible"
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchwright.core.batch.plan import plan
 from batchwright.core.batch.request import READERS, BatchRequest, batch_in_samples, read_request, resolve_ranks
 from batchwright.core.errors import ConfigError, PlanError, did_you_mean
-from batchwright.core.ramp.request import RULE_FLAGS, compile_schedule, read_ramp
-from batchwright.core.ramp.rules import PerDevice
-from batchwright.core.ramp.schedule import Rule, Schedule
-from batchwright.core.rl import rl
+from batchwright.core.numbers import count
 
 from . import detect, dialects, framework, is_misspelt, resolve
 from .record import (
@@ -31,8 +28,12 @@ from .record import (
     parse_version,
 )
 
+if TYPE_CHECKING:
+    from batchwright.core.ramp.schedule import Rule, Schedule
+
 _DEFAULT = -2  # the level of a framework's default
-_RAMP = (*(name for name in RULE_FLAGS if name != "recipe"), "allow_falling")
+RULES = ("linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling")  # of a ramp
+RAMP = (*RULES, "allow_falling")
 
 
 def named(text: str) -> tuple[Dialect, Version]:
@@ -129,15 +130,16 @@ def job(reading: Reading) -> Job:
     if reading.dialect.kind == "rl":
         return Job("rl", _rl_numbers(values), steps=steps)
     request = read_request({name: value for name, value in values.items() if name in READERS})
-    wanted = {name: values[name] for name in _RAMP if name in values}
+    wanted = {name: values[name] for name in RAMP if name in values}
     rule: Rule | None = None
     schedule: Schedule | None = None
-    if any(name in RULE_FLAGS for name in wanted):
+    if any(name in RULES for name in wanted):
+        from batchwright.core.ramp.request import compile_schedule, read_ramp
+
         schedule, rule = compile_schedule(request, read_ramp(wanted), None)
         request = _at_the_end(request, schedule, rule)
     numbers = _numbers(request)
-    budget = read_ramp({name: values[name] for name in ("samples", "tokens") if name in values})
-    numbers |= {name: getattr(budget, name) for name in ("samples", "tokens") if getattr(budget, name) is not None}
+    numbers |= {name: count(values[name], name, most=10**18) for name in ("samples", "tokens") if name in values}
     return Job("train", numbers, rule, schedule, steps)
 
 
@@ -153,6 +155,8 @@ def _steps(reading: Reading) -> dict[str, int]:
 
 def _at_the_end(request: BatchRequest, schedule: Schedule, rule: Rule) -> BatchRequest:
     """The request for the last batch of a ramp. MaxText's ramp ends at the size per device that is its maximum."""
+    from batchwright.core.ramp.rules import PerDevice
+
     last = schedule.segments[-1].global_batch_size
     if isinstance(rule, PerDevice):
         return replace(request, global_batch_size=last, micro_batch_size=None, max_micro_batch_size=None)
@@ -163,7 +167,7 @@ def _numbers(request: BatchRequest) -> dict[str, Any]:
     """The numbers that the configuration determines: with an unknown number of ranks, not all of the equation."""
     batch, ranks = batch_in_samples(request), resolve_ranks(request)
     micro, steps = request.micro_batch_size, request.accumulation_steps
-    given = {name: getattr(request, name) for name in request.given if name not in _RAMP}
+    given = {name: getattr(request, name) for name in request.given if name not in RAMP}
     if ranks is None and None in (batch, micro, steps):
         if batch is not None and micro is not None:
             plan(request)  # the batch must hold whole micro batches, on any number of ranks
@@ -200,6 +204,8 @@ def _rl_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("prompts", "generations"):
         if name not in given:
             raise ConfigError(f"{name} is required.", field=name)
+    from batchwright.core.rl import rl
+
     made = rl(**given)
     found: dict[str, Any] = {
         "prompts": made.prompts_per_round,
