@@ -172,6 +172,7 @@ def test_the_framework_is_detected_and_the_batch_is_said(keys, world, name, batc
         (HF | {"per_gpu_train_batch_size": 4}, None, {}, "!ignored-key", "Write per_device_train_batch_size=4"),
         (HF | {"auto_find_batch_size": True}, None, {}, "changes-the-batch", "smaller after out-of-memory"),
         (HF | {"average_tokens_across_devices": False}, None, {}, "mean-of-means", "its own number of tokens"),
+        (HF, "huggingface@4.53", {}, "mean-of-means", "the default before 4.54"),
         (HF | {"per_device_train_batch_sise": 4}, None, {}, "!misspelt-key", "Did you mean per_device_train_batch_size"),
         (HF | {"gradient_accumulation_steps": "many"}, None, {}, "!value", "is not a number"),
         (HF | {"warmup_steps": 500}, None, {"devices": 8}, "counts-steps", "warmup_steps=500 (128,000 samples)"),
@@ -217,6 +218,18 @@ def test_what_is_wrong_is_found_and_said(keys, name, world, cause, said):
     assert any(said in f.message for f in report.findings if f.cause == cause.lstrip("!"))
     assert report.ok == (not any(one.startswith("!") for one in causes(report)))
     assert {f.cause for f in report.findings} <= set(CAUSES)
+
+
+def test_a_neox_file_is_not_taken_for_one_of_deepspeed():
+    zero = {f"setting_{n}": n for n in range(20)}
+    keys = NEOX | {
+        "zero_optimization": zero,
+        "fp16": {"enabled": True},
+        "steps_per_print": 10,
+        "vocab_file": "x",
+        "train_iters": 9,
+    }
+    assert reading(keys).dialect.name == "gpt-neox"
 
 
 def test_keys_of_no_concern_are_passed_over_and_counted():

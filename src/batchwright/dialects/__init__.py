@@ -91,15 +91,17 @@ def detect(
     found = set(keys)
     for dialect in frameworks(kind):
         programs = [word for word in words if any(program in word for program in dialect.programs)]
-        exact = found.intersection(dialect.signs)
-        starts = tuple(sign for sign in dialect.signs if sign.endswith("."))
-        signs = [*exact, *(key for key in found if starts and key.startswith(starts))]
+        signs = [sign for sign in dialect.signs if sign in found or (sign.endswith(".") and _starts(sign, found))]
         own = [key for key in found if dialect.knows(key)]
         rare = [key for key in own if key not in dialect.common]
         points = 100 * bool(programs) + 10 * len(signs) + 3 * len(rare) + len(own)
         if (programs or signs or rare) and points > score:
             best, score, by = dialect, points, sorted({*programs, *signs, *rare})
     return best, by
+
+
+def _starts(section: str, keys: Iterable[str]) -> bool:
+    return any(key.startswith(section) for key in keys)
 
 
 def resolve(

@@ -25,6 +25,9 @@ CHECKED = frozenset(
 )
 
 
+_AVERAGED: Version = (4, 54)  # the first version in which average_tokens_across_devices is true by default
+
+
 def check(reading: Reading) -> list[Finding]:
     """What transformers' Trainer does with these settings, as of 5.22."""
     found: list[Finding] = []
@@ -48,18 +51,17 @@ def check(reading: Reading) -> list[Finding]:
                 "auto_find_batch_size",
             )
         )
-    if not reading.on("average_tokens_across_devices", True):
+    named = reading.dialect.name == "huggingface"  # other frameworks have versions of their own
+    if not reading.on("average_tokens_across_devices", not (named and reading.version < _AVERAGED)):
+        given = "average_tokens_across_devices" in reading.given
         found.append(
             note(
                 "mean-of-means",
-                "average_tokens_across_devices=false: each device divides by its own number of tokens, so the gradient is "
-                "a mean of the devices' means and depends on how samples are spread. The default, true, does not.",
+                f"average_tokens_across_devices is false{'' if given else ', the default before 4.54'}: each device divides by "
+                "its own number of tokens, so the gradient is a mean of the devices' means and depends on how samples are "
+                "spread.",
                 "average_tokens_across_devices",
             )
-        )
-    if reading.version < (4, 53):
-        found.append(
-            note("mean-of-means", "Before transformers 4.53, average_tokens_across_devices was false by default.")
         )
     found.append(
         note(
@@ -86,6 +88,7 @@ DIALECTS = (
         checked=CHECKED,
         steps=STEPS,
         defaults={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        versions=("4.53", "4.54"),
         beside=("deepspeed", "accelerate"),
         check=check,
         write=write,
