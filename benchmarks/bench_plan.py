@@ -1,4 +1,5 @@
-"""The cost of planning: CPU time of commands above a bare interpreter, interleaved, and of one large plan in process.
+"""The cost of planning, and of checking and converting a configuration of 500 lines: CPU time of commands above a bare
+interpreter, interleaved; and of one large plan in process.
 
 The script fails if a median is above its bound.
 """
@@ -10,6 +11,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ BIN = Path(sys.executable).parent
 PLAN = (
     "plan --global-batch-size 1024 --nodes 16 --devices-per-node 8 --tensor-parallel 2 --max-micro-batch-size 6".split()
 )
+FILE = Path(tempfile.gettempdir()) / "batchwright-bench.yaml"  # a configuration of 500 lines
 COMMANDS = {
     "python -c pass": [sys.executable, "-c", "pass"],
     "import argparse, dataclasses, json": [sys.executable, "-c", "import argparse, dataclasses, json"],
@@ -27,8 +30,24 @@ COMMANDS = {
     "import batchwright; batchwright.plan": [sys.executable, "-c", "import batchwright; batchwright.plan"],
     "batchwright plan": [str(BIN / "batchwright"), *PLAN],
     "batchwright plan --json": [str(BIN / "batchwright"), *PLAN, "--json"],
+    "batchwright check, 500 lines": [str(BIN / "batchwright"), "check", str(FILE), "--devices", "16"],
+    "batchwright convert, 500 lines": [
+        str(BIN / "batchwright"),
+        "convert",
+        str(FILE),
+        "--to",
+        "nemo",
+        "--devices",
+        "16",
+    ],
 }
-BOUNDS_MS = {"import batchwright": 30, "batchwright plan": 100, "batchwright plan --json": 100}
+BOUNDS_MS = {
+    "import batchwright": 30,
+    "batchwright plan": 100,
+    "batchwright plan --json": 100,
+    "batchwright check, 500 lines": 150,
+    "batchwright convert, 500 lines": 150,
+}
 
 
 # An installed package has bytecode; without it, this would measure the compiler.
@@ -42,7 +61,17 @@ def cpu_ms(command: list[str]) -> float:
     return 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
+def configuration() -> str:
+    """A configuration of Hugging Face with 500 lines, of which three concern the batch."""
+    lines = ["output_dir: out", "per_device_train_batch_size: 4  # per device", "gradient_accumulation_steps: 8"]
+    for section in range(24):
+        lines.append(f"section_{section}:")
+        lines += [f"  setting_{n}: {n * 3.5}" if n % 3 else f'  path_{n}: "/data/{n}"' for n in range(20)]
+    return "\n".join(lines[:500]) + "\n"
+
+
 def main() -> None:
+    FILE.write_text(configuration(), encoding="utf-8")
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(ROUNDS):
         for name, command in COMMANDS.items():

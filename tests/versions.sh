@@ -49,3 +49,33 @@ install trackers "$python" -c .venv-versions/constraints-trackers.txt torch nump
   tensorboard wandb mlflow-skinny==3.17.2 SQLAlchemy==2.1.8 alembic==1.20.1 trackio==0.43.0
 BATCHWRIGHT_TRACKERS=all .venv-versions/trackers/bin/python -m pytest -q -n 2 --dist loadfile tests/runtime/loop/test_trackers.py \
   tests/launch/test_trackers.py
+echo "== the frameworks whose configurations are read: their own code gives the recorded vectors"
+oracles=.venv-versions/oracles
+fetch() {  # FOLDER REQUIREMENT [PIP ARGUMENT...]: a package without its dependencies, never torch
+  test -e "$oracles/$1/.done" && return
+  mkdir -p "$oracles/$1"
+  .venv/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$oracles/$1" "${@:2}"
+  touch "$oracles/$1/.done"
+}
+fetch megatron-core-0.16 megatron-core==0.16.1
+if ! test -e "$oracles/megatron-core-0.19/.done"; then  # for a newer Python; one file is read, and it is plain Python
+  .venv/bin/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+    --platform manylinux_2_28_x86_64 -d "$oracles/megatron-core-0.19" megatron-core==0.19.2
+  .venv/bin/python -m zipfile -e "$oracles"/megatron-core-0.19/*.whl "$oracles/megatron-core-0.19"
+  touch "$oracles/megatron-core-0.19/.done"
+fi
+fetch levanter levanter==1.2.dev1644
+for package in ai2-olmo-core==3.0.0 llm-foundry==0.22.0 axolotl==0.19.0 verl==0.9.1 torchtitan==0.3.0 llamafactory==0.9.5 \
+  nanotron==0.4 openrlhf==0.11.2 megatron-bridge==0.3.1; do
+  fetch "${package%%=*}" "$package"
+done
+if ! test -e "$oracles/deepspeed/.done"; then  # it has no wheel, and its setup needs torch: its files are enough
+  mkdir -p "$oracles/deepspeed"
+  .venv/bin/pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-binary deepspeed \
+    -d "$oracles/deepspeed" deepspeed==0.19.8
+  tar xzf "$oracles"/deepspeed/deepspeed-0.19.8.tar.gz -C "$oracles/deepspeed" --strip-components=1
+  .venv/bin/pip install --quiet --disable-pip-version-check --no-deps --target "$oracles/deepspeed" \
+    hjson==3.1.0 py-cpuinfo==9.0.0 einops==0.8.2 msgpack==1.2.4
+  touch "$oracles/deepspeed/.done"
+fi
+DS_ACCELERATOR=cpu .venv/bin/python -m tests.dialects.oracles "$oracles" --check

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from batchwright.cli.config import SECTIONS
-from batchwright.cli.rl import _MAXTEXT
+from batchwright.dialects import framework
 from batchwright.launch.settings import READERS as LAUNCH
 from batchwright.launch.work import PLACEHOLDERS
 from tests.cli.requests import batch, growing, loop_settings, probed, rates, site
@@ -209,7 +209,7 @@ def _rl(random: Random, wrong: bool) -> Line:
         "micro_batch_size": prompts,
     }
     fields |= dict([random.choice(list(size.items()))]) if maybe(random) else {}
-    names = {ours: theirs for theirs, ours in _MAXTEXT.items()}
+    names = {ours: theirs for theirs, ours in framework("maxtext-rl").keys.items()}
     line, tree = Line(["rl"]), {}
     for name, value in fields.items():
         how = random.randrange(5)

@@ -120,3 +120,26 @@ def test_a_launcher_does_not_hide_a_frameworks_misspelt_flag(cli, slip, meant):
     line = f"torchrun --nproc-per-node 8 train.py {slip} --micro-batch-size 2 --global-batch-size 64"
     refused = cli("plan", *line.split())
     assert refused.code == 2 and f"Did you mean {meant}" in refused.err
+
+
+@pytest.mark.parametrize(
+    "start", ["env A=1 B=2", "nohup", "uv run", "uv run --with x", "env A=1 nohup", "OMP_NUM_THREADS=1", "nice -n 5"]
+)
+@pytest.mark.parametrize(
+    "launcher", ["torchrun --nproc-per-node 8", "python -m torch.distributed.run --nproc-per-node 8"]
+)
+def test_what_starts_a_launcher_is_passed_over(cli, start, launcher):
+    line = f"{start} {launcher} train.py --per_device_train_batch_size 2"
+    assert cli("plan", *line.split(), "--json").json["global_batch_size"] == 16
+
+
+@pytest.mark.parametrize("triple", [["32 8 9384"], ["32", "8", "9384"], ["32,8,9384"]])
+def test_megatrons_triple_is_read_in_every_way_it_is_written(cli, triple):
+    argv = ["python", "pretrain_gpt.py", "--micro-batch-size", "4", "--global-batch-size", "88", "--rampup-batch-size"]
+    stages = cli("ramp", *argv, *triple, "--devices", "2", "--json").json["stages"]
+    assert [stage["global_batch_size"] for stage in stages] == [32, 40, 48, 56, 64, 72, 80, 88]
+
+
+def test_a_batch_that_shrinks_in_megatron_is_rounded_down(cli):
+    line = "python pretrain_gpt.py --micro-batch-size 4 --global-batch-size 30 --decrease-batch-size-if-needed"
+    assert cli("plan", *line.split(), "--devices", "3", "--json").json["global_batch_size"] == 24

@@ -359,16 +359,14 @@ def test_a_probe_says_what_fits_and_what_each_split_costs(cli, tmp_path):
 
 
 def test_a_key_that_may_concern_the_batch_is_listed_separately(cli, tmp_path):
-    file = tmp_path / "ds.json"
-    file.write_text(
-        '{"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, "fp16": 1}'
-    )
+    file = tmp_path / "own.json"
+    file.write_text('{"my_batch_size": 256, "rows_of_a_batch": 4, "gradient_accumulation_steps": 8, "fp16": 1}')
     notes = cli("plan", str(file), "--devices", "8", "--micro-batch-size", "2", "--json").json["notes"]
-    assert any(n.endswith("may concern the batch: train_batch_size, train_micro_batch_size_per_gpu") for n in notes)
+    assert any(n.endswith("may concern the batch: my_batch_size, rows_of_a_batch") for n in notes)
     assert any(n.endswith("does not concern the batch: fp16") for n in notes)
-    file.write_text('{"train": {"micro_batch_size": 4, "global_batch_size": 64}}')
+    file.write_text('{"mine": {"micro_batch_size": 4, "global_batch_size": 64}}')
     ran = cli("plan", str(file))
-    assert ran.code == 2 and "may concern the batch: train.micro_batch_size, train.global_batch_size." in ran.err
+    assert ran.code == 2 and "may concern the batch: mine.micro_batch_size, mine.global_batch_size." in ran.err
     ran = cli(*"plan torchrun --nproc_per_node 8 t.py --micro-batch-size 4 --global-batch-sise 1024".split())
     assert ran.code == 2 and "Did you mean global_batch_size" in ran.err
     ran = cli(
@@ -427,7 +425,7 @@ def test_what_a_pasted_line_names_is_read_only_where_it_configures_a_batch(cli, 
         ("--accumulate-allreduce-grads-in-fp32 --no-gradient-accumulation-fusion", None),
         ("--run_name=batch512 --output_dir /x/batch", None),
         ("--virtual-pipeline-model-parallel-size 2", "--virtual-pipeline-model-parallel-size 2"),
-        ("--training.local_batch_size 4 --lr 1", "--training.local_batch_size 4"),
+        ("--mine.local_batch_size 4 --lr 1", "--mine.local_batch_size 4"),
     ],
 )
 def test_flags_that_may_concern_the_batch_are_named_with_their_values(cli, flags, doubtful):

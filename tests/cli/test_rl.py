@@ -67,7 +67,7 @@ def test_errors(cli):
     slip = cli("rl", "promts=32", "generations=8")
     assert "Did you mean prompts" in slip.err
     twice = cli("rl", "prompts=32", "batch_size=64", "generations=8")
-    assert "prompts is given twice and differently: 32 and 64" in twice.err
+    assert "prompts has two different values: 32 (prompts=32) and 64 (batch_size=64)" in twice.err
 
 
 def test_a_file_is_weakest_and_every_source_is_shown(cli, tmp_path):

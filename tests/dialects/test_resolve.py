@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import batchwright
+from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError
 from batchwright.dialects import Given, dialects, flatten, is_foreign, resolve
 
@@ -50,15 +51,24 @@ def test_nested_mappings_become_dotted_keys():
     assert p.global_batch_size == 64
 
 
-def test_every_key_of_every_dialect_leads_to_a_field_of_ours():
-    from batchwright.core.batch.request import READERS
+@pytest.mark.parametrize("dialect", dialects(), ids=lambda d: d.name)
+def test_every_key_of_every_dialect_leads_to_a_field_of_ours(dialect):
+    from batchwright.core.ramp.request import RAMP_READERS
+    from batchwright.dialects.record import PARALLEL_FIELDS, RL_FIELDS, WORLD_FIELDS
 
-    for dialect in dialects():
-        assert dialect.title
-        for key, ours in dialect.keys.items():
-            assert is_foreign(key) or key in READERS
-            if ours in READERS:
-                assert resolve([(key, Given(1))]).fields[ours].value == 1
+    fields = {*RL_FIELDS, *WORLD_FIELDS, *PARALLEL_FIELDS} if dialect.kind == "rl" else {*READERS, *RAMP_READERS}
+    assert dialect.title and dialect.common <= {*dialect.keys, *dialect.special}
+    for key, ours in dialect.keys.items():
+        assert ours in fields
+        assert key in dialect.common or is_foreign(key, dialect.kind)
+        if dialect.kind == "train" and ours in READERS:
+            assert resolve([(key, Given(1))], framework=dialect).fields[ours].value == 1
+    for default in dialect.defaults:
+        assert dialect.reads(default)
+    assert set(dialect.steps.values()) <= {"budget", "warmup", "decay", "save", "eval", "log"}
+
+
+def test_own_names_are_not_foreign():
     assert not is_foreign("nodes")
     assert not is_foreign("batch.micro_batch_size")
 

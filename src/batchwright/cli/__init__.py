@@ -20,11 +20,12 @@ GROUPS = {
         "plan": "Work out a batch from the numbers you know.",
         "ramp": "Plan a batch that grows: stages, nodes, cost, learning rate.",
         "rl": "Plan batches of reinforcement learning: prompts, responses, updates.",
+        "convert": "Write the batch of a configuration in the keys of another framework.",
     },
     "measure": {
         "probe": "Measure which batch fits in memory, which is fast, and why.",
         "estimate": "Predict peak memory by batch, without training and without a GPU.",
-        "check": "Check that splitting the batch does not change the gradient.",
+        "check": "Check a task or a configuration: is the gradient, or the batch, what you think?",
     },
     "run": {
         "run": "Train the whole ramp, launch by launch, and restart after failures.",

@@ -10,28 +10,51 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.core.codec import SCHEMA, encode
-from batchwright.core.errors import ConfigError, MissingExtraError, PlanError, RunError, raise_violations
+from batchwright.core.errors import ConfigError, MissingExtraError, PlanError, RunError, Violation, raise_violations
 from batchwright.core.numbers import count
-from batchwright.core.ramp.rules import parse_thresholds
 from batchwright.runtime.check.names import unknown_causes
 
 from . import text
-from .naming import Verb, notes
-from .options import complete, counts, json_option, number, print_json, read_task, task_option
+from .config import PasteCommand
+from .naming import notes
+from .options import (
+    CONFIGURATION_FLAGS,
+    DEVICES,
+    FILES,
+    complete,
+    counts,
+    devices_options,
+    json_option,
+    number,
+    print_json,
+    read_task,
+    task_option,
+)
 
 if TYPE_CHECKING:
+    from batchwright.dialects.checking import Report
     from batchwright.runtime.check import CheckReport
 
 _DTYPES = ("float32", "float64")
 
 
+class CheckCommand(PasteCommand):
+    """A verb that reads a pasted command line whole."""
+
+    kind = None
+    everything = True
+    inside = CONFIGURATION_FLAGS
+
+
 @click.command(
-    cls=Verb,
+    cls=CheckCommand,
     epilog="\b\nExamples:\n  batchwright check train.py:task --global-batch-size 32 --micro-batch-size 1,3,16 --ranks 2\n"
     '  batchwright check train.py:task --ramp "0:256 10M:512 50M:1024"\n'
-    "  batchwright check --ledger runs/7b",
+    "  batchwright check --ledger runs/7b\n"
+    "  batchwright check ds_config.json --devices 16\n"
+    "  batchwright check sft.yaml --from trl --against sft.old.yaml --devices 8",
 )
-@click.argument("target", required=False, metavar="[FILE.py:FUNCTION | FILE.yaml]", shell_complete=complete)
+@click.argument("arguments", nargs=-1, metavar="[FILE.py:FUNCTION | CONFIG [KEY=VALUE]...]", shell_complete=complete)
 @task_option
 @number("--global-batch-size", "Samples in the batch that is split.  [default: 16]")
 @number(
@@ -54,27 +77,50 @@ _DTYPES = ("float32", "float64")
 @click.option(
     "--allow", multiple=True, metavar="CAUSE", help="Report this cause as a note, not as an error; repeatable."
 )
+@number(
+    "--from", "A configuration: the framework that it is for, and its version.  [default: detected]", "NAME[@VERSION]"
+)
+@devices_options
+@number("--against", "A configuration: an earlier one, to find what did not change with the batch.", "CONFIG")
+@click.option("--each", is_flag=True, help="Several configurations: check each by itself, as a pre-commit hook does.")
 @click.option("--ledger", metavar="DIR", help="Audit the ledger of a run instead: is every sample in exactly one step?")
 @json_option
 @click.pass_context
 def command(
     ctx: click.Context,
-    target: str | None,
+    arguments: tuple[str, ...],
     args: tuple[str, ...],
     allow: tuple[str, ...],
+    each: bool,
     ledger: str | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Check on your own task that splitting the batch does not change the gradient.
+    """Check a task or a configuration: does a split change the gradient, and is the batch what you think it is?
 
-    Runs one global batch in one piece and in several splits, compares the gradients that reach the optimizer, and names
-    the cause of every difference: a mean of means, a loss scaled by accumulation, BatchNorm, precision, and others.
-    Exits with 5 if one of them is an error.
+    FILE.py:FUNCTION: runs one global batch in one piece and in several splits, compares the gradients that reach the
+    optimizer, and names the cause of every difference: a mean of means, a loss scaled by accumulation, BatchNorm,
+    precision, and others.
+
+    CONFIG, a configuration of another framework (a file, KEY=VALUE, or its pasted command line): says what the batch is,
+    which rules of the framework it breaks, which keys this version ignores, and what depends on the batch.
+
+    Exits with 5 if something is wrong.
     """
+    left_out: tuple[str, ...] = ctx.meta["left_out"]
+    if ledger is None and _is_configuration(arguments, left_out):
+        files = [(one,) for one in arguments] if each and not left_out else [arguments]
+        ctx.exit(_configurations(files, left_out, allow, flags, args, as_json))
+    unused = [f"--{name.replace('_', '-')}" for name in (*DEVICES, "from", "against") if flags.get(name) is not None]
+    unused += ["--each"] * each
+    if unused:
+        raise ConfigError(f"{', '.join(unused)}: only for a configuration.", field=unused[0].lstrip("-"))
+    if len(arguments) > 1:
+        raise ConfigError(f"check takes one task, and {arguments[1][:60]!r} is another argument.", field="task")
+    target = arguments[0] if arguments else None
     if (target is None) == (ledger is None):
         raise ConfigError(
-            "check needs either FILE.py:function (a task) or --ledger DIR (a run); "
+            "check needs either FILE.py:function (a task), a configuration, or --ledger DIR (a run); "
             f"{'both are given' if target else 'neither is given'}.",
             field="task",
             given=target,
@@ -89,7 +135,61 @@ def command(
     ctx.exit(0 if report.ok else RunError.exit_code)
 
 
+def _is_configuration(arguments: tuple[str, ...], left_out: tuple[str, ...]) -> bool:
+    """Whether a configuration is given, and not a task or a project file with a task."""
+    if left_out or any("=" in one and not os.path.exists(one) for one in arguments):
+        return True
+    if not arguments or ".py" in arguments[0] or not os.path.isfile(arguments[0]):
+        return False
+    if not arguments[0].endswith(FILES):
+        return True
+    from .files import read_keys, read_text
+
+    text = read_text(arguments[0])  # parsed once, unless it may be a project file
+    return not ("task" in text and "target" in text) or "task.target" not in read_keys(arguments[0])
+
+
+def _configurations(
+    files: list[tuple[str, ...]],
+    left_out: tuple[str, ...],
+    allow: tuple[str, ...],
+    flags: dict[str, Any],
+    args: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Check the configuration of one job, in one file or several, or of several jobs."""
+    from batchwright.dialects.checking import CAUSES, check
+
+    from .frameworks import read_configuration
+    from .frameworks import render as lines_of
+
+    others = {n: v for n, v in flags.items() if n not in (*DEVICES, "from", "against")} | {"arg": args or None}
+    unused = [f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None]
+    wrong = [Violation(f"{name}: only for a task, not for a configuration.", name[2:]) for name in unused]
+    wrong += unknown_causes(allow, CAUSES)
+    raise_violations(ConfigError, wrong)
+    reports: dict[str, Report] = {}
+    for file in files:
+        reading = read_configuration(file, left_out, flags, flags["from"])
+        earlier = None
+        if flags["against"] is not None:
+            earlier = read_configuration((flags["against"],), (), flags, flags["from"] or reading.dialect.name)
+        reports[" ".join(file)] = check(reading, earlier, allow)
+    several = len(reports) > 1
+    if as_json and not several:
+        print_json({"schema": SCHEMA, **next(iter(reports.values())).to_json()})
+    elif as_json:
+        found = [{"file": name, **report.to_json()} for name, report in reports.items()]
+        print_json({"schema": SCHEMA, "ok": all(report.ok for report in reports.values()), "configurations": found})
+    else:
+        parts = [[f"{name}:", *lines_of(report)] if several else lines_of(report) for name, report in reports.items()]
+        click.echo("\n\n".join("\n".join(part) for part in parts))
+    return 0 if all(report.ok for report in reports.values()) else RunError.exit_code
+
+
 def _check(target: str, args: tuple[str, ...], allow: tuple[str, ...], flags: dict[str, Any]) -> CheckReport:
+    from batchwright.core.ramp.rules import parse_thresholds
+
     numbers = {name: None if flags[name] is None else count(flags[name], name) for name in _COUNTS}
     seed = 0 if flags["seed"] is None else count(flags["seed"], "seed", least=0, most=2**32 - 1)
     sizes = counts(flags["micro_batch_size"], "micro_batch_size")

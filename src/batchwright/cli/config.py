@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ import click
 from batchwright.core.batch.request import READERS, BatchRequest, read_request
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.fields import unknown_key
-from batchwright.core.numbers import LONGEST
 
+from .files import read_keys, scalar
 from .naming import Verb, remember
 from .options import FILES
 from .paste import unpaste
@@ -42,22 +42,32 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "launch": (), "task": (),
 }  # fmt: skip
 _NATIVE = {f"{section}.{name}": name for section, names in SECTIONS.items() for name in names}
-# A few times the largest file in use (MaxText's base.yml): a larger one would take more than a second.
-LARGEST_FILE = 2**18
-MOST_KEYS = 10_000
-MOST_ITEMS = 100_000
 NOT_READ = "Ignored because batchwright does not know it, though it may concern the batch"
 
 
 class PasteCommand(Verb):
-    """A verb that also accepts the flags of another tool, or its whole command line."""
+    """A verb that also accepts the flags of another tool, or its whole command line.
+
+    `kind` says which frameworks it reads; with `everything`, a pasted line is read whole, but for the flags `inside` it.
+    """
+
+    kind: str | None = "train"
+    everything = False
+    inside: Collection[str] = ()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # a shell completes the line
             return super().parse_args(ctx, args)
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
         own = {flag: not p.is_flag for p in options for flag in (*p.opts, *p.secondary_opts)}
-        arguments, left = unpaste(args, own, lambda key: f"--{key.replace('_', '-')}" in own)
+        arguments, left = unpaste(
+            args,
+            own,
+            lambda key: f"--{key.replace('_', '-')}" in own,
+            kind=self.kind,
+            everything=self.everything,
+            inside=self.inside,
+        )
         ctx.meta["left_out"] = left
         return super().parse_args(ctx, arguments)
 
@@ -105,16 +115,16 @@ def gather(
                 continue
             entries.append((_native(key), dialects.Given(value.strip().strip("'\""), f"{key}={value}", 1)))
         else:
-            tree = read_file(argument)
-            ours = all(str(section) in SECTIONS for section in tree)
+            keys = read_keys(argument)
+            ours = all(name.split(".")[0] in SECTIONS for name in keys)
             lenient = lenient or not ours
-            for name, item in dialects.flatten(tree).items():
+            for name, item in keys.items():
                 if item in (None, "auto") or (ours and not SECTIONS[name.split(".")[0]]):
                     continue
                 if ours and name not in _NATIVE:
-                    wrong.append(unknown_key(name, _scalar(item), _NATIVE, f" of {argument}"))
+                    wrong.append(unknown_key(name, scalar(item), _NATIVE, f" of {argument}"))
                 else:
-                    entries.append((_native(name), dialects.Given(_scalar(item), f"{argument}: {name}", 0)))
+                    entries.append((_native(name), dialects.Given(scalar(item), f"{argument}: {name}", 0)))
     raise_violations(ConfigError, wrong + dialects.misspelt_flags(left_out, own, [key for key, _ in entries]))
     read: set[str] = set()
     unread: list[str] = []
@@ -122,7 +132,7 @@ def gather(
         for name, item in _pasted(argument).items():
             if dialects.is_foreign(name) or name in _NATIVE:
                 read.add(argument)
-                entries.append((_native(name), dialects.Given(_scalar(item), f"{argument}: {name}", 0)))
+                entries.append((_native(name), dialects.Given(scalar(item), f"{argument}: {name}", 0)))
             elif dialects.is_about_a_batch(name):
                 unread.append(name)
     entries += [(name, dialects.Given(value, f"--{name.replace('_', '-')}", 2)) for name, value in typed.items()]
@@ -147,13 +157,11 @@ def gather(
 
 def _pasted(argument: str) -> Mapping[str, Any]:
     """The keys of a configuration file that a pasted line names; none if it names no file."""
-    from batchwright.dialects import flatten
-
     path = argument.rpartition("=")[2]
     if not path.endswith(FILES) or not os.path.isfile(path):
         return {}
     try:
-        return {name: item for name, item in flatten(read_file(path)).items() if item not in (None, "auto")}
+        return {name: item for name, item in read_keys(path).items() if item not in (None, "auto")}
     except ConfigError:
         # The file holds something else, such as data.
         return {}
@@ -173,145 +181,6 @@ def _apart(arguments: tuple[str, ...], doubtful: Callable[[str], bool]) -> tuple
             continue
         into.append(argument)
     return rest, found
-
-
-def read_file(path: str) -> Mapping[str, Any]:
-    """A YAML, JSON or TOML file as a mapping; everything else is an error that names the file."""
-    shown = path[:120]
-    try:
-        if not os.path.isfile(path):
-            raise OSError("no such file" if not os.path.exists(path) else "it is not a regular file")
-        if os.path.getsize(path) > LARGEST_FILE:
-            raise OSError(f"it is larger than {LARGEST_FILE >> 10} KiB")
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{shown!r} is neither key=value nor a file that can be read: {error}.", field="file", given=shown
-        ) from None
-    tree = _parse(path, text)
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{shown} contains no keys: the top level must be a mapping.", field="file", given=shown)
-    refuse_deep(path, tree)
-    return _plain(path, tree)
-
-
-def read_value(key: str, value: str) -> Any:
-    """The value of `launch.key=value` or `task.key=value`, which is YAML; text that is not YAML is taken as it is.
-
-    >>> read_value("task.args.lr", "[1, 2]"), read_value("task.args.glob", "*.jsonl")
-    ([1, 2], '*.jsonl')
-    """
-    try:
-        read = _parse(key, value)
-    except ConfigError as error:
-        # An incomplete list is more likely a typing error than a text.
-        if value.lstrip()[:1] in ("[", "{", "'", '"', "&", "!"):
-            message = f"{error} To give it as text, put it in quotes: {key}='\"...\"'."
-            raise ConfigError(message, field=key[:80], given=value[:80]) from None
-        return value
-    refuse_deep(key, read)
-    return _plain(key, read)
-
-
-def _parse(path: str, text: str) -> Any:
-    kind = os.path.splitext(path)[1][1:]
-    try:
-        if kind == "json":
-            import json
-
-            return json.loads(text, object_pairs_hook=_unique)
-        if kind == "toml":
-            import tomllib
-
-            return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid {kind.upper()}: {error}.", field="file", given=path) from None
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Plain YAML of limited depth. A key that is given twice is an error."""
-
-        depth = 0
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            self.depth += 1
-            if self.depth > 100:
-                raise ValueError("it is nested more than 100 levels deep")
-            node = super().compose_node(parent, index)
-            self.depth -= 1
-            return node
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            _unique((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader)
-    except Exception as error:
-        # A tag with a wrong value raises any kind of error: KeyError, IndexError and others.
-        problem = next(iter(str(getattr(error, "problem", None) or error).splitlines()), type(error).__name__)
-        mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1})" if mark else ""
-        raise ConfigError(f"{path} is not plain YAML: {problem}{where}.", field="file", given=path) from None
-
-
-def refuse_deep(path: str, tree: Any) -> None:
-    """Limit depth and size: with anchors, a small file can describe an endless tree."""
-    level: list[Any] = [tree]
-    keys = items = 0
-    for _ in range(16):
-        keys += sum(len(one) for one in level if isinstance(one, Mapping))
-        items += sum(len(one) for one in level if isinstance(one, list))
-        if keys > MOST_KEYS or items > MOST_ITEMS:
-            break
-        inner = (one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, (Mapping, list)))
-        level = [value for values in inner for value in values if isinstance(value, (Mapping, list))]
-        if not level:
-            return
-    raise ConfigError(
-        f"{path[:120]} has too many keys, list items or levels for a configuration file: at most {MOST_KEYS:,} keys and "
-        f"{MOST_ITEMS:,} items in 16 levels.",
-        field="file",
-        given=path[:120],
-    )
-
-
-def _plain(path: str, value: Any) -> Any:
-    """A tree with dates as text, as a run keeps it in JSON; an error for sets, bytes and other values that JSON lacks."""
-    if isinstance(value, Mapping):
-        return {key: _plain(path, inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(path, inner) for inner in value]
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    problem = None
-    if value is not None and not isinstance(value, (str, int, float)):
-        problem = f"a {type(value).__name__}: only text, numbers, lists and mappings can be read"
-    elif isinstance(value, int) and value.bit_length() > 4 * LONGEST:
-        problem = f"a number of more than {LONGEST} digits"
-    if problem:
-        raise ConfigError(f"{path[:120]} contains {problem}.", field="file", given=path[:120])
-    return value
-
-
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key[:60]!r} is given twice")
-        found[key] = value
-    return found
-
-
-def _scalar(value: Any) -> Any:
-    """A value that can be printed; otherwise its type, because a few lines of YAML can describe an endless list."""
-    items = value if isinstance(value, list) else [value]
-    if len(items) > 1000 or not all(isinstance(item, (int, float, str)) for item in items):
-        return f"a {type(value).__name__}"
-    if any(isinstance(item, int) and item.bit_length() > 4 * LONGEST for item in items):
-        return f"a number of more than {LONGEST} digits"
-    return value
 
 
 def _native(key: str) -> str:

@@ -73,6 +73,18 @@ world_options = stack(
     number("--expert-tensor-parallel", "Devices that split one expert.  [default: --tensor-parallel]"),
 )
 
+devices_options = stack(
+    number("--devices", "Number of devices of the job, where the configuration does not say it."),
+    number("--nodes", "Number of nodes, together with --devices-per-node."),
+    number("--devices-per-node", "Devices (GPUs, TPU chips) in each node."),
+    number("--sequence-length", "Tokens per sample, where the configuration does not say it."),
+)
+DEVICES = ("devices", "nodes", "devices_per_node", "sequence_length")
+# The flags that `check` and `convert` read inside a pasted command line; all others are the program's.
+CONFIGURATION_FLAGS = frozenset(
+    {"--from", "--to", "--into", "--against", "--allow", "--json", "--devices", "--nodes", "--devices-per-node"}
+)
+
 memory_options = stack(
     number(
         "--device",
@@ -156,7 +168,7 @@ def read_task(target: str, args: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     if not target.endswith(FILES):
         _look_for(target)
         return target, task_arguments(args)
-    from .config import read_file
+    from .files import read_file
 
     section = read_file(target).get("task")
     named = section.get("target") if isinstance(section, Mapping) else None
@@ -187,7 +199,7 @@ def task_arguments(args: tuple[str, ...]) -> dict[str, Any]:
     """
     import json
 
-    from .config import refuse_deep
+    from .files import refuse_deep
 
     wrong = [
         Violation(f"--arg {arg[:60]!r} is not KEY=VALUE.", "arg", arg[:60], (f"{arg[:60]}=...",))

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 # The programs whose command lines are recognised by their first argument.
-_PROGRAMS = frozenset({"nemo", "python", "python3", "torchrun", "accelerate", "deepspeed", "srun"})
+_PROGRAMS = frozenset(
+    {
+        "nemo", "python", "python3", "torchrun", "accelerate", "deepspeed", "srun", "axolotl", "llamafactory-cli", "trl",
+        "composer", "automodel",
+    }
+)  # fmt: skip
+_SWITCHES = frozenset({"decrease_batch_size_if_needed"})  # flags without a value
+# Programs that only start the next one; environment variables may follow them.
+_WRAPPERS = frozenset({"env", "nohup", "uv", "uvx", "poetry", "time", "nice", "stdbuf", "numactl"})
 
 
-def _is_foreign(key: str) -> bool:
+def _is_foreign(key: str, kind: str | None) -> bool:
     # Imported here: a command line with flags of ours only does not need it.
     from batchwright.dialects import is_foreign
 
-    return is_foreign(key)
+    return is_foreign(key, kind)
 
 
 def unpaste(
-    arguments: list[str], own_flags: Mapping[str, bool], is_ours: Callable[[str], bool]
+    arguments: list[str],
+    own_flags: Mapping[str, bool],
+    is_ours: Callable[[str], bool],
+    *,
+    kind: str | None = "train",
+    everything: bool = False,
+    inside: Collection[str] = (),
 ) -> tuple[list[str], tuple[str, ...]]:
     """Rewrite foreign flags as `key=value`. Returns the arguments for our own parser and those that were ignored.
 
     `--per_device_train_batch_size 2` is understood anywhere. A whole pasted line may contain anything. `own_flags`
-    maps each of our flags to whether it takes a value.
+    maps each of our flags to whether it takes a value. With `everything`, every flag of a pasted line is rewritten,
+    but our own ones that are `inside`.
 
     >>> unpaste("nemo llm pretrain --factory llama3_8b data.micro_batch_size=4".split(), {}, lambda key: False)
     (['data.micro_batch_size=4'], ('nemo', 'llm', 'pretrain', '--factory', 'llama3_8b'))
     """
     # Unknown until the first argument that is not ours.
-    pasted: bool | None = None
+    pasted: bool | None = True if everything and not own_flags else None
+    # Before the first program, only what starts it.
+    wrapped = begun = False
     flagged = False
     shorts: Mapping[str, Mapping[str, str]] = {}
     # The short flags of the program whose arguments these are.
@@ -43,23 +60,33 @@ def unpaste(
         flag, equals, value = argument.partition("=")
         after = arguments[at] if at < len(arguments) else "-"
         takes_next = not equals and not after.startswith("-") and "=" not in after and not _is_command(after)
-        if flag in own_flags:
+        if flag in own_flags and not (pasted and everything and flag not in inside):
             kept.append(argument)
             if own_flags[flag] and not equals and at < len(arguments):
                 kept.append(arguments[at])
                 at += 1
             continue
-        if pasted is None and _is_setting(argument) and any(_program(w) in _PROGRAMS for w in arguments[at:]):
+        if (
+            (pasted is None or not (begun or own_flags))
+            and _is_setting(argument)
+            and any(_program(w) in _PROGRAMS for w in arguments[at:])
+        ):
             # An environment variable for the program that follows.
             left.append(argument)
             continue
         if pasted is None:
-            pasted = _program(argument) in _PROGRAMS
-            if pasted:
-                from batchwright.dialects.launchers import SHORT, STARTERS, TASKS
+            wrapped = _program(argument) in _WRAPPERS and any(_is_command(w) for w in arguments[at:])
+            pasted = wrapped or _program(argument) in _PROGRAMS
+        if pasted and not shorts:
+            from batchwright.dialects.launchers import SHORT, STARTERS, TASKS
 
-                shorts = SHORT
-                tasks = TASKS if any(_program(w) in STARTERS for w in arguments) else frozenset()
+            shorts = SHORT
+            tasks = TASKS if any(_program(w) in STARTERS for w in arguments) else frozenset()
+        begun = begun or _is_command(argument)
+        wrapped = wrapped and not begun
+        if wrapped:
+            left.append(argument)
+            continue
         if pasted and not argument.startswith("-") and (_is_command(argument) or not flagged):
             short = shorts.get(_program(argument), {})
         flagged = False
@@ -82,7 +109,8 @@ def unpaste(
             ]
         elif argument.startswith("--") and len(argument) > 2:
             key = flag[2:].replace("-", "_")
-            if (_is_foreign(key) or (pasted and is_ours(key))) and key not in tasks:
+            wanted = everything if pasted else False
+            if (wanted or _is_foreign(key, kind) or (pasted and is_ours(key))) and key not in tasks:
                 if takes_next:
                     value, equals = arguments[at], "="
                     at += 1
@@ -90,7 +118,7 @@ def unpaste(
                 while key == "rampup_batch_size" and at < len(arguments) and arguments[at].isdigit():
                     value += f",{arguments[at]}"
                     at += 1
-                kept.append(f"{key}={value}" if equals else argument)
+                kept.append(f"{key}={value}" if equals else f"{key}=true" if wanted or key in _SWITCHES else argument)
                 continue
             if not pasted:
                 kept.append(argument)

@@ -14,7 +14,8 @@ from batchwright.core.errors import BatchwrightError, PlanError, Violation, rais
 from batchwright.core.numbers import format_bytes, percentage
 
 from . import text
-from .config import NOT_READ, Gathered, PasteCommand, gather, read_file
+from .config import NOT_READ, Gathered, PasteCommand, gather
+from .files import read_file
 from .naming import notes, spell
 from .options import (
     batch_options,
@@ -125,8 +126,8 @@ def command(
     """Work out a batch from the numbers you know.
 
     global batch = micro batch × accumulation steps × data-parallel size. Give the numbers you have, as flags, as
-    KEY=VALUE, in a file, or paste the command line of NeMo, MaxText or Hugging Face. plan derives the others and prints
-    where each number comes from. Numbers can have a suffix: 4M is 4,000,000 and 4Mi is 4,194,304.
+    KEY=VALUE, in a file, or paste the command line of NeMo, MaxText, Hugging Face or another framework. plan derives the
+    others and prints where each number comes from. Numbers can have a suffix: 4M is 4,000,000 and 4Mi is 4,194,304.
 
     With --model or --task and --device, plan estimates the memory, and also chooses the micro batch, recomputation and
     sharding that fit.

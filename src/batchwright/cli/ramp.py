@@ -19,7 +19,8 @@ from batchwright.core.ramp.request import RAMP_READERS, RampRequest, read_ramp
 from batchwright.core.ramp.schedule import Step
 
 from . import text
-from .config import PasteCommand, gather, read_file
+from .config import PasteCommand, gather
+from .files import read_file
 from .naming import notes
 from .options import batch_options, complete, json_option, number, print_json, stack, world_options
 
@@ -127,7 +128,8 @@ def command(
     """Plan a batch that grows: every stage, its nodes and its cost, before anything is submitted.
 
     Give one rule (such as --linear), a budget if there is one, and the nodes if the stages should be placed on them.
-    Every stage is checked, and a policy chooses its nodes. Keys of NeMo, Megatron and MaxText work, too.
+    Every stage is checked, and a policy chooses its nodes. Keys of NeMo, Megatron, MaxText, OLMo-core and Levanter
+    work, too.
     """
     if list_recipes:
         _list_recipes(as_json)

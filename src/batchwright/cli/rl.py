@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from batchwright.core import codec
-from batchwright.core.errors import ConfigError, Violation, either, raise_violations
-from batchwright.core.fields import unknown_key
-from batchwright.core.numbers import count, nearest_multiples
+from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.rl import RLPlan, rl
-from batchwright.dialects import flatten
+from batchwright.dialects import detect, misspelt_flags, resolve
+from batchwright.dialects.record import PARALLEL_FIELDS, RL_FIELDS, WORLD_FIELDS, Given
 
 from . import text
-from .config import read_file
-from .naming import Verb, notes, remember
+from .config import PasteCommand
+from .files import read_keys, scalar
+from .naming import notes, remember
 from .options import complete, json_option, number, print_json
 
-# MaxText's keys. Its micro batches count prompts, and -1 switches them off.
-_MAXTEXT = {
-    "batch_size": "prompts",
-    "rl.num_generations": "generations",
-    "num_generations": "generations",
-    "train_micro_batch_size": "train_micro_prompts",
-    "rollout_micro_batch_size": "rollout_micro_prompts",
-    "rl.num_iterations": "iterations",
-    "num_iterations": "iterations",
-}
+
+class RLCommand(PasteCommand):
+    """A verb that accepts the flags and command lines of frameworks for reinforcement learning."""
+
+    kind = "rl"
 
 
 @click.command(
-    cls=Verb,
-    epilog="\b\nExample:\n  batchwright rl --prompts 32 --generations 8 --train-micro-prompts 4",
+    cls=RLCommand,
+    epilog="\b\nExamples:\n  batchwright rl --prompts 32 --generations 8 --train-micro-prompts 4\n"
+    "  batchwright rl verl.yaml actor_rollout_ref.rollout.n=16",
 )
 @click.argument("arguments", nargs=-1, metavar="[FILE.yaml] [KEY=VALUE]...", shell_complete=complete)
 @number("--prompts", "Prompts per round. Required.")
@@ -50,70 +48,61 @@ _MAXTEXT = {
 @number("--rounds-ahead", "Rounds that are generated ahead of training.  [default: 0]")
 @number("--data-parallel-size", "Number of ranks that train.  [default: 1]")
 @json_option
-def command(arguments: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+@click.pass_context
+def command(ctx: click.Context, arguments: tuple[str, ...], as_json: bool, **flags: Any) -> None:
     """Plan batches of reinforcement learning: prompts -> responses -> updates -> micro batches.
 
     The effective batch is prompts × generations. The responses to one prompt always belong to the same update. Keys of
-    MaxText (batch_size=8 num_generations=16 micro_batch_size=2) work, too.
+    MaxText (batch_size=8 num_generations=16 micro_batch_size=2), TRL, verl, OpenRLHF and NeMo-RL work, too, in files and in
+    pasted command lines.
     """
-    values, sources = _gather(arguments, flags)
+    values, sources, read = _gather(arguments, flags, ctx.meta["left_out"])
     made = rl(**values)
+    made = replace(made, notes=(*read, *made.notes))
     if as_json:
         print_json({"schema": codec.SCHEMA, **codec.encode(made), "sources": sources})
     else:
         click.echo("\n".join(render(made)))
 
 
-def _gather(arguments: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values and where each was given. A flag wins over KEY=VALUE, which wins over a file."""
-    known = _MAXTEXT | {name: name for name in flags} | {f"rl.{name}": name for name in flags}
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    wrong: list[Violation] = []
-    for argument in sorted(arguments, key=lambda argument: "=" in argument):
+def _gather(
+    arguments: tuple[str, ...], flags: Mapping[str, Any], left_out: tuple[str, ...]
+) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
+    """Values, where each was given, and notes. A flag wins over KEY=VALUE, which wins over a file."""
+    entries: list[tuple[str, Given]] = []
+    inside: set[str] = set()  # keys of files, where unknown ones are passed over
+    for argument in arguments:
         key, equals, value = argument.partition("=")
-        keys = {key: value} if equals else flatten(read_file(argument))
-        for key, value in keys.items():
-            name, typed = known.get(key), f"{key}={value}" if equals else f"{argument}: {key}"
-            if name is None:
-                if equals:
-                    wrong.append(unknown_key(key, value, known))
-            elif equals and "=" in sources.get(name, "") and str(values[name]) != value:
-                message = (
-                    f"{name} is given twice and differently: {str(values[name])[:40]} and {value[:40]}. Leave one out."
-                )
-                wrong.append(Violation(message, name, value[:40]))
-            else:
-                values[name], sources[name] = value, typed
-    for name, value in flags.items():
-        if value is not None:
-            values[name], sources[name] = value, f"--{name.replace('_', '-')}"
-    for name in ("prompts", "generations"):
-        if name not in values:
-            wrong.append(Violation(f"{name} is required.", name))
-    raise_violations(ConfigError, wrong)
-    if sources.get("train_micro_prompts", "").startswith("train_micro_batch_size"):
-        values["train_micro_prompts"] = _per_rank(values)
+        if equals and not os.path.exists(argument):
+            entries.append((_own(key.strip(), flags), Given(value.strip().strip("'\""), argument, 1)))
+            continue
+        for key, value in read_keys(argument).items():
+            if value not in (None, "auto"):
+                entries.append((_own(key, flags), Given(scalar(value), f"{argument}: {key}", 0)))
+                inside.add(key)
+    entries += [
+        (name, Given(value, f"--{name.replace('_', '-')}", 2)) for name, value in flags.items() if value is not None
+    ]
+    own = {*flags, *WORLD_FIELDS, *PARALLEL_FIELDS}
+    found, _ = detect([key for key, _ in entries], left_out, "rl")
+    if found is None and not left_out:
+        entries = [(key, given) for key, given in entries if key not in inside or key in own]
+    raise_violations(ConfigError, misspelt_flags(left_out, own, [key for key, _ in entries], "rl"))
+    lenient = bool(found or left_out)
+    resolved = resolve(entries, own=own, lenient=lenient, kind="rl", framework=found)
+    fields = {name: given for name, given in resolved.fields.items() if name in RL_FIELDS}
+    values = {name: given.value for name, given in fields.items()}
+    sources = {name: given.origin for name, given in fields.items()}
+    required = ("prompts", "generations")
+    raise_violations(ConfigError, [Violation(f"{n} is required.", n) for n in required if n not in values])
     remember(values, sources)
-    return values, sources
+    return values, sources, resolved.notes
 
 
-def _per_rank(values: Mapping[str, Any]) -> Any:
-    """The micro batch of one rank: MaxText counts that of all ranks."""
-    ranks, whole = count(values.get("data_parallel_size", 1), "data_parallel_size"), values["train_micro_prompts"]
-    if ranks == 1 or str(whole) == "-1":
-        return whole
-    prompts = count(whole, "train_micro_batch_size")
-    if prompts % ranks:
-        near = nearest_multiples(ranks, prompts)
-        raise ConfigError(
-            f"train_micro_batch_size={prompts} counts the prompts of all ranks and must be a multiple of "
-            f"data_parallel_size {ranks}: {prompts} / {ranks} = {prompts / ranks:.2f}. Nearest: {either(near)}.",
-            field="train_micro_batch_size",
-            given=prompts,
-            nearest=near,
-        )
-    return prompts // ranks
+def _own(key: str, flags: Mapping[str, Any]) -> str:
+    """A key of batchwright's own file, `rl.prompts`, by its name."""
+    name = key.removeprefix("rl.")
+    return name if name in flags else key
 
 
 def render(made: RLPlan) -> list[str]:

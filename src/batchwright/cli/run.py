@@ -18,7 +18,8 @@ from batchwright.core.ramp.request import RAMP_READERS, read_ramp
 from batchwright.rundir.trackers import TRACKERS
 
 from . import GROUPS, text
-from .config import gather, read_file, read_value
+from .config import gather
+from .files import read_file, read_value
 from .naming import spell
 from .options import (
     CommandLine,

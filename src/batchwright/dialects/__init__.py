@@ -1,45 +1,29 @@
 """Keys of other frameworks, converted to batchwright's fields: one small file per framework.
 
 A key with the meaning of a field is renamed (`keys`); others are derived from several keys (`special`, `resolve`). Each
-value keeps its origin, and a higher level (file < override < flag) takes precedence.
+value keeps its origin, and a higher level (file < override < flag) takes precedence. Several frameworks share keys: the
+framework that the keys belong to (`detect`) says what they mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.fields import unknown_key
 
+from .record import PARALLEL_FIELDS, WORLD_FIELDS, Dialect, Fields, Given
 
-@dataclass(frozen=True)
-class Given:
-    """A value, its origin as text, and its level: the higher level takes precedence."""
-
-    value: Any
-    origin: str = ""
-    level: int = 0
-
-
-Fields = dict[str, Given]
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """The keys of one framework.
-
-    `resolve(special, fields)` gets the given special keys and all fields known so far; it returns derived fields and
-    notes.
-    """
-
-    name: str
-    title: str
-    keys: Mapping[str, str]
-    special: frozenset[str] = frozenset()
-    resolve: Callable[[Fields, Fields], tuple[Fields, list[str]]] | None = None
+# One module per framework, with one record or several. Where keys fit several frameworks, the first is chosen.
+MODULES = (
+    "nemo", "maxtext", "huggingface", "megatron", "megatron_bridge", "deepspeed", "lightning", "trl", "verl", "accelerate",
+    "torchtitan", "olmo_core", "levanter", "axolotl", "llama_factory", "nanotron", "gpt_neox", "composer", "openrlhf",
+    "nemo_rl",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,19 +35,83 @@ class Resolved:
     ignored: tuple[str, ...]
 
 
-def dialects() -> tuple[Dialect, ...]:
-    """All dialects."""
-    from . import huggingface, launchers, maxtext, megatron, nemo
+@cache
+def dialects(kind: str | None = None) -> tuple[Dialect, ...]:
+    """All dialects, or those of training (`train`) or reinforcement learning (`rl`); launchers start both."""
+    from importlib import import_module
 
-    return (nemo.DIALECT, maxtext.DIALECT, huggingface.DIALECT, megatron.DIALECT, launchers.DIALECT)
-
-
-def is_foreign(key: str) -> bool:
-    """Whether a framework has this key."""
-    return any(key in d.keys or key in d.special for d in dialects())
+    found = [one for name in MODULES for one in import_module(f".{name}", __name__).DIALECTS]
+    return (*(d for d in found if kind in (None, d.kind)), _launchers())
 
 
-def resolve(entries: Iterable[tuple[str, Given]], *, own: Collection[str] = READERS, lenient: bool = False) -> Resolved:
+def _launchers() -> Dialect:
+    from . import launchers
+
+    return launchers.DIALECT
+
+
+def frameworks(kind: str | None = None) -> tuple[Dialect, ...]:
+    """The dialects of frameworks: all but the launchers."""
+    return dialects(kind)[:-1]
+
+
+def framework(name: str) -> Dialect:
+    """The dialect with this name or alias.
+
+    >>> framework("megatron").title
+    'Megatron-LM'
+    """
+    wanted = name.strip().lower().replace("_", "-")
+    for dialect in frameworks():
+        if wanted in (dialect.name, *dialect.aliases):
+            return dialect
+    names = [d.name for d in frameworks()]
+    raise ConfigError(
+        f"{name[:40]!r} is not a framework that batchwright reads. They are: {', '.join(names)}.",
+        field="framework",
+        given=name[:40],
+        nearest=names,
+    )
+
+
+def is_foreign(key: str, kind: str | None = "train") -> bool:
+    """Whether a key belongs to frameworks only: no key of batchwright, and no word that any program may use."""
+    return any(d.reads(key) and key not in d.common for d in dialects(kind))
+
+
+def detect(
+    keys: Collection[str], words: Collection[str] = (), kind: str | None = None
+) -> tuple[Dialect | None, list[str]]:
+    """The framework that these keys and the words of a command line belong to, and what shows it.
+
+    >>> detect(["train_micro_batch_size_per_gpu", "zero_optimization.stage"])[0].name
+    'deepspeed'
+    """
+    best, score, by = None, 0, list[str]()
+    found = set(keys)
+    for dialect in frameworks(kind):
+        programs = [word for word in words if any(program in word for program in dialect.programs)]
+        signs = [sign for sign in dialect.signs if sign in found or (sign.endswith(".") and _starts(sign, found))]
+        own = [key for key in found if dialect.knows(key)]
+        rare = [key for key in own if key not in dialect.common]
+        points = 100 * bool(programs) + 10 * len(signs) + 3 * len(rare) + len(own)
+        if (programs or signs or rare) and points > score:
+            best, score, by = dialect, points, sorted({*programs, *signs, *rare})
+    return best, by
+
+
+def _starts(section: str, keys: Iterable[str]) -> bool:
+    return any(key.startswith(section) for key in keys)
+
+
+def resolve(
+    entries: Iterable[tuple[str, Given]],
+    *,
+    own: Collection[str] = READERS,
+    lenient: bool = False,
+    kind: str = "train",
+    framework: Dialect | None = None,
+) -> Resolved:
     """Fields from keys in any spelling: `own` are batchwright's names; `lenient` ignores unknown keys.
 
     >>> resolve([("data.micro_batch_size", Given(4))]).fields["micro_batch_size"].value
@@ -73,36 +121,59 @@ def resolve(entries: Iterable[tuple[str, Given]], *, own: Collection[str] = READ
     fields: Fields = {}
     specials: dict[str, Fields] = {}
     ignored: list[str] = []
-    known = dialects()
-    used: list[str] = []
     entries = list(entries)
-    candidates = _candidates(own, [key for key, _ in entries])
+    names = [key for key, _ in entries]
+    main = framework or detect(names, kind=kind)[0]
+    known = dialects(kind)
+    if main is not None:
+        known = (main, *(d for d in known if d is not main))
+    used: list[str] = []
+    candidates = _candidates(own, names, main, kind)
     for key, given in entries:
-        dialect = next((d for d in known if key in d.special), None)
+        dialect = next((d for d in known if key in d.special and (d is main or key not in d.common)), None)
         if dialect is not None:
             _put(specials.setdefault(dialect.name, {}), key, given, wrong)
             continue
-        dialect = next((d for d in known if key in d.keys), None)
+        dialect = next((d for d in known if key in d.keys and (d is main or key not in d.common)), None)
         if key in own:
             _put(fields, key, given, wrong)
         elif dialect is not None:
-            used.append(dialect.title)
+            used.append(dialect.name)
             _put(fields, dialect.keys[key], given, wrong)
         else:
-            if lenient and not _is_misspelt(key, candidates):
+            if lenient and (any(d.knows(key) for d in known) or not is_misspelt(key, candidates)):
                 ignored.append(key)
             else:
                 wrong.append(unknown_key(key, given.value, candidates))
     raise_violations(ConfigError, wrong)
     notes: list[str] = []
+    if kind == "rl" and (ranks := ranks_of(fields)):
+        fields["data_parallel_size"] = ranks
     for dialect in known:
-        if dialect.resolve and (dialect.name in specials or dialect.title in used):
+        if dialect.resolve and (dialect is framework or dialect.name in specials or dialect.name in used):
             derived, more = dialect.resolve(specials.get(dialect.name, {}), fields)
             notes.extend(more)
             for name, given in derived.items():
                 _put(fields, name, given, wrong)
     raise_violations(ConfigError, wrong)
     return Resolved(fields, tuple(notes), tuple(ignored))
+
+
+def ranks_of(fields: Fields) -> Given | None:
+    """The ranks that train, from the devices and how a replica is split; None if they are given or unknown."""
+    world = {name: fields[name] for name in (*WORLD_FIELDS, *PARALLEL_FIELDS) if name in fields}
+    if "data_parallel_size" in world or not world:
+        return None
+    from batchwright.core.batch.request import read_request, resolve_ranks
+
+    values = {name: given.value for name, given in world.items()}
+    if "devices_per_node" in values and not {"nodes", "devices"} & set(values):
+        values["nodes"] = 1
+    ranks = resolve_ranks(read_request(values))
+    if ranks is None:
+        return None
+    shown = " and ".join(given.origin for given in world.values() if given.origin)
+    return Given(ranks, shown, max(given.level for given in world.values()))
 
 
 def is_about_a_batch(key: str) -> bool:
@@ -117,36 +188,63 @@ def is_about_a_batch(key: str) -> bool:
     return "batch" in name or "accum" in name or name.endswith(("parallelism", "parallel_size", "parallel_degree"))
 
 
-def misspelt_flags(flags: Iterable[str], own: Collection[str], used: Collection[str] = ()) -> list[Violation]:
+def misspelt_flags(
+    flags: Iterable[str], own: Collection[str], used: Collection[str] = (), kind: str = "train"
+) -> list[Violation]:
     """Violations for ignored flags of a pasted line that look like a misspelt key about the batch; `used` are its keys."""
     found: list[Violation] = []
-    known = _candidates(own, used)
+    known = _candidates(own, used, detect(used, kind=kind)[0], kind)
     for flag in flags:
         key = flag.partition("=")[0].lstrip("-").replace("-", "_")
         other = any(key.endswith(f"_{k}") or k.endswith(f".{key}") for k in known)  # a longer name that exists
-        if flag.startswith("--") and not other and is_about_a_batch(key) and _is_misspelt(key, known):
+        if flag.startswith("--") and not other and is_about_a_batch(key) and is_misspelt(key, known):
             found.append(unknown_key(key, "", known))
     return found
 
 
-def _candidates(own: Collection[str], used: Collection[str]) -> list[str]:
-    """The keys that a misspelt key may stand for: batchwright's, and those of the frameworks whose keys are also used.
+def _candidates(own: Collection[str], used: Collection[str], main: Dialect | None, kind: str) -> list[str]:
+    """The keys that a misspelt key may stand for: batchwright's, and those of the framework whose keys are also used.
 
     A key close to one of another framework is not misspelt: `model.name` in a file for NeMo is not MaxText's `model_name`.
     """
-    from . import launchers
-
-    frameworks = [d for d in dialects() if d is not launchers.DIALECT]  # a launcher starts programs of any framework
-    used_ones = [d for d in frameworks if any(key in d.keys or key in d.special for key in used)]
-    return [*own, *launchers.DIALECT.keys, *(k for d in used_ones or frameworks for k in (*d.keys, *d.special))]
+    launchers = _launchers()  # they start programs of any framework
+    chosen = [main] if main is not None else frameworks(kind)
+    return [*own, *launchers.keys, *(k for d in chosen for k in (*d.keys, *d.special))]
 
 
-def _is_misspelt(key: str, candidates: list[str]) -> bool:
-    """Whether a key is one or two letters from a known one in the same section."""
-    from difflib import get_close_matches
+def is_misspelt(key: str, candidates: Iterable[str]) -> bool:
+    """Whether a key is one or two letters from a known one, in a section of the same name or a misspelt one.
 
-    level = [name for name in candidates if name.count(".") == key.count(".")]
-    return bool(get_close_matches(key, level, n=1, cutoff=0.9))
+    >>> is_misspelt("data.micro_batch_sise", ["data.micro_batch_size"]), is_misspelt("save_steps", ["save_steps_ratio"])
+    (True, False)
+    """
+    section, _, last = key.rpartition(".")
+    for name in candidates:
+        other, _, known = name.rpartition(".")
+        if section == other and min(len(last), len(known)) > 5 and _letters_apart(last, known):
+            return True
+        if last == known and len(section) > 3 and _letters_apart(section, other):
+            return True
+    return False
+
+
+def _letters_apart(a: str, b: str) -> bool:
+    """Whether two words differ, by one or two letters that are wrong, missing, extra or exchanged."""
+    if a == b or abs(len(a) - len(b)) > 2 or len(set(a) ^ set(b)) > 4:
+        return False
+    start = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    a, b = a[start:], b[start:]
+    end = next((n for n, (x, y) in enumerate(zip(a[::-1], b[::-1], strict=False)) if x != y), min(len(a), len(b)))
+    a, b = a[: len(a) - end], b[: len(b) - end]  # what is left between the equal beginning and the equal end
+    if max(len(a), len(b)) <= 2:
+        return True
+    # Two places: each letter of the longer one that is not in the shorter one, in order.
+    row = list(range(len(b) + 1))
+    for n, x in enumerate(a, 1):
+        row, above = [n], row
+        for m, y in enumerate(b, 1):
+            row.append(min(above[m] + 1, row[-1] + 1, above[m - 1] + (x != y)))
+    return row[-1] <= 2
 
 
 def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> None:

@@ -4,15 +4,96 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import Dialect
+from .record import Dialect, Finding, Job, Reading, Version, error, note
 
-DIALECT = Dialect(
-    name="huggingface",
-    title="Hugging Face",
-    keys={
-        "per_device_train_batch_size": "micro_batch_size",
-        "gradient_accumulation_steps": "accumulation_steps",
-    },
+KEYS = {
+    "per_device_train_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "parallelism_config.tp_size": "tensor_parallel",
+    "parallelism_config.cp_size": "context_parallel",
+    "parallelism_config.sp_size": "context_parallel",
+}
+STEPS = {
+    "max_steps": "budget",
+    "warmup_steps": "warmup",
+    "save_steps": "save",
+    "eval_steps": "eval",
+    "logging_steps": "log",
+}
+CHECKED = frozenset(
+    {"average_tokens_across_devices", "auto_find_batch_size", "per_gpu_train_batch_size", "dataloader_drop_last"}
+)
+
+
+_AVERAGED: Version = (4, 54)  # the first version in which average_tokens_across_devices is true by default
+
+
+def check(reading: Reading) -> list[Finding]:
+    """What transformers' Trainer does with these settings, as of 5.22."""
+    found: list[Finding] = []
+    if "per_gpu_train_batch_size" in reading.given:
+        size = reading.value("per_gpu_train_batch_size")
+        found.append(
+            error(
+                "ignored-key",
+                f"per_gpu_train_batch_size={size} is not read: the batch per device is per_device_train_batch_size, "
+                f"{reading.value('per_device_train_batch_size', 8)} here. Write per_device_train_batch_size={size}.",
+                "per_gpu_train_batch_size",
+                (f"per_device_train_batch_size={size}",),
+            )
+        )
+    if reading.on("auto_find_batch_size"):
+        found.append(
+            note(
+                "changes-the-batch",
+                "auto_find_batch_size=true makes per_device_train_batch_size smaller after out-of-memory and leaves "
+                "gradient_accumulation_steps as it is: the global batch becomes smaller than the one shown.",
+                "auto_find_batch_size",
+            )
+        )
+    named = reading.dialect.name == "huggingface"  # other frameworks have versions of their own
+    if not reading.on("average_tokens_across_devices", not (named and reading.version < _AVERAGED)):
+        given = "average_tokens_across_devices" in reading.given
+        found.append(
+            note(
+                "mean-of-means",
+                f"average_tokens_across_devices is false{'' if given else ', the default before 4.54'}: each device divides by "
+                "its own number of tokens, so the gradient is a mean of the devices' means and depends on how samples are "
+                "spread.",
+                "average_tokens_across_devices",
+            )
+        )
+    found.append(
+        note(
+            "mean-of-means",
+            "The Trainer divides by the tokens of the whole step only if the model's loss takes num_items_in_batch; other "
+            "losses give a mean of the micro batches' means. `batchwright check FILE.py:function` measures it.",
+        )
+    )
+    return found
+
+
+def write(job: Job, version: Version) -> dict[str, Any]:
+    """The keys of TrainingArguments; the number of devices is the launcher's."""
+    return job.named({key: name for key, name in KEYS.items() if not key.endswith("sp_size")})
+
+
+DIALECTS = (
+    Dialect(
+        name="huggingface",
+        title="Hugging Face",
+        aliases=("hf", "transformers", "trainer"),
+        keys=KEYS,
+        signs=("output_dir", "logging_steps", "lr_scheduler_type"),
+        checked=CHECKED,
+        steps=STEPS,
+        defaults={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        versions=("4.53", "4.54"),
+        beside=("deepspeed", "accelerate"),
+        check=check,
+        write=write,
+        source="transformers 5.22: training_args.py, trainer.py",
+    ),
 )
 
 # What TrainingArguments calls an optimizer.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import Dialect, Fields, Given
+from .record import Dialect, Fields, Given
 
 # Short flags to read, by program: in other programs they mean something else.
 SHORT = {"srun": {"-N": "nodes", "-n": "ntasks"}}

@@ -9,13 +9,14 @@ MaxText truncates sizes that are not whole (`int(devices × per_device)`); batch
 from __future__ import annotations
 
 from fractions import Fraction
-from math import prod
+from math import gcd, prod
+from typing import Any
 
 from batchwright.core.errors import ConfigError, PlanError, either
 from batchwright.core.fields import switch
 from batchwright.core.numbers import count, fraction, nearest_multiples, positive
 
-from . import Dialect, Fields, Given
+from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, error, note
 
 # Axes of the mesh, by their effect on a batch.
 _AXES = {
@@ -229,13 +230,204 @@ def _decimal(value: Fraction) -> str:
     return str(float(value)) if float(value) == value else str(value)
 
 
-DIALECT = Dialect(
-    name="maxtext",
-    title="MaxText",
-    keys={
+def _check(reading: Reading) -> list[Finding]:
+    """What MaxText's own checks leave out."""
+    found: list[Finding] = []
+    ramp = reading.on("enable_rampup_batch_size")
+    if ramp and "pipeline_parallel" in reading.fields and str(reading.fields["pipeline_parallel"].value) != "1":
+        found.append(
+            error(
+                "ramp-with-pipeline",
+                "enable_rampup_batch_size and pipeline parallelism do not work together in MaxText: the pipeline reshapes "
+                "every batch to the full configured one, and no check of MaxText says so.",
+                "enable_rampup_batch_size",
+            )
+        )
+    if not ramp and (unused := [key for key in _RAMP if key in reading.given and not key.startswith("enable")]):
+        found.append(
+            note("ignored-key", f"{', '.join(unused)}: read only with enable_rampup_batch_size=true.", unused[0])
+        )
+    steps = reading.value("gradient_accumulation_steps", 1)
+    if str(steps) not in ("1", "1.0"):
+        if ramp:
+            found.append(
+                note(
+                    "ramp-with-accumulation",
+                    f"gradient_accumulation_steps={steps}: MaxText's ramp manager leaves accumulation out of its sizes, its "
+                    "configuration includes it. The sizes here include it.",
+                    "gradient_accumulation_steps",
+                )
+            )
+        found.append(
+            note(
+                "rows-of-a-micro-batch",
+                f"Micro batch i of {steps} takes rows i, i + {steps}, i + 2 × {steps}, … of the global batch.",
+                "gradient_accumulation_steps",
+            )
+        )
+    return found
+
+
+def _write(job: Job, version: Version) -> dict[str, Any]:
+    """Sizes per device: the micro batch divided by the devices of a replica. All devices of the job count."""
+    micro, steps = job.need("micro_batch_size", "MaxText counts the batch per device"), job.get("accumulation_steps", 1)
+    axes = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "context": "context_parallel"}
+    sizes = {axis: job.get(name, 1) for axis, name in axes.items()}
+    replica = prod(sizes.values())
+    made: dict[str, Any] = {}
+    if sizes["pipeline"] > 1:
+        passes = job.get("pipeline_passes", 1)
+        pieces = steps // passes
+        micro, steps = micro * pieces, passes
+        made["num_pipeline_microbatches"] = pieces
+        made |= job.named({"num_pipeline_repeats": "virtual_stages"})
+    if job.get("expert_parallel", 1) > 1:
+        sizes["expert"] = job.get("expert_parallel")
+    mesh = {f"ici_{axis}_parallelism": size for axis, size in sizes.items() if size > 1}
+    batch = {"per_device_batch_size": _per_device(micro, replica), "gradient_accumulation_steps": steps}
+    others = {
         "max_target_length": "sequence_length",
         "pipeline_delay_activation_forwarding": "delayed_forwarding",
-    },
-    special=frozenset(_SPECIAL),
-    resolve=_resolve,
+    }
+    made = {**batch, **made, **mesh, **job.named(others)}
+    if "expansion_factor" in job.numbers:
+        made["expansion_factor_real_data"] = float(job.get("expansion_factor"))
+    if job.schedule is not None and len(job.schedule.segments) > 1:
+        made |= _write_ramp(job, steps, replica)
+    return made
+
+
+def _per_device(size: int | Fraction, parts: int) -> float | int:
+    exact = Fraction(size) / parts
+    if Fraction(str(float(exact))) != exact:
+        raise ConfigError(
+            f"per_device_batch_size must be a decimal number: {size} samples / {parts} devices = {float(exact):g}… is not one.",
+            field="per_device_batch_size",
+        )
+    return int(exact) if exact.denominator == 1 else float(exact)
+
+
+def _write_ramp(job: Job, steps: int, replica: int) -> dict[str, Any]:
+    """MaxText's ramp changes the size per device and keeps the accumulation: one that divides every stage."""
+    from .ramps import triple
+
+    devices, ramp = job.need("devices", "MaxText's ramp counts samples per device"), triple(job)
+    if ramp is None:
+        return {}
+    start, increment, samples = ramp
+    ranks, target = devices // replica, job.get("global_batch_size")
+    steps = gcd(steps, *(size // ranks for size in (start, increment, target)))
+    return {
+        "per_device_batch_size": _per_device(target, devices * steps),
+        "gradient_accumulation_steps": steps,
+        "enable_rampup_batch_size": True,
+        "per_device_batch_size_start": _per_device(start, devices * steps),
+        "per_device_batch_size_increment": _per_device(increment, devices * steps),
+        "global_rampup_samples": samples,
+    }
+
+
+def _resolve_rl(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
+    """The training micro batch of one rank: MaxText counts the prompts of all ranks."""
+    given = special.get("train_micro_batch_size")
+    if given is None:
+        return {}, []
+    ranks = count(fields["data_parallel_size"].value, "data_parallel_size") if "data_parallel_size" in fields else 1
+    if ranks == 1 or str(given.value).strip().lower() in ("-1", "none", "null"):
+        return {"train_micro_prompts": given}, []
+    prompts = count(given.value, "train_micro_batch_size")
+    if prompts % ranks:
+        near = nearest_multiples(ranks, prompts)
+        raise ConfigError(
+            f"train_micro_batch_size={prompts} counts the prompts of all ranks and must be a multiple of "
+            f"data_parallel_size {ranks}: {prompts} / {ranks} = {prompts / ranks:.2f}. Nearest: {either(near)}.",
+            field="train_micro_batch_size",
+            given=prompts,
+            nearest=near,
+        )
+    return {"train_micro_prompts": Given(prompts // ranks, given.origin, given.level)}, []
+
+
+def _check_rl(reading: Reading) -> list[Finding]:
+    key = reading.first("rl.num_generations", "num_generations")
+    if str(reading.value(key or "", 2)) == "1":
+        return [error("one-generation", f"{key}=1: tunix requires num_generations above 1.", key, (2,))]
+    return []
+
+
+def _write_rl(job: Job, version: Version) -> dict[str, Any]:
+    """One update per round; micro batches count the prompts of all ranks."""
+    if job.get("updates", 1) != 1:
+        raise ConfigError(
+            f"updates={job.get('updates')}: MaxText trains one update per round and iteration. Nearest: 1.",
+            field="updates",
+        )
+    made = job.named({"batch_size": "prompts", "rl.num_generations": "generations", "rl.num_iterations": "iterations"})
+    micro, group = job.get("train_micro_responses"), job.get("generations", 1)
+    ranks = job.get("data_parallel_size", 1)
+    if micro is not None and micro * ranks != job.get("prompts") * group:  # all at once needs no key
+        if micro % group:
+            raise ConfigError(
+                f"train_micro_responses={micro}: MaxText counts micro batches in prompts, and {micro} / {group} generations = "
+                f"{micro / group:.2f}. Nearest: {either(nearest_multiples(group, micro))} responses.",
+                field="train_micro_responses",
+                given=micro,
+                nearest=nearest_multiples(group, micro),
+            )
+        made["train_micro_batch_size"] = micro // group * ranks
+    return made | job.named({"rollout_micro_batch_size": "rollout_micro_prompts"})
+
+
+DIALECTS = (
+    Dialect(
+        name="maxtext",
+        title="MaxText",
+        keys={
+            "max_target_length": "sequence_length",
+            "pipeline_delay_activation_forwarding": "delayed_forwarding",
+            "gradient_accumulation_steps": "accumulation_steps",
+        },
+        special=frozenset(_SPECIAL),
+        resolve=_resolve,
+        common=frozenset({"gradient_accumulation_steps", "model_name"}),
+        signs=("per_device_batch_size", "base_emb_dim", "enable_checkpointing", "dataset_type"),
+        programs=("MaxText", "maxtext"),
+        steps={
+            "steps": "budget",
+            "checkpoint_period": "save",
+            "eval_interval": "eval",
+            "log_period": "log",
+            "learning_rate_schedule_steps": "decay",
+        },
+        defaults={"per_device_batch_size": 12.0, "gradient_accumulation_steps": 1},
+        check=_check,
+        write=_write,
+        form="keys",
+        source="MaxText e591f30cb: configs/base.yml, configs/types.py, utils/rampup_batch.py",
+    ),
+    Dialect(
+        name="maxtext-rl",
+        title="MaxText RL",
+        kind="rl",
+        keys={
+            "batch_size": "prompts",
+            "rl.num_generations": "generations",
+            "num_generations": "generations",
+            "rollout_micro_batch_size": "rollout_micro_prompts",
+            "rl.num_iterations": "iterations",
+            "num_iterations": "iterations",
+            "micro_batch_size": "micro_batch_size",  # the single key of MaxText's page
+        },
+        special=frozenset({"train_micro_batch_size"}),
+        resolve=_resolve_rl,
+        common=frozenset({"micro_batch_size"}),
+        signs=("rl.num_generations", "num_batches", "rl.grpo_beta", "rl.loss_algo"),
+        programs=("train_rl",),
+        defaults={"batch_size": 1, "rl.num_generations": 2},
+        check=_check_rl,
+        write=_write_rl,
+        form="keys",
+        unit="prompts",
+        source="MaxText e591f30cb: configs/post_train/rl.yml, trainers/post_train/rl/train_rl.py; tunix 0.1.7",
+    ),
 )

@@ -6,13 +6,13 @@ NeMo derives accumulation itself, as global / (micro × ranks); `trainer.accumul
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any, cast
 
 from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import ConfigError
 
-from . import Dialect, Fields
+from .record import NEWEST, Dialect, Fields, Finding, Job, Reading, Version, error
 
 _PARALLEL = {
     "tensor_model_parallel_size": "tensor_parallel",
@@ -56,12 +56,81 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     return {"accumulation_steps": given}, [note]
 
 
-DIALECT = Dialect(
-    name="nemo",
-    title="NeMo",
-    keys=_PLAIN | {f"training.{key}": ours for key, ours in _PLAIN.items()},
-    special=frozenset({_ACCUMULATE, f"training.{_ACCUMULATE}"}),
-    resolve=_resolve,
+def _check(reading: Reading) -> list[Finding]:
+    """NeMo multiplies the batch by accumulate_grad_batches, and stops at every change of a ramp's batch."""
+    key = reading.first(_ACCUMULATE, f"training.{_ACCUMULATE}")
+    if key is None or str(reading.value(key)) == "1":
+        return []
+    return [
+        error(
+            "accumulates-twice",
+            f"{key}={reading.value(key)} must be 1: NeMo derives accumulation itself, as global / (micro × ranks), and this "
+            "key would multiply the batch.",
+            key,
+            (1,),
+        )
+    ]
+
+
+def _version_of(keys: Collection[str]) -> Version:
+    old = any(key.removeprefix("training.") in ("model.micro_batch_size", "model.global_batch_size") for key in keys)
+    return (1,) if old else NEWEST
+
+
+def _write(job: Job, version: Version) -> dict[str, Any]:
+    """The keys of NeMo 2, or with version 1 those of megatron_gpt_config.yaml."""
+    batch, parallel = ("model", "model") if version < (2,) else ("data", "trainer.strategy")
+    length = "model.encoder_seq_length" if version < (2,) else "data.seq_length"
+    job.need("global_batch_size", "NeMo counts the global batch over all devices")
+    made = job.named(
+        {
+            f"{batch}.micro_batch_size": "micro_batch_size",
+            f"{batch}.global_batch_size": "global_batch_size",
+            length: "sequence_length",
+            **{f"{parallel}.{theirs}": ours for theirs, ours in _PARALLEL.items()},
+        }
+    )
+    from .ramps import micro_of_all_stages, triple
+
+    names = {"nodes": "trainer.num_nodes", "devices_per_node": "trainer.devices"}
+    made |= {names[name]: number for name, number in job.placed().items()}
+    if ramp := triple(job):
+        made |= {f"{batch}.rampup_batch_size": list(ramp), f"{batch}.micro_batch_size": micro_of_all_stages(job)}
+    if "warmup" in job.steps:
+        warmup = "model.optim.sched.warmup_steps" if version < (2,) else "optim.lr_scheduler.warmup_steps"
+        made[warmup] = job.steps["warmup"]
+    return made | {_ACCUMULATE: 1}
+
+
+_STEPS = {
+    "trainer.max_steps": "budget",
+    "trainer.val_check_interval": "eval",
+    "trainer.log_every_n_steps": "log",
+    "model.optim.sched.warmup_steps": "warmup",
+    "optim.lr_scheduler.warmup_steps": "warmup",
+}
+_TRAINER = frozenset({"trainer.num_nodes", "trainer.devices"})  # Lightning has them, too
+
+DIALECTS = (
+    Dialect(
+        name="nemo",
+        title="NeMo",
+        aliases=("nemo-framework", "nemo-toolkit"),
+        keys=_PLAIN | {f"training.{key}": ours for key, ours in _PLAIN.items()},
+        special=frozenset({_ACCUMULATE, f"training.{_ACCUMULATE}"}),
+        resolve=_resolve,
+        signs=("exp_manager.", "training.trainer.", "trainer.strategy.tensor_model_parallel_size"),
+        programs=("nemo", "megatron_gpt_pretraining.py"),
+        steps=_STEPS | {f"training.{key}": role for key, role in _STEPS.items()},
+        defaults={"trainer.num_nodes": 1},
+        versions=("1", "2"),
+        version_of=_version_of,
+        check=_check,
+        write=_write,
+        form="keys",
+        has_world=True,
+        source="NeMo 2.4: megatron_gpt_config.yaml, lightning/pytorch/plugins/data_sampler.py",
+    ),
 )
 
 

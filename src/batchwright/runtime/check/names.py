@@ -32,7 +32,7 @@ Cause = Literal[
 CAUSES: tuple[str, ...] = get_args(Cause)
 
 
-def unknown_causes(names: Collection[str]) -> list[Violation]:
+def unknown_causes(names: Collection[str], causes: Collection[str] = CAUSES) -> list[Violation]:
     """A violation for every name to allow that is not a cause.
 
     >>> unknown_causes(["batchnorm"])[0].message
@@ -40,9 +40,9 @@ def unknown_causes(names: Collection[str]) -> list[Violation]:
     """
     found: list[Violation] = []
     for name in names:
-        if name not in CAUSES:
-            near = tuple(get_close_matches(name, CAUSES, n=2))
-            hint = f"Nearest: {', '.join(near)}." if near else f"The causes are: {', '.join(CAUSES)}."
+        if name not in causes:
+            near = tuple(get_close_matches(name, causes, n=2))
+            hint = f"Nearest: {', '.join(near)}." if near else f"The causes are: {', '.join(causes)}."
             text = f"allow={name[:40]!r} is not a cause that check can name. {hint}"
-            found.append(Violation(text, "allow", name[:40], near or CAUSES))
+            found.append(Violation(text, "allow", name[:40], near or tuple(causes)))
     return found

@@ -1,0 +1,124 @@
+"""What `check` and `convert` share: a configuration read from files, KEY=VALUE and pasted command lines, and shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from batchwright.core.batch.request import READERS
+from batchwright.core.errors import ConfigError
+from batchwright.dialects.checking import Report, equation
+from batchwright.dialects.reading import read
+from batchwright.dialects.record import Given, Reading, version_text
+
+from . import text
+from .files import read_keys, read_value, scalar
+from .naming import Names
+from .options import DEVICES, FILES
+
+
+def read_configuration(
+    arguments: tuple[str, ...], left_out: tuple[str, ...], flags: Mapping[str, Any], name: str | None
+) -> Reading:
+    """The keys of files, KEY=VALUE and a pasted line, as the framework reads them."""
+    entries: list[tuple[str, Given]] = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and not os.path.exists(argument):
+            key = key.strip().lstrip("+~")
+            if value.strip().lower() not in ("", "null", "none", "~", "auto"):
+                plain = value.strip().strip("'\"")
+                entries.append(
+                    (key, Given(scalar(read_value(key, plain)) if plain[:1] in "[{" else plain, f"{key}={value}", 1))
+                )
+        else:
+            entries += _entries(argument)
+    for argument in left_out:
+        path = argument.rpartition("=")[2]
+        if path.endswith(FILES) and os.path.isfile(path):
+            try:
+                entries += _entries(path)
+            except ConfigError:
+                continue  # the file holds something else, such as data
+    world = {n: Given(flags[n], f"--{n.replace('_', '-')}", 2) for n in DEVICES if flags.get(n) is not None}
+    return read(entries, words=left_out, name=name, world=world)
+
+
+def _entries(path: str) -> list[tuple[str, Given]]:
+    keys = read_keys(path).items()
+    return [(key, Given(scalar(value), f"{path}: {key}", 0)) for key, value in keys if value not in (None, "auto")]
+
+
+def heading(reading: Reading) -> str:
+    """The framework, its version, and why it is that one."""
+    version = version_text(reading.version)
+    by = reading.detected_by
+    shown = ", ".join(by[:3]) + (f" and {len(by) - 3} more" if len(by) > 3 else "")
+    return f"{reading.dialect.title}{f' {version}' if version else ''}" + (f" (by {shown})" if by else "")
+
+
+def render(report: Report) -> list[str]:
+    """A report as text: the verdict, the equation, the keys with their meaning, and the findings."""
+    errors = sum(finding.severity == "error" for finding in report.findings)
+    verdict = "ok" if report.ok else f"not ok: {errors} error{'s' * (errors > 1)}"
+    lines = [f"{verdict}: {heading(report.reading)}", ""]
+    if report.job is not None:
+        lines += [*text.fitted([equation(report.job)]), ""]
+    lines += keys_table(report.reading)
+    for finding in report.findings:
+        lines += ["", f"{finding.severity}: {finding.cause}"]
+        lines += text.bullets([spelled(report.reading, finding.message, finding.key)])
+    if report.reading.notes:
+        lines += ["", "notes:", *text.bullets(spelled(report.reading, one) for one in report.reading.notes)]
+    return [*lines, *passed_over(report.reading)]
+
+
+def keys_table(reading: Reading) -> list[str]:
+    """The framework's keys beside batchwright's names."""
+    names: dict[str, list[str]] = {}
+    for name, given in reading.fields.items():
+        for key in _keys_of(reading, given):
+            names.setdefault(key, []).append(f"{name} {_shown(given.value)}")
+    rows = [
+        (key, _shown(given.value), ", ".join(names.get(key, ())))
+        for key, given in reading.given.items()
+        if reading.dialect.reads(key)
+    ]
+    others = [
+        (given.origin, "", f"{name} {_shown(given.value)}")
+        for name, given in reading.fields.items()
+        if given.origin and not _keys_of(reading, given)
+    ]
+    return text.table([*rows, *others], right=[1])
+
+
+def _keys_of(reading: Reading, given: Given) -> list[str]:
+    """The framework's keys that an origin names."""
+    words = {word.rpartition(": ")[2].partition("=")[0] for word in given.origin.split(" and ")}
+    words |= set(given.origin.replace("=", " ").split())
+    return [key for key in reading.given if key in words]
+
+
+def _shown(value: Any) -> str:
+    shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return shown if len(shown) <= 40 else shown[:39] + "…"
+
+
+def spelled(reading: Reading, message: str, field: str | None = None) -> str:
+    """A message with the framework's keys for batchwright's names."""
+    flags: dict[str, str] = {}
+    given: dict[str, tuple[Any, str | None]] = {}
+    for name, one in reading.fields.items():
+        keys = _keys_of(reading, one)
+        written = one.origin if one.origin.startswith("--") else keys[0] if len(keys) == 1 else None
+        if written and name in READERS:
+            flags[name] = written
+            given[name] = (one.value, written)
+    return Names(flags, given).spell(message, field)
+
+
+def passed_over(reading: Reading) -> list[str]:
+    """How many keys do not concern the batch."""
+    count = len(reading.passed_over)
+    return ["", f"{count} other key{'s' * (count > 1)} passed over: not about the batch"] if count else []

@@ -1,0 +1,102 @@
+"""Accelerate: its configuration has the processes and the accumulation; the batch is that of the DataLoader.
+
+`batch_size` is the DataLoader's: per process, or of all processes with `split_batches`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchwright.core.errors import ConfigError, either
+from batchwright.core.fields import switch
+from batchwright.core.numbers import count, nearest_multiples
+
+from .deepspeed import mean_of_micro_batches
+from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, note
+
+_SIZE, _SPLIT = "batch_size", "split_batches"
+
+
+def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
+    given = special.get(_SIZE)
+    if given is None:
+        return {}, []
+    if _SPLIT not in special or not switch(special[_SPLIT].value, _SPLIT):
+        return {"micro_batch_size": given}, []
+    size, processes = count(given.value, _SIZE), fields.get("devices")
+    if processes is None:
+        return {}, [f"{_SPLIT}: the DataLoader's batch of {size} is divided by num_processes, which is not given."]
+    ranks = count(processes.value, "num_processes")
+    if size % ranks:
+        near = nearest_multiples(ranks, size)
+        raise ConfigError(
+            f"{_SIZE}={size} must be a multiple of num_processes {ranks} with {_SPLIT}: {size} / {ranks} = {size / ranks:.2f}. "
+            f"Nearest: {either(near)}.",
+            field=_SIZE,
+            given=size,
+            nearest=near,
+        )
+    return {"micro_batch_size": Given(size // ranks, given.origin, given.level)}, []
+
+
+def _check(reading: Reading) -> list[Finding]:
+    found: list[Finding] = []
+    if _SIZE not in reading.given:
+        found.append(
+            note(
+                "missing-key",
+                "The batch per process is that of the DataLoader: give batch_size=N to see the global batch.",
+            )
+        )
+    if str(reading.value("gradient_accumulation_steps", 1)) != "1":
+        found.append(mean_of_micro_batches("Accelerate"))
+    if reading.on("even_batches", True) and _SIZE in reading.given:
+        found.append(
+            note(
+                "padded-batch",
+                "even_batches is true (the default): the last batches repeat samples of the first ones.",
+                "even_batches",
+            )
+        )
+    return found
+
+
+def _write(job: Job, version: Version) -> dict[str, Any]:
+    return job.named(
+        {
+            "num_processes": "devices",
+            "num_machines": "nodes",
+            "gradient_accumulation_steps": "accumulation_steps",
+            _SIZE: "micro_batch_size",
+            "megatron_lm_config.megatron_lm_tp_degree": "tensor_parallel",
+            "megatron_lm_config.megatron_lm_pp_degree": "pipeline_parallel",
+        }
+    )
+
+
+_KEYS = {
+    "num_processes": "devices",
+    "num_machines": "nodes",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "deepspeed_config.gradient_accumulation_steps": "accumulation_steps",
+    "megatron_lm_config.megatron_lm_tp_degree": "tensor_parallel",
+    "megatron_lm_config.megatron_lm_pp_degree": "pipeline_parallel",
+}
+
+DIALECTS = (
+    Dialect(
+        name="accelerate",
+        title="Accelerate",
+        keys=_KEYS,
+        special=frozenset({_SIZE, _SPLIT}),
+        resolve=_resolve,
+        common=frozenset({"num_processes", "num_machines", "gradient_accumulation_steps", _SIZE, _SPLIT}),
+        signs=("compute_environment", "distributed_type", "machine_rank", "main_training_function", _SPLIT),
+        checked=frozenset({"even_batches"}),
+        defaults={"gradient_accumulation_steps": 1, "num_machines": 1},
+        check=_check,
+        write=_write,
+        has_world=True,
+        source="accelerate 1.15: data_loader.py, commands/launch.py",
+    ),
+)

@@ -1,0 +1,182 @@
+"""Is a configuration right? What its batch is, which rules of its framework it breaks, and what it ignores."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchwright.core.errors import ConfigError, PlanError, Violation
+
+from .reading import RAMP, job
+from .record import Finding, Job, Reading, error, note, version_text
+
+# The causes that a configuration can have, besides those of the equation (`batch`, `stage`).
+CAUSES = (
+    "accumulates-twice", "batch", "changes-the-batch", "counts-micro-steps", "counts-steps", "deprecated-key",
+    "excluded-key", "float-boundary", "grows-by-epoch", "ignored-key", "mean-of-means", "misspelt-key", "missing-key",
+    "not-changed-with-the-batch", "one-generation", "padded-batch", "ramp-with-accumulation", "ramp-with-pipeline",
+    "rows-of-a-micro-batch", "splits-a-group", "stage", "steps-of-the-first-batch", "unknown-key", "value",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` says about a configuration."""
+
+    reading: Reading
+    job: Job | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding is an error."""
+        return all(finding.severity != "error" for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as `--json` prints it."""
+        reading = self.reading
+        keys = {key: given.value for key, given in reading.given.items()}
+        return {
+            "ok": self.ok,
+            "framework": reading.dialect.name,
+            "framework_version": version_text(reading.version) or None,
+            "detected_by": list(reading.detected_by),
+            "equation": None if self.job is None else equation(self.job),
+            "numbers": {} if self.job is None else {k: _plain(v) for k, v in self.job.numbers.items()},
+            "keys": {key: _plain(value) for key, value in keys.items()},
+            "findings": [
+                {
+                    "cause": f.cause,
+                    "severity": f.severity,
+                    "message": f.message,
+                    "key": f.key,
+                    "nearest": [_plain(n) for n in f.nearest],
+                }
+                for f in self.findings
+            ],
+            "passed_over": len(reading.passed_over),
+            "passed_over_keys": list(reading.passed_over),
+            "notes": list(reading.notes),
+        }
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, bool, list, dict, type(None))) else str(value)
+
+
+def check(reading: Reading, against: Reading | None = None, allow: Collection[str] = ()) -> Report:
+    """Every finding about a configuration; compared with an earlier one, also what did not change with the batch."""
+    found = list(reading.findings)
+    made: Job | None = None
+    broken = any(finding.cause == "value" for finding in found)
+    if not broken:
+        try:
+            made = job(reading)
+        except PlanError as wrong:
+            cause = "value" if isinstance(wrong, ConfigError) else "batch"
+            found += [_finding(cause, v) for v in wrong.violations]
+    if made is not None and made.schedule is not None:
+        found += _stages(reading, made)
+    if reading.dialect.check is not None and not broken:
+        found += reading.dialect.check(reading)
+    if made is not None:
+        found += _counted_in_steps(reading, made)
+        if against is not None:
+            found += _not_changed(reading, made, against)
+    causes = set(allow)
+    found = [replace(f, severity="note") if f.cause in causes else f for f in dict.fromkeys(found)]
+    return Report(reading, made, tuple(sorted(found, key=lambda f: f.severity != "error")))
+
+
+def _finding(cause: str, wrong: Violation) -> Finding:
+    return error(cause, wrong.message, wrong.field, wrong.nearest)
+
+
+def _stages(reading: Reading, made: Job) -> list[Finding]:
+    """Every stage of a ramp on the devices of the job: frameworks check only the current one, when it starts."""
+    from batchwright.core.batch.request import READERS, read_request
+    from batchwright.core.ramp.ramp import ramp
+    from batchwright.core.ramp.request import read_ramp
+
+    if "devices" not in made.numbers:
+        return []
+    values = {name: given.value for name, given in reading.fields.items()}
+    request = read_request({name: value for name, value in values.items() if name in READERS})
+    wanted = {name: values[name] for name in RAMP if name in values}
+    try:
+        ramp(request, read_ramp(wanted | {"node_policy": "constant"}))
+    except PlanError as wrong:
+        return [_finding("stage", v) for v in wrong.violations]
+    return []
+
+
+def _counted_in_steps(reading: Reading, made: Job) -> list[Finding]:
+    """Keys that count optimizer steps: in samples they depend on the batch."""
+    counted = {key: int(text) for key, _ in reading.dialect.steps.items() if (text := _steps(reading, key))}
+    batch, schedule = made.get("global_batch_size"), made.schedule
+    if not counted or made.kind != "train" or batch is None:
+        return []
+    if schedule is not None and len(schedule.segments) > 1:
+        shown = [f"{key}={n} ends at sample {schedule.at_step(n).start_sample:,}" for key, n in counted.items()]
+        text = f"These keys count optimizer steps, and the first steps are smaller: {'; '.join(shown)}."
+        return [note("counts-steps", text, next(iter(counted)))]
+    shown = [f"{key}={n} ({n * batch:,} samples)" for key, n in counted.items()]
+    text = f"These keys count optimizer steps of {batch:,} samples: {', '.join(shown)}. Change them when the batch changes."
+    return [note("counts-steps", text, next(iter(counted)))]
+
+
+def _steps(reading: Reading, key: str) -> str | None:
+    text = str(reading.value(key, "")).strip().removesuffix("ba")
+    return text if text.isdigit() and int(text) > 0 else None
+
+
+def _not_changed(reading: Reading, made: Job, earlier: Reading) -> list[Finding]:
+    """Keys in steps that are the same although the batch is another."""
+    try:
+        before = job(earlier)
+    except PlanError as wrong:
+        return [note("batch", f"The earlier configuration has no valid batch: {wrong}")]
+    old, new = before.get("global_batch_size"), made.get("global_batch_size")
+    if not isinstance(old, int) or not isinstance(new, int) or old == new:
+        return []
+    found: list[Finding] = []
+    for key, role in reading.dialect.steps.items():
+        steps = _steps(reading, key)
+        if steps is None or role == "log" or before.steps.get(role) != int(steps):
+            continue
+        n = int(steps)
+        near = max(1, round(n * old / new))
+        found.append(
+            error(
+                "not-changed-with-the-batch",
+                f"{key}={n} is as before, and the batch was {old:,} and is {new:,}: {n * old:,} samples became "
+                f"{n * new:,}. Nearest: {near} ({near * new:,} samples).",
+                key,
+                (near,),
+            )
+        )
+    return found
+
+
+def equation(made: Job) -> str:
+    """The batch in one line, as far as it is known.
+
+    >>> equation(Job("train", {"micro_batch_size": 8, "accumulation_steps": 4}))
+    'global batch = 8 micro × 4 accumulation × data-parallel; the number of devices is not given'
+    """
+    if made.kind == "rl":
+        prompts, group, updates = made.get("prompts"), made.get("generations"), made.get("updates", 1)
+        part = prompts // updates
+        return (
+            f"{part * group} responses per update = {part} prompts × {group} generations; a round has {prompts} prompts "
+            f"and {updates * made.get('iterations', 1)} updates, on {made.get('data_parallel_size', 1)} ranks"
+        )
+    names = {"micro_batch_size": "micro", "accumulation_steps": "accumulation", "data_parallel_size": "data-parallel"}
+    parts = [f"{made.get(name)} {word}" if name in made.numbers else word for name, word in names.items()]
+    text = f"{made.get('global_batch_size', 'global batch')} = {' × '.join(parts)}"
+    if made.schedule is not None and len(made.schedule.segments) > 1:
+        text += f", grown from {made.schedule.segments[0].global_batch_size} in {len(made.schedule.segments)} stages"
+    if "data_parallel_size" not in made.numbers:
+        text += "; the number of devices is not given"
+    return text

@@ -1,0 +1,254 @@
+"""The same batch for another framework: its keys, written, read back and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from batchwright.core.errors import ConfigError, PlanError
+
+from .checking import check
+from .reading import job, read
+from .record import NEWEST, PARALLEL_FIELDS, RL_FIELDS, Dialect, Given, Job, Reading, Version
+
+if TYPE_CHECKING:
+    from batchwright.core.ramp.schedule import Schedule
+
+EXACT, DIFFERS, NOT_EXPRESSIBLE = "exact", "differs", "not expressible"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is another in the converted configuration, or that it cannot say."""
+
+    what: str
+    status: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The keys of another framework, whether they mean the same batch, and what they leave out."""
+
+    reading: Reading
+    job: Job
+    target: Dialect
+    version: Version
+    keys: Mapping[str, Any]
+    differences: tuple[Difference, ...]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def status(self) -> str:
+        """exact, differs or not expressible: the worst of all differences."""
+        found = {difference.status for difference in self.differences}
+        return NOT_EXPRESSIBLE if NOT_EXPRESSIBLE in found else DIFFERS if found else EXACT
+
+
+def convert(reading: Reading, target: Dialect, version: Version = NEWEST) -> Conversion:
+    """The batch of a configuration in the keys of another framework.
+
+    The keys are read back as the other framework reads them, and what they mean is compared with the source.
+    """
+    made = job(reading)
+    if target.write is None or made.kind != target.kind:
+        kinds = {"train": "trains on samples", "rl": "trains on the responses to prompts"}
+        message = f"{reading.dialect.title} {kinds[made.kind]}, and {target.title} {kinds.get(target.kind, '')}."
+        return _nothing(reading, made, target, version, Difference("batch", NOT_EXPRESSIBLE, message))
+    try:
+        keys = target.write(made, version)
+    except ConfigError as wrong:
+        if wrong.field in ("devices", "sequence_length"):
+            raise  # it can be written when they are given
+        return _nothing(reading, made, target, version, Difference(wrong.field or "batch", NOT_EXPRESSIBLE, str(wrong)))
+    left_out = _steps(made, target, keys)
+    back = read_back(keys, target, version, made)
+    try:
+        again = job(back)
+    except PlanError as wrong:
+        # It cannot say how a replica is split, and its devices then make another number of ranks.
+        again = Job(made.kind, {name: given.value for name, given in back.fields.items() if name in PARALLEL_FIELDS})
+        differences = (*_lost(made, again, target), Difference("batch", NOT_EXPRESSIBLE, str(wrong)))
+        return Conversion(reading, made, target, version, keys, differences, tuple(left_out + _unread(reading)), ())
+    differences = (*compare(made, again, target), *_wrong(back))
+    left_out += _beside(made, again, target)
+    left_out += _unread(reading)
+    notes = list(reading.notes)
+    notes += [f.message for f in check(back).findings if f.severity == "note" and f.cause == "mean-of-means"]
+    if not target.has_world and "devices" in made.numbers:
+        notes.insert(0, f"{target.title} gets its devices from the launcher: {_devices(made)}.")
+    return Conversion(reading, made, target, version, keys, differences, tuple(left_out), tuple(notes))
+
+
+def _nothing(reading: Reading, made: Job, target: Dialect, version: Version, why: Difference) -> Conversion:
+    return Conversion(reading, made, target, version, {}, (why,), tuple(_unread(reading)), ())
+
+
+def _devices(made: Job) -> str:
+    nodes, each = made.get("nodes"), made.get("devices_per_node")
+    devices = f"{made.get('devices')} device{'s' * (made.get('devices') > 1)}"
+    return f"{devices} ({nodes} nodes × {each})" if nodes and each else devices
+
+
+def read_back(keys: Mapping[str, Any], target: Dialect, version: Version, made: Job) -> Reading:
+    """The written keys as the target reads them, on the devices of the job."""
+    from .record import version_text
+
+    name = f"{target.name}@{version_text(version)}" if version != NEWEST else target.name
+    entries = [(key, Given(value, f"written: {key}", 0)) for key, value in keys.items()]
+    world = (
+        {}
+        if target.has_world
+        else {n: made.get(n) for n in ("devices", "nodes", "devices_per_node") if n in made.numbers}
+    )
+    back = _read(entries, name, world)
+    lost = [n for n in PARALLEL_FIELDS if made.get(n, 1) != 1 and n not in back.fields]
+    if (lost or not world) and not target.has_world and "data_parallel_size" in made.numbers:
+        # Its replicas are split over devices in a way that the target cannot say: the ranks stay.
+        back = _read(entries, name, {"data_parallel_size": made.get("data_parallel_size")})
+    return back
+
+
+def _read(entries: list[tuple[str, Given]], name: str, world: Mapping[str, Any]) -> Reading:
+    return read(
+        entries, name=name, world={key: Given(value, f"--{key.replace('_', '-')}", 2) for key, value in world.items()}
+    )
+
+
+def _wrong(back: Reading) -> list[Difference]:
+    """Rules of the target that the written keys break."""
+    found = [f for f in check(back).findings if f.severity == "error"]
+    return [Difference(f.key or f.cause, NOT_EXPRESSIBLE, f.message) for f in found]
+
+
+_RL = (
+    "prompts_per_round", "generations_per_prompt", "updates_per_pass", "iterations", "data_parallel_size",
+    "train_micro_responses", "rollout_micro_prompts", "rounds_ahead",
+)  # fmt: skip
+
+
+def compare(made: Job, again: Job, target: Dialect) -> list[Difference]:
+    """What differs between a job and what was read back."""
+    if made.kind == "rl":
+        return _compare_rounds(made, again, target)
+    found = _lost(made, again, target)
+    for name in ("global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size"):
+        value, other = made.get(name), again.get(name)
+        if value is not None and other != value:
+            message = f"{name} is {value}, and {other if other is not None else 'unknown'} in {target.title}."
+            found.append(Difference(name, DIFFERS if other is not None else NOT_EXPRESSIBLE, message))
+    if made.schedule is not None and len(made.schedule.segments) > 1:
+        found += _compare_ramps(made.schedule, again.schedule, target)
+    elif again.schedule is not None and len(again.schedule.segments) > 1:
+        found.append(Difference("ramp", DIFFERS, "the batch is constant, and grows in the converted configuration."))
+    return found
+
+
+def _lost(made: Job, again: Job, target: Dialect) -> list[Difference]:
+    """How a replica is split over devices, where the target has no key for it. Experts do not change the batch."""
+    return [
+        Difference(name, NOT_EXPRESSIBLE, f"{target.title} has no key for {name}={made.get(name)}.")
+        for name in ("tensor_parallel", "pipeline_parallel", "context_parallel")
+        if made.get(name, 1) not in (1, again.get(name))
+    ]
+
+
+def _compare_ramps(first: Schedule, second: Schedule | None, target: Dialect) -> list[Difference]:
+    last = first.segments[-1].global_batch_size
+    if second is None or len(second.segments) < 2:
+        start = first.segments[0].global_batch_size
+        message = f"{target.title} has no ramp that grows like this: the batch would be {last} from the first step, not {start}."
+        return [Difference("ramp", NOT_EXPRESSIBLE, message)]
+    shape = [[(s.first_step, s.start_sample, s.global_batch_size) for s in one.segments] for one in (first, second)]
+    if shape[0] == shape[1]:
+        return []
+    ours, theirs = next(
+        ((a, b) for a, b in zip(shape[0], shape[1], strict=False) if a != b), (shape[0][-1], shape[1][-1])
+    )
+    step, steps = min(ours[0], theirs[0]), (first.ramp_steps, second.ramp_steps)
+    samples = second.segments[-1].start_sample - first.segments[-1].start_sample
+    message = (
+        f"the batches differ from step {step:,} on; the last stage starts at step {steps[0]:,}, and at {steps[1]:,} in "
+        f"{target.title}: {abs(steps[1] - steps[0]):,} step{'s' * (abs(steps[1] - steps[0]) != 1)} "
+        f"{'later' if steps[1] >= steps[0] else 'earlier'}, after {abs(samples):,} {'more' if samples >= 0 else 'fewer'} samples."
+    )
+    if second.segments[-1].global_batch_size != last:
+        message += f" It ends at {second.segments[-1].global_batch_size}, not at {last}."
+    return [Difference("ramp", DIFFERS, message)]
+
+
+def _compare_rounds(made: Job, again: Job, target: Dialect) -> list[Difference]:
+    from batchwright.core.rl import rl
+
+    def numbers(one: Job) -> Any:
+        return rl(**{name: value for name, value in one.numbers.items() if name in RL_FIELDS})
+
+    first, second = numbers(made), numbers(again)
+    found: list[Difference] = []
+    for name in _RL:
+        ours, theirs = getattr(first, name), getattr(second, name)
+        if ours != theirs:
+            lost = name in ("rollout_micro_prompts", "rounds_ahead", "iterations")
+            status = NOT_EXPRESSIBLE if lost else DIFFERS
+            found.append(Difference(name, status, f"{name} is {ours}, and {theirs} in {target.title}."))
+    return found
+
+
+def _steps(made: Job, target: Dialect, keys: dict[str, Any]) -> list[str]:
+    """Add the keys that count optimizer steps: a step has the same samples. Returns those that the target lacks."""
+    missing: list[str] = []
+    for role, number in made.steps.items():
+        if any(role in (target.steps.get(key), target.in_samples.get(key)) for key in keys):
+            continue
+        key = next((key for key, one in target.steps.items() if one == role), None)
+        if key is None:
+            missing.append(
+                f"{role} every {number} steps" if role in ("save", "eval", "log") else f"{role} of {number} steps"
+            )
+        else:
+            keys[key] = f"{number}{target.steps_unit}" if target.steps_unit else number
+    return missing
+
+
+def _beside(made: Job, again: Job, target: Dialect) -> list[str]:
+    """Numbers that do not change the batch and have no key in the target."""
+    found: list[str] = []
+    skipped = ("global_batch_size", "micro_batch_size", "accumulation_steps", "pipeline_passes", *_PLACED)
+    for name, value in made.numbers.items():
+        if name in skipped or name in RL_FIELDS or again.get(name) == value or value in (None, 1):
+            continue
+        if name in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
+            continue  # a difference
+        extra = ""
+        if name == "samples" and made.schedule is None and "global_batch_size" in made.numbers:
+            extra = f" ({value / made.get('global_batch_size'):g} steps)"
+        found.append(f"{name}={value}{extra}")
+    return found
+
+
+_PLACED = ("data_parallel_size", "devices", "nodes", "devices_per_node")
+
+
+def _unread(reading: Reading) -> list[str]:
+    """Keys of the source that led to no number: what they say is in no key of the target."""
+    used = {word for given in reading.fields.values() for word in _words(given.origin)}
+    neutral = ("", "1", "1.0", "-1", "-1.0", "0", "false", "none", "null")
+    return [
+        f"{key}={_shown(given.value)}"
+        for key, given in reading.given.items()
+        if key not in reading.dialect.keys
+        and key not in reading.dialect.steps
+        and key not in used
+        and str(given.value).strip().lower() not in neutral
+    ]
+
+
+def _words(origin: str) -> list[str]:
+    return origin.replace("=", " ").replace(": ", " ").split()
+
+
+def _shown(value: Any) -> str:
+    shown = str(value)
+    return shown if len(shown) <= 60 else shown[:59] + "…"

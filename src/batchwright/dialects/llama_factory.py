@@ -1,0 +1,56 @@
+"""LLaMA-Factory: v0 has the keys of TrainingArguments; v1 counts a micro batch and a global one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from . import huggingface
+from .record import NEWEST, Dialect, Finding, Job, Reading, Version
+
+_NEW = {"micro_batch_size": "micro_batch_size", "global_batch_size": "global_batch_size"}
+
+
+def _version_of(keys: Collection[str]) -> Version:
+    return (1,) if set(_NEW) & set(keys) else (0,)
+
+
+def _check(reading: Reading) -> list[Finding]:
+    return [] if reading.version >= (1,) else huggingface.check(reading)
+
+
+def _write(job: Job, version: Version) -> dict[str, Any]:
+    """The keys of v0, which its releases run, unless version 1 is asked for."""
+    length = job.named({"cutoff_len": "sequence_length"})
+    if version == NEWEST or version < (1,):
+        return huggingface.write(job, version) | length
+    return job.named(_NEW) | length
+
+
+DIALECTS = (
+    Dialect(
+        name="llama-factory",
+        title="LLaMA-Factory",
+        aliases=("llamafactory",),
+        keys={**huggingface.KEYS, **_NEW, "cutoff_len": "sequence_length"},
+        common=frozenset({*huggingface.KEYS, *_NEW}),
+        signs=(
+            "finetuning_type",
+            "template",
+            "cutoff_len",
+            "stage",
+            "dataset_dir",
+            "dist_config.",
+            "batching_strategy",
+        ),
+        programs=("llamafactory", "llama_factory"),
+        checked=huggingface.CHECKED,
+        steps=huggingface.STEPS,
+        versions=("0", "1"),
+        version_of=_version_of,
+        beside=("deepspeed", "accelerate"),
+        check=_check,
+        write=_write,
+        source="llamafactory 0.9.5: hparams/training_args.py, v1/core/utils/batching.py",
+    ),
+)

@@ -1,0 +1,214 @@
+"""The record of a framework: which keys it has, how they are read and written, and what can be wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from batchwright.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchwright.core.ramp.schedule import Rule, Schedule
+
+# The fields of `rl`, the devices of a job, and how a replica is split over them.
+RL_FIELDS = (
+    "prompts", "generations", "train_micro_prompts", "train_micro_responses", "rollout_micro_prompts", "updates",
+    "iterations", "rounds_ahead", "data_parallel_size", "micro_batch_size",
+)  # fmt: skip
+WORLD_FIELDS = ("data_parallel_size", "devices", "nodes", "devices_per_node")
+PARALLEL_FIELDS = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "expert_tensor_parallel",
+)
+
+Version = tuple[int, ...]
+NEWEST: Version = (10**9,)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value, its origin as text, and its level: the higher level takes precedence."""
+
+    value: Any
+    origin: str = ""
+    level: int = 0
+
+
+Fields = dict[str, Given]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that `check` found in a configuration: an error, or a note."""
+
+    cause: str
+    severity: str
+    message: str
+    key: str | None = None
+    nearest: tuple[Any, ...] = ()
+
+
+def error(cause: str, message: str, key: str | None = None, nearest: Collection[Any] = ()) -> Finding:
+    """A finding that makes a configuration wrong.
+
+    >>> error("ignored-key", "x is ignored.").severity
+    'error'
+    """
+    return Finding(cause, "error", message, key, tuple(nearest))
+
+
+def note(cause: str, message: str, key: str | None = None) -> Finding:
+    """A finding that the user should know."""
+    return Finding(cause, "note", message, key)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The batch of a configuration in batchwright's words, as far as it is known: what a dialect writes.
+
+    `numbers` has the fields of a batch and its world, or those of `rl`. A ramp has its rule and its schedule. `steps` are
+    numbers of optimizer steps by their role: warmup, save, eval, log, decay, budget.
+    """
+
+    kind: str
+    numbers: Mapping[str, Any]
+    rule: Rule | None = None
+    schedule: Schedule | None = None
+    steps: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A number, or the default if it is not known."""
+        return self.numbers.get(name, default)
+
+    def need(self, name: str, why: str) -> Any:
+        """A number that the framework cannot do without."""
+        if name not in self.numbers:
+            needs = "sequence_length" if name == "sequence_length" else "devices, or nodes and devices_per_node"
+            raise ConfigError(f"{why}, and {name} is not known. Give {needs}.", field=needs.split(",")[0])
+        return self.numbers[name]
+
+    def placed(self) -> dict[str, int]:
+        """Nodes and devices per node; devices without nodes are one node.
+
+        >>> Job("train", {"devices": 8}).placed()
+        {'nodes': 1, 'devices_per_node': 8}
+        """
+        if "nodes" in self.numbers and "devices_per_node" in self.numbers:
+            return {name: self.numbers[name] for name in ("nodes", "devices_per_node")}
+        devices = self.numbers.get("devices") or self.numbers.get("data_parallel_size")
+        return {} if devices is None else {"nodes": 1, "devices_per_node": devices}
+
+    def named(self, keys: Mapping[str, str]) -> dict[str, Any]:
+        """The numbers that are known, under the framework's keys (key -> field).
+
+        >>> Job("train", {"micro_batch_size": 4}).named({"mbs": "micro_batch_size", "gbs": "global_batch_size"})
+        {'mbs': 4}
+        """
+        return {key: self.numbers[name] for key, name in keys.items() if name in self.numbers}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The keys of one framework.
+
+    `keys` have the meaning of a field. `special` keys need a calculation: `resolve(special, fields)` gets those that are
+    given and all fields known so far, and returns derived fields and notes. `checked` keys do not change the batch;
+    `check` looks at them. `steps` count optimizer steps, by role, with `steps_unit`
+    after the number; keys `in_samples` have the same roles. Keys that other frameworks have, too, are `common`:
+    they do not say which framework it is. `signs` do (a sign that ends with a dot is the beginning of keys), and so do
+    `programs` in a command line. `defaults` are the framework's own values of keys that are not given. A framework that
+    `has_world` configures its devices; others leave that to a launcher. Its job may also have a configuration of the
+    frameworks `beside` it.
+    """
+
+    name: str
+    title: str
+    keys: Mapping[str, str]
+    special: frozenset[str] = frozenset()
+    resolve: Callable[[Fields, Fields], tuple[Fields, list[str]]] | None = None
+    kind: str = "train"
+    aliases: tuple[str, ...] = ()
+    common: frozenset[str] = frozenset()
+    signs: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
+    checked: frozenset[str] = frozenset()
+    steps: Mapping[str, str] = field(default_factory=dict[str, str])
+    steps_unit: str = ""
+    in_samples: Mapping[str, str] = field(default_factory=dict[str, str])
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    versions: tuple[str, ...] = ()
+    version_of: Callable[[Collection[str]], Version] | None = None
+    check: Callable[[Reading], list[Finding]] | None = None
+    write: Callable[[Job, Version], dict[str, Any]] | None = None
+    form: str = "yaml"
+    has_world: bool = False
+    beside: tuple[str, ...] = ()
+    unit: str = "samples"
+    source: str = ""
+
+    def knows(self, key: str) -> bool:
+        """Whether the framework has this key, as far as it concerns the batch."""
+        return any(key in names for names in (self.keys, self.special, self.checked, self.steps, self.in_samples))
+
+    def reads(self, key: str) -> bool:
+        """Whether this key gives a field."""
+        return key in self.keys or key in self.special
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A configuration as a framework reads it.
+
+    `given` are the framework's keys that were found, `fields` what they mean, `passed_over` the other keys.
+    """
+
+    dialect: Dialect
+    version: Version
+    detected_by: tuple[str, ...]
+    given: Mapping[str, Given]
+    fields: Fields
+    notes: tuple[str, ...]
+    passed_over: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value of a key, or the default."""
+        return self.given[key].value if key in self.given else default
+
+    def first(self, *keys: str) -> str | None:
+        """The first of these keys that is given."""
+        return next((key for key in keys if key in self.given), None)
+
+    def on(self, key: str, default: bool = False) -> bool:
+        """Whether a switch is on; a value that is neither true nor false counts as given, so on."""
+        if key not in self.given:
+            return default
+        return str(self.given[key].value).strip().lower() not in ("false", "no", "0", "off", "none", "null", "")
+
+
+def parse_version(text: str) -> Version:
+    """A version as numbers.
+
+    >>> parse_version("0.18.0rc1"), parse_version("2026-08-20"), parse_version("v1")
+    ((0, 18, 0), (2026, 8, 20), (1,))
+    """
+    import re
+
+    numbers = [re.match(r"\d{1,9}", part) for part in re.split(r"[.\-_]", text.strip().removeprefix("v"))]
+    found = tuple(int(number[0]) for number in numbers if number)
+    if not found or numbers[0] is None:
+        raise ConfigError(f"{text[:40]!r} is not a version, such as 0.18.", field="version", given=text[:40])
+    return found
+
+
+def version_text(version: Version) -> str:
+    """A version as text; the newest has none.
+
+    >>> version_text((0, 17)), version_text(NEWEST)
+    ('0.17', '')
+    """
+    return "" if version == NEWEST else ".".join(map(str, version))
