@@ -306,6 +306,24 @@ def test_out_of_memory_while_measuring_speed_is_noted(scripted):
 # The journal.
 
 
+def test_a_search_that_ends_early_says_so_and_exact_continues_from_its_trials(scripted):
+    """A segment ends at 89% of the limit: eight trials do not come within 1% of it."""
+    code = "peak = int(max(1022 + 2.69 * size, 1254 + 1.97 * size))\nfits(peak) if peak <= 2000 else oom()"
+    probe = run_probe(scripted(code))
+    ran, failed = probe.max_micro_batch_size, probe.first_failing_micro_batch_size
+    assert len(probe.trials) == 8 and ran * 1.01 < failed
+    said = (
+        f"the search ended after 8 trials: {ran} ran, {failed} did not, {failed / ran - 1:.1%} apart; --exact continues"
+    )
+    assert f"{said} from the journal." in probe.notes
+    exact = run_probe(scripted(code, exact=True))
+    assert (exact.max_micro_batch_size, exact.first_failing_micro_batch_size) == (363, 364)
+    assert [t.micro_batch_size for t in exact.trials[:8]] == [t.micro_batch_size for t in probe.trials]
+    assert [t.resumed for t in exact.trials] == [True] * 8 + [False] * (len(exact.trials) - 8)
+    assert not any("the search ended" in note for note in exact.notes)
+    assert f"{said}." in run_probe(scripted(code, directory=None)).notes
+
+
 def test_an_interrupted_probe_continues_where_it_stopped(scripted):
     stopped = scripted("fits(600 + 34 * size) if size <= 40 else oom()")
 

@@ -236,6 +236,7 @@ class _Session:
             exact=r.exact,
             shape=shape,
             memory=self._memory() if shape else None,
+            stored=[size for kind, size in self._stored if kind == purpose],
         )
 
     def _after_search(self, purpose: str, size: int) -> int:
@@ -390,6 +391,14 @@ class _Session:
         elif failing is not None and failing.status == "timeout":
             self.notes.append(
                 f"micro_batch_size {limit.first_failing} timed out, so the limit may not be one of memory."
+            )
+        if limit.ended_early and limit.first_failing is not None:
+            count = sum(t.purpose == "limit" for t in self.trials)
+            apart = (limit.first_failing - limit.largest) / limit.largest
+            where = " from the journal" if self.journal.path and not self.journal.error else ""
+            self.notes.append(
+                f"the search ended after {count} trials: {limit.largest} ran, {limit.first_failing} did not, {apart:.1%} "
+                f"apart; --exact continues{where}."
             )
         if r.memory is None and not r.command and "cpu" in str(self.runner.identity.get("device", "")):
             limit_bytes = next((t.limit_bytes for t in self.trials if t.limit_bytes), None)

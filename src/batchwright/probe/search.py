@@ -1,29 +1,32 @@
 """Find the largest size that runs in few trials: predict it, then verify.
 
 Memory against batch size is a maximum of straight lines with non-negative intercepts (memory during the backward pass,
-or during the optimizer's step). So it is convex, and for measured points:
+or during the optimizer's step). So it is convex: from the largest size B that ran with a peak of P, sizes up to
+B × limit / P certainly run, and the line through two sizes that ran never predicts too small a limit. Its prediction is
+exact if both sizes are on the last segment. A size that runs tells its peak; one that fails tells nothing else. So the
+search has three parts:
 
-- If B is the largest size that fits and P its peak, sizes up to B × limit / P certainly run.
-- The line through two fitting points is below the memory above them: the limit that it predicts is never too small, and
-  exact if both points are on the last segment.
-- Points on a flat segment (the optimizer's step is the peak) say nothing about the slope above: larger sizes are needed,
-  but not the largest, since the next segment may be steep.
+1. Find a size on the last segment. Points on a flat segment (the optimizer's step is the peak) say nothing about the
+   slope above, so this is bisection on a logarithmic scale.
+2. Find the last slope. A line may span the end of a segment if its two sizes are far apart, or if the points below
+   the two show no earlier one. Then a size between the certain one and the predicted one follows: it most likely runs.
+3. Verify: the predicted size runs, and one within 1% above it fails. If the prediction is missed by little, noise is
+   the likely reason, and the next size is near the failure, but not nearer than the trials that are left can close up.
 
 An estimate knows all segments, and lacks only what it cannot see (libraries, the allocator). The difference from a
-measured peak is nearly constant, so one trial and the estimate predict the limit.
+measured peak is nearly constant, so one trial and the estimate predict the limit: the search begins with part 3.
 
-Then the predicted size is run, and the next one above it. If the prediction was wrong, the search continues between the
-largest size that ran and the smallest that failed. Without peaks or a limit, as for a command on a device that reports
-neither, sizes double until one fails; then bisection follows.
+A search that is not exact ends after a bounded number of trials, with the sizes that it has. Without peaks or a limit,
+as for a command on a device that reports neither, sizes double until one fails; then bisection follows, without a bound.
+The same holds if a size fails that must run by its peak: then something else than this memory is the limit.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import isqrt
 
 from batchwright.core.errors import NothingFitsError
 
@@ -31,20 +34,23 @@ from .records import Trial
 
 START = 8  # runs with most models, and is beyond the optimizer's flat segment of many; if it fails, smaller ones follow
 TOLERANCE = 100  # the first failing size is within 1/100 above the answer
+# Trials of a search that is not exact, with an estimate and without one. Few searches need more to come within TOLERANCE.
+MOST_ESTIMATED, MOST = 5, 8
 LARGEST = 1 << 24  # samples; without a cap, the search for a job that needs no memory would not end
 
 # Peaks are assumed to vary by this share between two runs of one size; by more, if a larger size had a smaller peak.
-_NOISE = 0.001
-# A slope is used for a prediction up to this many times the largest size that ran.
-_FARTHEST = 16
-# On a flat segment the size grows by this factor.
-_EXPLORE = 16
-_DOUBTFUL = 0.2  # a slope that is less certain than this share predicts nothing
-# The constants from here on were chosen on simulated programs (tests/probe/test_search.py).
-_WIDE, _STRAIGHT = 2.5, 0.75  # a slope over a gap this wide is not the last one if it is this much above the one before
-_APART = 5  # two sizes show a slope if they are a fifth apart
-_MISS = 3  # a prediction this many times as far as its points are apart is mostly missed by little
-_PATIENCE = 9  # after this many trials, every second one bisects
+_NOISE = 0.002
+_DOUBTFUL = 0.2  # a slope that noise may change by more than this share is not used before a size has failed
+_EXPLAINED = 0.95  # peaks do not explain failures below this share of the size that must run: bisection follows
+_STRAIGHT = 0.9  # two slopes are of one segment if the smaller one is at least this share of the other
+_USUAL = 1 << 14  # samples; few programs have a larger limit
+_FARTHEST = 4  # a slope is used up to this many times the largest size that ran; above, a segment may end
+_NEAR = 2  # between two sizes, one less than this many times the other, a segment seldom ends
+_APART = 2.25  # a size that certainly runs shows a slope if it is this many times the largest that ran
+# How far to go from the largest size that certainly runs towards the smallest that may not, on a logarithmic scale:
+# less than half where a failure would tell less than a peak, more where the limit is probably near the upper end.
+# Chosen on simulated programs, as the constants above (tests/probe/test_search.py).
+_UNKNOWN, _FLAT, _HALF, _MISSED = 0.33, 0.4, 0.5, 0.75
 
 Run = Callable[[int, int | None, int], Trial]
 
@@ -55,6 +61,8 @@ class Limit:
 
     largest: int
     first_failing: int | None
+    ended_early: bool = field(default=False, repr=False)
+    """Whether the trials were used up before the two were within the tolerance."""
 
 
 def find_limit(
@@ -65,10 +73,12 @@ def find_limit(
     exact: bool = False,
     shape: Mapping[int, int] | None = None,
     memory: int | None = None,
+    stored: Iterable[int] = (),
 ) -> Limit:
     """Search with `run(size, predicted_peak_bytes, trials_left)`, which runs one trial.
 
     `shape` is an estimate, as peaks of a few sizes; `memory` is the limit, if it is known before the first trial.
+    `stored` are sizes whose trials cost nothing, in the order in which they ran: they come first.
 
     >>> memory = lambda size: 100 + 7 * size
     >>> tried = []
@@ -81,13 +91,21 @@ def find_limit(
     top = (LARGEST if cap is None else cap) // multiple_of
     known = Known(top, multiple_of, exact, _Shape.of(shape, multiple_of), memory)
     trials: list[Trial] = []
-    while (size := known.next_size()) is not None:
+
+    def after(size: int) -> Known:
         trial = run(size * multiple_of, known.predicted_peak(size), known.trials_left(size))
         trials.append(trial)
-        known = known.with_trial(size, trial.fits, trial.peak_memory_bytes, trial.limit_bytes)
+        return known.with_trial(size, trial.fits, trial.peak_memory_bytes, trial.limit_bytes)
+
+    for size in stored:
+        if size % multiple_of == 0 and known.low < size // multiple_of < known.high:
+            known = after(size // multiple_of)
+    while (size := known.next_size()) is not None:
+        known = after(size)
     if not known.low:
         raise _nothing_fits(trials, multiple_of)
-    return Limit(known.low * multiple_of, known.high * multiple_of if known.fails else None)
+    first_failing = known.high * multiple_of if known.fails else None
+    return Limit(known.low * multiple_of, first_failing, ended_early=not known.is_answered())
 
 
 @dataclass(frozen=True)
@@ -128,7 +146,9 @@ class Known:
     """Sizes that failed, in the order of the trials."""
     trials: int = 0
     bounds: int = 0
-    """How many trials in a row ran although the prediction was that they fail."""
+    """How many trials in a row ran although they were near the predicted limit or above it."""
+    misses: int = 0
+    """How many trials in a row failed."""
 
     @property
     def high(self) -> int:
@@ -140,22 +160,25 @@ class Known:
         predicted = self._predicted()
         now = replace(self, trials=self.trials + 1, limit=limit or self.limit)
         if not fits:
-            return replace(now, fails=(*self.fails, size))
-        beyond = predicted is not None and size > predicted
+            return replace(now, fails=(*self.fails, size), misses=self.misses + 1)
+        bound = predicted is not None and size >= predicted - self._window() // 2
         points = {**self.points, size: peak} if peak else self.points
-        return replace(now, low=max(self.low, size), points=points, bounds=self.bounds + 1 if beyond else 0)
+        return replace(now, low=max(self.low, size), points=points, bounds=self.bounds + 1 if bound else 0, misses=0)
+
+    def is_answered(self) -> bool:
+        """Whether the first failure is within the tolerance above the largest size that ran, or that is the cap."""
+        return self.high - self.low <= (self._window() if self.fails else 1)
 
     def next_size(self) -> int | None:
-        """The size of the next trial; None when the answer is known."""
-        low, high = self.low, self.high
+        """The size of the next trial; None when the search ends."""
         if not self.trials:
             return self._first()
-        if high - low <= (self._window() if self.fails else 1):
+        if self.is_answered() or (self.low and self.fails and self._later() < 0):
             return None
         guess = self._guess()
-        if self.fails and self.trials >= _PATIENCE and self.trials % 2:
+        if self.fails and self.trials > MOST and self.trials % 2:
             guess = self._middle()  # predictions do not converge (noise, many segments)
-        return min(max(guess, low + 1), high - 1)
+        return min(max(guess, self.low + 1), self.high - 1)
 
     def predicted_peak(self, size: int) -> int | None:
         """The peak of a size by what is known."""
@@ -164,13 +187,14 @@ class Known:
 
     def trials_left(self, size: int) -> int:
         """How many trials follow that of `size`, if each of them ends as predicted."""
-        known, left = self, -1
+        known, left, later = self, -1, max(0, self._later())
         at: int | None = size
-        while at is not None and left < 20:
+        while at is not None and left < min(20, later):
             line = known._line()
             if line is None or known.limit is None:
                 # A prediction needs another point; then two trials verify it.
-                return left + (3 if not known.fails else max(3, (known.high - known.low).bit_length() - 1))
+                more = max(3, (known.high - known.low).bit_length() - 1) if known.fails else 3
+                return min(left + more, later)
             peak = int(line.at(at))
             known = known.with_trial(at, peak <= known.limit, peak, known.limit)
             left, at = left + 1, known.next_size()
@@ -184,6 +208,18 @@ class Known:
             start = self._solve(lambda size: self.shape.at(size) if self.shape else 0.0, (least + self.limit) / 2, 0)
         return max(1, min(self.top, round(start)))
 
+    def _later(self) -> int:
+        """How many trials may follow the next one; without a prediction, or for an exact answer, there is no bound."""
+        if self.exact or not self._predicts():
+            return LARGEST
+        return (MOST_ESTIMATED if self.shape else MOST) - self.trials - 1
+
+    def _predicts(self) -> bool:
+        """Whether peaks and the limit explain what ran and what failed: no size failed that must run by its peak."""
+        if not self.limit or self.low not in self.points:
+            return False
+        return not self.fails or self.high >= _EXPLAINED * self.low * self.limit / self.points[self.low]
+
     def _window(self) -> int:
         """How far above `low` the first failure may be."""
         return 1 if self.exact else max(1, self.low * self.unit // TOLERANCE // self.unit)
@@ -192,34 +228,48 @@ class Known:
         low, high, limit, window = self.low, self.high, self.limit, self._window()
         if not low:
             return high // 2 if high <= START else max(1, high // 4)
-        if limit is None or low not in self.points:
+        if limit is None or not self._predicts():
             return self._middle() if self.fails else low * 2
         if self.fails and high - low <= 2 * window:
             return (low + high) // 2  # either answer ends the search
-        line, predicted = self._line(), self._predicted()
+        line, predicted, later = self._line(), self._predicted(), self._later()
         safe = max(low, low * limit // self.points[low])
-        if len(self.points) == 1 and self.fails and not self.shape and safe > low + low // _APART:
-            return safe  # a second point, for a slope
         if line is None or predicted is None:  # flat, as far as is known
-            return int(safe ** (2 / 3) * high ** (1 / 3)) if self.fails else max(safe, low * _EXPLORE)
+            alone = len(self.points) == 1
+            if not self.fails and alone:
+                return max(safe, _FARTHEST**2 * low)
+            if not self.fails:
+                return self._or_cap(_between(safe, max(_USUAL // self.unit, _FARTHEST**2 * safe), _HALF))
+            if safe >= _APART * low or (alone and len(self.fails) > 1):
+                return safe
+            return _between(safe, high, _UNKNOWN if alone else _FLAT if high > _NEAR * low else _HALF)
+        again = max(0, self.bounds - 1)
+        verify = low + (window << min(again, max(0, later)))  # further each time a size still runs
+        if not self.fails and later <= 0 and (again or predicted - low >= window):
+            return predicted + 16 * window  # the last trial, and none has failed: this one does, whatever the noise
         if predicted - low < window:
-            return low + (window << min(self.bounds, 30))  # verify; further each time a size still runs
-        if line.vague and not self.fails:
-            return min(_between(safe, predicted), _FARTHEST * low)
-        if line.bent and predicted > low + low // 10:  # the slope may still grow; a size that certainly runs shows it
-            return safe if safe > low + low // _APART else _between(safe, min(predicted, high))
-        if self.fails and predicted > high - window:
-            # A miss: a small one, if it is near to the points of the line.
-            near = predicted - high <= window // 2 and high - low <= _MISS * line.reach
-            least = high - 1 if self.exact else -(-high * TOLERANCE // (TOLERANCE + 1))
-            if line.shape:
-                return max(self._middle(), high - (high - least << (len(self.fails) - 1)))
-            return least if near else max(safe, self._middle())
-        return predicted if line.shape or self.fails else min(predicted, max(safe, _FARTHEST * low))
+            return verify
+        if line.certain or predicted - safe <= 4 * window:  # the limit is between the two
+            # Half of the tolerance below the prediction, so that noise in either direction leaves the limit above it.
+            aim = max(verify, predicted if line.shape else predicted - window // 2)
+            if not self.fails or aim <= high - window:
+                return aim if line.shape or self.fails else min(aim, max(safe, _FARTHEST * low))
+            if high <= _NEAR * safe and (line.shape or predicted - high < 2 * window):  # missed by little
+                below = 1 if self.exact else max(1, high // (TOLERANCE + 1))
+                further = max(0, self.misses - 1) if line.shape or window == 1 else self.misses
+                return max(safe, self._middle(), high - (below << min(further, later)))
+        if self.misses > 2:
+            return self._middle()
+        size = _between(safe, min(predicted, high), _MISSED if line.certain else _UNKNOWN)
+        return size if self.fails or predicted < high else self._or_cap(size)
+
+    def _or_cap(self, size: int) -> int:
+        """The cap itself, if it is not far above the size."""
+        return self.top if self.top < _FARTHEST * size else size
 
     def _middle(self) -> int:
         """The middle of what ran and what failed."""
-        return _between(self.low, self.high)
+        return _between(self.low, self.high, _HALF) if self.high > 4 * self.low else (self.low + self.high) // 2
 
     def _line(self) -> _Line | None:
         """How peaks go on above the largest fitting size; None if no slope is known."""
@@ -227,19 +277,27 @@ class Known:
             return None
         shape, last = self.shape, max(self.points)
         over = {size: peak - (shape.at(size) if shape else 0.0) for size, peak in self.points.items()}
-        noise = self._noise() * self.points[last]
-        # Of all chords to the last point, the one that is certainly the steepest: memory is convex, and far points have
-        # less noise.
-        chords = [((over[last] - over[b]) / (last - b), noise / (last - b), b) for b in over if b != last]
-        slope, doubt, base = max(chords, key=lambda c: c[0] - c[1], default=(0.0, 0.0, 0))
+        slope, doubt, base = self._chord(over, last)
         if shape is not None:
-            return _Line(last, over[last], slope if abs(slope) > doubt else 0.0, last, False, False, shape)
+            return _Line(last, over[last], slope if abs(slope) > doubt else 0.0, True, shape)
         if slope <= doubt:
             return None
-        before = [(over[base] - over[b]) / (base - b) for b in over if b < base]
-        alone = last > _WIDE * base and not any(base < b < last for b in over)
-        bent = alone and bool(before) and max(before) + noise / base < _STRAIGHT * slope
-        return _Line(last, over[last], slope, last - base, bent, doubt > _DOUBTFUL * slope, None)
+        before, unsure, start = self._chord(over, base)
+        straight = before >= _STRAIGHT * slope or any(base < size < last for size in over)
+        # If the points up to the base are on one segment, it ends above the base: the line spans that end.
+        level = start > 0 and (before <= unsure or self._chord(over, start)[0] >= _STRAIGHT * before)
+        bent = not straight and (level or last > (_NEAR if start else _APART) * base)
+        clear = bool(self.fails) or doubt <= _DOUBTFUL * slope
+        return _Line(last, over[last], slope, clear and not bent, None)
+
+    def _chord(self, peaks: Mapping[int, float], last: int) -> tuple[float, float, int]:
+        """Of all lines from a smaller size to `last`, the one that is certainly the steepest: slope, its doubt, the size.
+
+        Memory is convex, so the steepest is nearest to what follows; a line from a far size has less noise.
+        """
+        noise = self._noise() * self.points.get(last, 0)
+        lines = [((peaks[last] - peaks[b]) / (last - b), noise / (last - b), b) for b in peaks if b < last]
+        return max(lines, key=lambda line: line[0] - line[1], default=(0.0, 0.0, 0))
 
     def _noise(self) -> float:
         """The share by which peaks vary: peaks that fall with the size show more than is assumed."""
@@ -270,21 +328,17 @@ class _Line:
     last: int
     over: float
     slope: float
-    reach: int
-    """The distance of the points that the slope comes from."""
-    bent: bool
-    """Whether the slope is probably smaller than that of the last segment."""
-    vague: bool
-    """Whether noise may be a large part of the slope."""
+    certain: bool
+    """Whether the slope is probably that of the last segment."""
     shape: _Shape | None
 
     def at(self, size: float) -> float:
         return self.over + self.slope * (size - self.last) + (self.shape.at(size) if self.shape else 0.0)
 
 
-def _between(low: int, high: int) -> int:
-    """The middle: arithmetic if they are near, geometric if they are not."""
-    return isqrt(low * high) if high > 4 * low else (low + high) // 2
+def _between(low: int, high: int, share: float) -> int:
+    """The size at a share of the way from `low` to `high` on a logarithmic scale."""
+    return int(low ** (1 - share) * high**share)
 
 
 def _nothing_fits(trials: list[Trial], multiple_of: int) -> NothingFitsError:
