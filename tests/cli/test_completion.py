@@ -45,7 +45,7 @@ def completed(line: str, folder: Path) -> set[str]:
 
 @bash
 def test_the_script_completes_verbs_flags_and_names(tmp_path):
-    assert completed("batchwright r", tmp_path) == {"ramp", "rl", "run"}
+    assert completed("batchwright r", tmp_path) == {"ramp", "report", "rl", "run"}
     assert completed("batchwright run --tr", tmp_path) == {"--tracker"}
     assert completed("batchwright run --tracker ", tmp_path) == {"tensorboard", "wandb", "mlflow", "trackio"}
     assert completed("batchwright ramp --linear 1,1,9 --last-step s", tmp_path) == {"shorten"}
