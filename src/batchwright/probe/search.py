@@ -254,6 +254,8 @@ class Known:
             aim = max(verify, predicted if line.shape else predicted - window // 2)
             if not self.fails or aim <= high - window:
                 return aim if line.shape or self.fails else min(aim, max(safe, _FARTHEST * low))
+            if line.shape and len(self.points) == 1:  # the estimate grows too slowly: a second point shows by how much
+                return max(safe, high - (high - low) // 4) if len(self.fails) == 1 else self._middle()
             if high <= _NEAR * safe and (line.shape or predicted - high < 2 * window):  # missed by little
                 below = 1 if self.exact else max(1, high // (TOLERANCE + 1))
                 further = max(0, self.misses - 1) if line.shape or window == 1 else self.misses
