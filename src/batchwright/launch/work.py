@@ -205,7 +205,8 @@ def _after(known: LaunchProgress, event: Mapping[str, Any], when: float) -> Laun
             samples_per_second=event.get("samples_per_second"),
         )
     if kind == "tracker":
-        return replace(known, trouble=f"the tracker {event['tracker']} failed: {event['error']}. The run continues.")
+        trouble = f"the tracker {event.get('tracker')} failed: {event.get('error')}. The run continues."
+        return replace(known, changed=when, trouble=trouble)
     if kind == "save":
         return replace(known, changed=when, saved=when, saved_position=int(event["samples"]))
     return replace(known, changed=when, nonfinite=known.nonfinite or kind == "nonfinite")
