@@ -32,7 +32,7 @@ from tests.cli.conftest import Ran, run
 from tests.cli.lines import MAKERS, Line, line
 
 # How often a verb is tried: those that decide have the most to read.
-SHARES = {"plan": 5, "ramp": 6, "rl": 3, "run": 7, "probe": 2, "estimate": 2, "check": 2}
+SHARES = {"plan": 5, "ramp": 6, "rl": 3, "convert": 5, "run": 7, "probe": 2, "estimate": 2, "check": 2}
 CPU_SECONDS = 10.0  # far above a usual line, which takes milliseconds
 REAL_SECONDS = 20.0  # a line that waits for something
 CODES = {"plan": {0, 2, 3, 4}, **{verb: {0, 2} for verb in ("ramp", "rl")}}

@@ -115,6 +115,15 @@ def test_into_a_file_keeps_comments_and_makes_a_backup(cli, sft, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ds.yaml", "ds.yaml.bak", "ds.yaml.bak1", "sft.yaml"]
 
 
+def test_flags_of_convert_count_after_a_pasted_line(cli, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text("{}\n")
+    line = "torchrun --nproc-per-node 8 t.py --per_device_train_batch_size 4".split()
+    ran = cli("convert", "--to", "deepspeed", *line, "--into", file, "--dry-run")
+    assert ran.code == 0 and file.read_text() == "{}\n" and "train_batch_size" in ran.out
+    assert [p.name for p in tmp_path.iterdir()] == ["ds.json"]
+
+
 def test_into_a_new_file_and_through_a_link(cli, sft, tmp_path):
     new = tmp_path / "new.json"
     assert cli("convert", sft, "--to", "deepspeed", "--devices", "16", "--into", new).code == 0
