@@ -240,6 +240,10 @@ def _allowed(argv: list[str]) -> list[Path]:
     """The directories that a line may write to: its own by default, and those that it names."""
     named = [after for word, after in pairwise(argv) if word == "--dir"]
     named += [word.partition("=")[2] for word in argv if word.startswith(("--dir=", "launch.dir="))]
+    into = [after for word, after in pairwise(argv) if word == "--into"]
+    into += [word.partition("=")[2] for word in argv if word.startswith("--into=")]
+    if "--dry-run" not in argv:
+        named += [f"{file}{backup}" for file in into for backup in ("", ".bak", ".bak1")]
     return [Path(name).absolute() for name in (*OWN, *named)]
 
 
