@@ -189,6 +189,19 @@ def test_two_configurations_of_one_job_are_checked_together(cli, sft, tmp_path):
     assert ran.code == 5 and "micro_batch_size has two different values: 4" in " ".join(ran.out.split())
 
 
+@pytest.mark.parametrize(
+    "start", ["accelerate launch --num_processes 8", "deepspeed --num_gpus 8", "srun -N 1 -n 8 python"]
+)
+def test_a_configuration_that_a_command_line_names_must_agree(cli, tmp_path, start):
+    beside = tmp_path / "ds.json"
+    beside.write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}')
+    line = f"{start} train.py --output_dir x --deepspeed {beside} --gradient_accumulation_steps 4 --per_device_train_batch_size"
+    ran = cli("check", *line.split(), "4")
+    assert ran.code == 5 and "micro_batch_size has two different values" in " ".join(ran.out.split())
+    good = cli("check", *line.split(), "2", "--json")
+    assert good.code == 0 and good.json["equation"] == "64 = 2 micro × 4 accumulation × 8 data-parallel"
+
+
 def test_flags_of_a_task_and_of_a_configuration_are_not_mixed(cli, sft):
     assert "--ranks: only for a task" in cli("check", sft, "--ranks", "2").err
     assert "only for a configuration" in cli("check", "train.py:task", "--devices", "2").err
