@@ -27,7 +27,7 @@ All public names, with their signatures. `python docs/api.py` writes this page. 
 """
 GROUPS = {
     batchwright: {
-        "Verbs": "plan nearby ramp rl probe estimate check run report train",
+        "Verbs": "plan nearby ramp rl convert check_config probe estimate check run report train",
         "Results": "Plan Nearby Ramp RLPlan",
         "Rules of a ramp": "Constant Linear PerDevice Thresholds Doubling Rule",
         "Schedules": "Schedule Segment SampleSchedule",

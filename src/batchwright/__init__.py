@@ -11,6 +11,8 @@ TYPE_CHECKING = False  # type checkers read it as true; importing typing would c
 
 if TYPE_CHECKING:
     from .api import Plan as Plan
+    from .api import check_config as check_config
+    from .api import convert as convert
     from .api import nearby as nearby
     from .api import plan as plan
     from .api import ramp as ramp
@@ -66,6 +68,8 @@ _HOMES = {
     "Segment": "core.ramp.schedule",
     "Thresholds": "core.ramp.rules",
     "check": "runtime.check.compare",
+    "check_config": "api",
+    "convert": "api",
     "estimate": "estimate.estimate",
     "nearby": "api",
     "plan": "api",

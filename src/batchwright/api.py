@@ -20,6 +20,9 @@ from .report.notebook import Shown
 if TYPE_CHECKING:
     from os import PathLike
 
+    from .dialects.checking import Report as ConfigReport
+    from .dialects.converting import Conversion
+    from .dialects.record import Reading
     from .launch.status import RunStatus
     from .ramps import Ramp
     from .report.write import Report
@@ -241,6 +244,52 @@ def ramp(source: object = None, /, **given: Any) -> Ramp:
     wanted = read_ramp({name: g.value for name, g in resolved.fields.items() if name in RAMP_READERS})
     made = make(_request(resolved), wanted)
     return Ramp(**{name: getattr(made, name) for name in made.__dataclass_fields__})
+
+
+def check_config(
+    source: Mapping[str, Any],
+    /,
+    *,
+    framework: str | None = None,
+    against: Mapping[str, Any] | None = None,
+    **devices: Any,
+) -> ConfigReport:
+    """What is wrong with a configuration of another framework: `batchwright check CONFIG` with a mapping of its keys.
+
+    `framework` is `NAME` or `NAME@VERSION`, by default the one that the keys belong to; `devices` are devices, nodes,
+    devices_per_node and sequence_length, where the configuration does not have them.
+
+    >>> check_config({"train_batch_size": 100, "train_micro_batch_size_per_gpu": 4}, devices=8).ok
+    False
+    """
+    from .dialects.checking import check
+
+    earlier = None if against is None else _configuration(against, framework, devices)
+    return check(_configuration(source, framework, devices), earlier)
+
+
+def convert(source: Mapping[str, Any], /, to: str, *, framework: str | None = None, **devices: Any) -> Conversion:
+    """The batch of a configuration in the keys of another framework; the arguments are those of `check_config`.
+
+    >>> made = convert({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}, "nemo", devices=16)
+    >>> made.status, made.keys["data.global_batch_size"]
+    ('exact', 512)
+    """
+    from .dialects.converting import convert as make
+    from .dialects.reading import named
+
+    return make(_configuration(source, framework, devices), *named(to))
+
+
+def _configuration(source: Mapping[str, Any], framework: str | None, devices: Mapping[str, Any]) -> Reading:
+    from .core.fields import unknown_key
+    from .dialects.reading import read
+
+    known = ("devices", "nodes", "devices_per_node", "sequence_length")
+    raise_violations(ConfigError, [unknown_key(n, v, known) for n, v in devices.items() if n not in known])
+    keys = dialects.flatten(cast("Mapping[Any, Any]", source))
+    entries = [(key, dialects.Given(value, key, 0)) for key, value in keys.items() if value is not None]
+    return read(entries, name=framework, world={name: dialects.Given(v, name, 2) for name, v in devices.items()})
 
 
 def run(

@@ -32,7 +32,7 @@ from tests.cli.conftest import Ran, run
 from tests.cli.lines import MAKERS, Line, line
 
 # How often a verb is tried: those that decide have the most to read.
-SHARES = {"plan": 5, "ramp": 6, "rl": 3, "run": 7, "probe": 2, "estimate": 2, "check": 2, "report": 2}
+SHARES = {"plan": 5, "ramp": 6, "rl": 3, "convert": 5, "run": 7, "probe": 2, "estimate": 2, "check": 2, "report": 2}
 CPU_SECONDS = 10.0  # far above a usual line, which takes milliseconds
 REAL_SECONDS = 20.0  # a line that waits for something
 CODES = {"plan": {0, 2, 3, 4}, **{verb: {0, 2} for verb in ("ramp", "rl")}}
@@ -245,6 +245,10 @@ def _allowed(argv: list[str]) -> list[Path]:
     flags = ("--dir", "--output", "-o", "--png", "--svg", "--markdown")
     named = [after for word, after in pairwise(argv) if word in flags]
     named += [word.partition("=")[2] for word in argv if word.partition("=")[0] in (*flags, "launch.dir")]
+    into = [after for word, after in pairwise(argv) if word == "--into"]
+    into += [word.partition("=")[2] for word in argv if word.startswith("--into=")]
+    if "--dry-run" not in argv:
+        named += [f"{file}{backup}" for file in into for backup in ("", ".bak", ".bak1")]
     return [Path(name).absolute() for name in (*OWN, *named)]
 
 

@@ -8,7 +8,8 @@ from random import Random
 from typing import Any
 
 from batchwright.cli.config import SECTIONS
-from batchwright.dialects import framework
+from batchwright.dialects import framework, frameworks
+from batchwright.dialects.editing import nested
 from batchwright.launch.settings import READERS as LAUNCH
 from batchwright.launch.work import PLACEHOLDERS
 from tests.cli.requests import batch, growing, loop_settings, probed, rates, site
@@ -335,6 +336,35 @@ def _measuring(verb: str, flags: str) -> Callable[[Random, bool], Line]:
     return make
 
 
+def _convert(random: Random, wrong: bool) -> Line:
+    """A configuration of any framework, in a file, as KEY=VALUE or as flags, for another one; or only checked."""
+    dialect = random.choice(frameworks())
+    keys = random.sample(
+        sorted({*dialect.keys, *dialect.special, *dialect.checked, *dialect.steps}), random.randrange(1, 4)
+    )
+    values = {key: junk(random) if wrong and maybe(random) else random.choice((1, 2, 4, 8, 64, 256)) for key in keys}
+    line = Line(["convert", "--to", random.choice([*(d.name for d in frameworks()), "megatron-lm@0.17", "nemo@1"])])
+    if maybe(random, 0.3):
+        line = Line(["check"])
+    how = random.randrange(3)
+    if how == 0:
+        kind = random.choice(("yaml", "json", "toml"))
+        line.files[f"c.{kind}"] = text_of(random, nested(values), kind, wrong)
+        line.argv.append(f"c.{kind}")
+    elif how == 1:
+        line.argv += [f"{key}={value}" for key, value in values.items()]
+    else:
+        line.argv += ["torchrun", "t.py", *(word for key, value in values.items() for word in (f"--{key}", str(value)))]
+    if maybe(random, 0.6):
+        line.argv += ["--from", dialect.name]
+    if maybe(random, 0.7):
+        line.argv += ["--devices", random.choice(("8", "64"))]
+    if line.argv[0] == "convert" and maybe(random, 0.2):
+        line.files["into.yaml"] = text_of(random, {"a": 1}, "yaml", wrong)
+        line.argv += ["--into", "into.yaml", "--dry-run"]
+    return line
+
+
 _PROBE = "memory margin max multiple-of exact ranks seconds limit-only evaluation plot arg fresh workers"
 _ESTIMATE = "memory margin micro-batch-size sequence-length precision ranks calibrate arg"
 _CHECK = "global-batch-size micro-batch-size seed accumulate-dtype ramp lr-horizon-steps samples allow ranks"
@@ -342,6 +372,7 @@ MAKERS: Mapping[str, Callable[[Random, bool], Line]] = {
     "plan": _plan,
     "ramp": _ramp,
     "rl": _rl,
+    "convert": _convert,
     "run": _run,
     "probe": _measuring("probe", _PROBE),
     "estimate": _measuring("estimate", _ESTIMATE),

@@ -115,6 +115,15 @@ def test_into_a_file_keeps_comments_and_makes_a_backup(cli, sft, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ds.yaml", "ds.yaml.bak", "ds.yaml.bak1", "sft.yaml"]
 
 
+def test_flags_of_convert_count_after_a_pasted_line(cli, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text("{}\n")
+    line = "torchrun --nproc-per-node 8 t.py --per_device_train_batch_size 4".split()
+    ran = cli("convert", "--to", "deepspeed", *line, "--into", file, "--dry-run")
+    assert ran.code == 0 and file.read_text() == "{}\n" and "train_batch_size" in ran.out
+    assert [p.name for p in tmp_path.iterdir()] == ["ds.json"]
+
+
 def test_into_a_new_file_and_through_a_link(cli, sft, tmp_path):
     new = tmp_path / "new.json"
     assert cli("convert", sft, "--to", "deepspeed", "--devices", "16", "--into", new).code == 0
@@ -178,6 +187,19 @@ def test_two_configurations_of_one_job_are_checked_together(cli, sft, tmp_path):
     )
     ran = cli("check", sft, beside)
     assert ran.code == 5 and "micro_batch_size has two different values: 4" in " ".join(ran.out.split())
+
+
+@pytest.mark.parametrize(
+    "start", ["accelerate launch --num_processes 8", "deepspeed --num_gpus 8", "srun -N 1 -n 8 python"]
+)
+def test_a_configuration_that_a_command_line_names_must_agree(cli, tmp_path, start):
+    beside = tmp_path / "ds.json"
+    beside.write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}')
+    line = f"{start} train.py --output_dir x --deepspeed {beside} --gradient_accumulation_steps 4 --per_device_train_batch_size"
+    ran = cli("check", *line.split(), "4")
+    assert ran.code == 5 and "micro_batch_size has two different values" in " ".join(ran.out.split())
+    good = cli("check", *line.split(), "2", "--json")
+    assert good.code == 0 and good.json["equation"] == "64 = 2 micro × 4 accumulation × 8 data-parallel"
 
 
 def test_flags_of_a_task_and_of_a_configuration_are_not_mixed(cli, sft):

@@ -28,6 +28,7 @@ def read_configuration(
         if equals and not os.path.exists(argument):
             key = key.strip().lstrip("+~")
             if value.strip().lower() not in ("", "null", "none", "~", "auto"):
+                entries += _named(value.strip())
                 plain = value.strip().strip("'\"")
                 entries.append(
                     (key, Given(scalar(read_value(key, plain)) if plain[:1] in "[{" else plain, f"{key}={value}", 1))
@@ -35,14 +36,19 @@ def read_configuration(
         else:
             entries += _entries(argument)
     for argument in left_out:
-        path = argument.rpartition("=")[2]
-        if path.endswith(FILES) and os.path.isfile(path):
-            try:
-                entries += _entries(path)
-            except ConfigError:
-                continue  # the file holds something else, such as data
+        entries += _named(argument.rpartition("=")[2])
     world = {n: Given(flags[n], f"--{n.replace('_', '-')}", 2) for n in DEVICES if flags.get(n) is not None}
     return read(entries, words=left_out, name=name, world=world)
+
+
+def _named(path: str) -> list[tuple[str, Given]]:
+    """The keys of a configuration that a command line names (`--deepspeed ds.json`); none if it is something else."""
+    if not path.endswith(FILES) or not os.path.isfile(path):
+        return []
+    try:
+        return _entries(path)
+    except ConfigError:
+        return []  # data, for example
 
 
 def _entries(path: str) -> list[tuple[str, Given]]:

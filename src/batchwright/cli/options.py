@@ -82,8 +82,11 @@ devices_options = stack(
 DEVICES = ("devices", "nodes", "devices_per_node", "sequence_length")
 # The flags that `check` and `convert` read inside a pasted command line; all others are the program's.
 CONFIGURATION_FLAGS = frozenset(
-    {"--from", "--to", "--into", "--against", "--allow", "--json", "--devices", "--nodes", "--devices-per-node"}
-)
+    {
+        "--from", "--to", "--into", "--dry-run", "--partial", "--format", "--against", "--each", "--allow", "--json",
+        "--devices", "--nodes", "--devices-per-node", "--sequence-length", "-h", "--help",
+    }
+)  # fmt: skip
 
 memory_options = stack(
     number(

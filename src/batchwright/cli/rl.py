@@ -85,6 +85,10 @@ def _gather(
     ]
     own = {*flags, *WORLD_FIELDS, *PARALLEL_FIELDS}
     found, _ = detect([key for key, _ in entries], left_out, "rl")
+    if found is not None and not any(name in WORLD_FIELDS for name, _ in entries):
+        own_world = f"{found.title}'s default"
+        defaults = [(key, value) for key, value in found.defaults.items() if found.keys.get(key) in WORLD_FIELDS]
+        entries += [(key, Given(value, own_world, -2)) for key, value in defaults]
     if found is None and not left_out:
         entries = [(key, given) for key, given in entries if key not in inside or key in own]
     raise_violations(ConfigError, misspelt_flags(left_out, own, [key for key, _ in entries], "rl"))

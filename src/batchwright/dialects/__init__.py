@@ -253,7 +253,7 @@ def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> Non
         fields[name] = given
     elif there.level == given.level and str(there.value) != str(given.value):
         both = [str(g.value)[:40] for g in (there, given)]
-        where = [g.origin[:80] or "as a value" for g in (there, given)]
+        where = [g.origin[-80:] or "as a value" for g in (there, given)]  # a long path ends with the key
         wrong.append(
             Violation(
                 f"{name} has two different values: {both[0]} ({where[0]}) and {both[1]} ({where[1]}). Give one.",

@@ -36,7 +36,7 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
 
 
 def _check(reading: Reading) -> list[Finding]:
-    found: list[Finding] = []
+    found = [huggingface.trainer_loss()]
     if _BATCH in reading.given:
         if _STEPS in reading.given:
             found.append(

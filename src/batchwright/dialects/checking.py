@@ -79,7 +79,10 @@ def check(reading: Reading, against: Reading | None = None, allow: Collection[st
     if made is not None and made.schedule is not None:
         found += _stages(reading, made)
     if reading.dialect.check is not None and not broken:
-        found += reading.dialect.check(reading)
+        try:
+            found += reading.dialect.check(reading)
+        except PlanError as wrong:  # a value that cannot be read: also what the batch fails with
+            found += [_finding("value", v) for v in wrong.violations]
     if made is not None:
         found += _counted_in_steps(reading, made)
         if against is not None:

@@ -53,6 +53,11 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST) -> Con
     The keys are read back as the other framework reads them, and what they mean is compared with the source.
     """
     made = job(reading)
+    if made.kind == "train" and not {"global_batch_size", "micro_batch_size"} & set(made.numbers):
+        raise ConfigError(
+            f"The configuration says nothing about the batch: {reading.dialect.title} has neither a micro nor a global one here.",
+            field="micro_batch_size",
+        )
     if target.write is None or made.kind != target.kind:
         kinds = {"train": "trains on samples", "rl": "trains on the responses to prompts"}
         message = f"{reading.dialect.title} {kinds[made.kind]}, and {target.title} {kinds.get(target.kind, '')}."

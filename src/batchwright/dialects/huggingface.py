@@ -63,14 +63,16 @@ def check(reading: Reading) -> list[Finding]:
                 "average_tokens_across_devices",
             )
         )
-    found.append(
-        note(
-            "mean-of-means",
-            "The Trainer divides by the tokens of the whole step only if the model's loss takes num_items_in_batch; other "
-            "losses give a mean of the micro batches' means. `batchwright check FILE.py:function` measures it.",
-        )
+    return [*found, trainer_loss()]
+
+
+def trainer_loss() -> Finding:
+    """The note about losses in transformers' Trainer, and in frameworks that use it."""
+    return note(
+        "mean-of-means",
+        "The Trainer divides by the tokens of the whole step only if the model's loss takes num_items_in_batch; other "
+        "losses give a mean of the micro batches' means. `batchwright check FILE.py:function` measures it.",
     )
-    return found
 
 
 def write(job: Job, version: Version) -> dict[str, Any]:

@@ -173,7 +173,9 @@ def _late(ramp: Any, key: str) -> list[Finding]:
 
 
 def _parts(value: Any) -> list[Any]:
-    return value.strip("[]() ").replace(",", " ").split() if isinstance(value, str) else list(value)
+    if isinstance(value, str):
+        return value.strip("[]() ").replace(",", " ").split()
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _shown(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any, cast
 from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import ConfigError
 
-from .record import NEWEST, Dialect, Fields, Finding, Job, Reading, Version, error
+from .record import NEWEST, Dialect, Fields, Finding, Job, Reading, Version, error, note
 
 _PARALLEL = {
     "tensor_model_parallel_size": "tensor_parallel",
@@ -59,16 +59,22 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
 def _check(reading: Reading) -> list[Finding]:
     """NeMo multiplies the batch by accumulate_grad_batches, and stops at every change of a ramp's batch."""
     key = reading.first(_ACCUMULATE, f"training.{_ACCUMULATE}")
+    means = note(
+        "mean-of-means",
+        "NeMo trains with Megatron, whose calculate_per_token_loss is false by default: the gradient is a mean of the micro "
+        "batches' means.",
+    )
     if key is None or str(reading.value(key)) == "1":
-        return []
+        return [means]
     return [
+        means,
         error(
             "accumulates-twice",
             f"{key}={reading.value(key)} must be 1: NeMo derives accumulation itself, as global / (micro × ranks), and this "
             "key would multiply the batch.",
             key,
             (1,),
-        )
+        ),
     ]
 
 

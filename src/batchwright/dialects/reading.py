@@ -92,6 +92,7 @@ def read(
             continue
         if dialect.reads(key) or not dialect.knows(key):
             taken.append((key, value))
+    taken = [(key, _as_strong(key, value, taken, dialect, beside)) for key, value in taken]
     if defaults:
         own = f"{dialect.title}'s default"
         placed = bool(set(world or ()) & set(WORLD_FIELDS))  # then the framework's default devices do not count
@@ -110,6 +111,16 @@ def read(
     except PlanError as wrong:
         findings += [error("value", v.message, v.field, v.nearest) for v in wrong.violations]
     return Reading(dialect, version, tuple(by), given, fields, notes, tuple(passed_over), tuple(findings))
+
+
+def _as_strong(
+    key: str, value: Given, taken: list[tuple[str, Given]], dialect: Dialect, beside: list[Dialect]
+) -> Given:
+    """A value of a framework beside this one, as strong as this one's: the two must agree, wherever they are given."""
+    field = next((d.keys[key] for d in beside if key in d.keys), None)
+    if dialect.reads(key) or field is None:
+        return value
+    return replace(value, level=max([g.level for k, g in taken if dialect.keys.get(k) == field], default=value.level))
 
 
 def _misspelt(key: str, candidates: list[str], dialect: Dialect) -> Finding:

@@ -111,7 +111,7 @@ class Job:
         return {key: self.numbers[name] for key, name in keys.items() if name in self.numbers}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Dialect:
     """The keys of one framework.
 
@@ -149,6 +149,9 @@ class Dialect:
     beside: tuple[str, ...] = ()
     unit: str = "samples"
     source: str = ""
+
+    def __repr__(self) -> str:
+        return f"Dialect({self.name})"
 
     def knows(self, key: str) -> bool:
         """Whether the framework has this key, as far as it concerns the batch."""
