@@ -39,20 +39,20 @@ def drive(framework: str, folder: Path, place: str, *arguments: str, **options: 
 def arm(framework: str, kind: str, position: int) -> None:
     import torch
 
-    from batchwright.adapters.seat import Seat
+    from batchwright.adapters.adapter import Adapter
 
-    applied, save, seats = Seat.applied, torch.save, list[Seat]()
+    applied, save, adapters = Adapter.applied, torch.save, list[Adapter]()
     marker = Path(os.environ["BATCHWRIGHT_RUN_DIR"]) / "signalled"
 
     def here() -> bool:
-        return any((seat.position, seat.rank) == (position, 0) for seat in seats) and not marker.exists()
+        return any((adapter.position, adapter.rank) == (position, 0) for adapter in adapters) and not marker.exists()
 
-    def after_step(seat: Any, *given: Any) -> None:
-        applied(seat, *given)
-        seats[:] = [seat]
+    def after_step(adapter: Any, *given: Any) -> None:
+        applied(adapter, *given)
+        adapters[:] = [adapter]
         if kind in ("step", "stop") and here():
             marker.touch()
-            os.kill(os.getpid(), seat.run.stop_signal if kind == "stop" else signal.SIGKILL)
+            os.kill(os.getpid(), adapter.run.stop_signal if kind == "stop" else signal.SIGKILL)
 
     def in_save(content: Any, file: Any, *given: Any, **named: Any) -> None:
         path = getattr(file, "name", file)
@@ -65,7 +65,7 @@ def arm(framework: str, kind: str, position: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         save(content, file, *given, **named)
 
-    Seat.applied = after_step
+    Adapter.applied = after_step
     if kind in ("write", "save"):
         torch.save = in_save
 

@@ -1,4 +1,4 @@
-"""A seat inside transformers' Trainer: each test of the gradient fails with the Trainer alone."""
+"""The adapter for transformers' Trainer: each test of the gradient fails with the Trainer alone."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ def test_the_gradient_is_that_of_the_whole_batch(hf, tmp_path, case):
     assert least <= stock <= most
     from batchwright.adapters.huggingface import exact
 
-    seated = gradient(
-        exact(kind), hf.arguments(tmp_path / "seat"), schedule=batchwright.Constant(32).compile().until(32)
+    ours = gradient(
+        exact(kind), hf.arguments(tmp_path / "adapter"), schedule=batchwright.Constant(32).compile().until(32)
     )
-    assert seated <= 1e-5
+    assert ours <= 1e-5
 
 
 def test_every_step_of_a_ramp_with_ragged_batches_and_a_learning_rate_in_samples(hf, tmp_path):
@@ -175,11 +175,11 @@ def test_packed_sequences_of_sft(hf, tmp_path):
     trainer.train()
     assert [len(ids) for ids in watch.ids] == [4, 4, 8, 8]
     for ids, gradient in zip(watch.ids, watch.gradients, strict=True):
-        batch = trainer.data_collator([trainer.seat.dataset[i] for i in ids])
+        batch = trainer.data_collator([trainer.batchwright.dataset[i] for i in ids])
         # As SFTTrainer does: with a cache, a packed row would be one long sequence.
         assert error(gradient, whole(before, {**batch, "use_cache": False})) <= 1e-5
     tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
-    lengths = [len(row["input_ids"]) for row in trainer.seat.dataset]
+    lengths = [len(row["input_ids"]) for row in trainer.batchwright.dataset]
     assert tokens[-1] == sum(lengths[i] for ids in watch.ids for i in ids)  # the test of the loss is not counted
 
 
@@ -217,7 +217,7 @@ def test_a_step_without_a_label_is_an_error_whose_advice_can_be_followed(hf, tmp
         train(masked, None)
     masked[empty[3]] = data[empty[3]]  # as the error says
     trainer, watch = train(masked, True)
-    assert watch.ids == [empty, order.ids(range(16, 24)).tolist()] and trainer.seat.done
+    assert watch.ids == [empty, order.ids(range(16, 24)).tolist()] and trainer.batchwright.done
     found = audit(tmp_path)
     assert (found.ok, found.samples, found.gaps, found.repeats) == (True, 24, 0, 0)
 
@@ -255,7 +255,7 @@ def test_a_scaler_may_skip_a_step(hf, tmp_path, optim):
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])  # by samples: a skipped step counts
     found = audit(tmp_path)
-    assert (found.ok, found.skipped_samples, trainer.seat.position) == (True, 8, 32)
+    assert (found.ok, found.skipped_samples, trainer.batchwright.position) == (True, 8, 32)
 
 
 @pytest.mark.rounds
@@ -379,7 +379,7 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
             made(**given)
         return [violation.field for violation in refused.value.violations]
 
-    class Above(exact(Trainer)):  # it would stand before the seat
+    class Above(exact(Trainer)):  # it would stand before the adapter
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return super().compute_loss(model, inputs, return_outputs)
 
@@ -391,7 +391,7 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
     assert refused_fields(lr_scheduler_type="inverse_sqrt", lr_scheduler_kwargs={"timescale": 9}, save_on_each_node=True) == [
         "save_on_each_node", "lr_scheduler_kwargs", "lr_scheduler_type",
     ]  # fmt: skip
-    assert made(lr_scheduler_type="inverse_sqrt", warmup_steps=2).seat.course.steps == 4
+    assert made(lr_scheduler_type="inverse_sqrt", warmup_steps=2).batchwright.course.steps == 4
     assert refused_fields(save_total_limit=1, metric_for_best_model="loss") == ["save_total_limit"]
     best = {
         "save_strategy": "best",
@@ -420,11 +420,11 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
     with pytest.raises(PlanError, match="whole number of accumulation steps"):
         made(schedule=batchwright.Constant(10).compile().until(30))
     # A schedule without an end ends where the arguments say, as with the Trainer.
-    assert made(schedule=batchwright.Constant(8), max_steps=3).seat.course.samples == 24
-    assert made(schedule=batchwright.Constant(8), num_train_epochs=2).seat.course.samples == 64
+    assert made(schedule=batchwright.Constant(8), max_steps=3).batchwright.course.samples == 24
+    assert made(schedule=batchwright.Constant(8), num_train_epochs=2).batchwright.course.samples == 64
     plan = batchwright.plan(global_batch_size=16, micro_batch_size=2, devices=1)
     planned = made(schedule=plan, num_train_epochs=1)
-    assert (planned.args.per_device_train_batch_size, planned.seat.course.steps) == (2, 2)
+    assert (planned.args.per_device_train_batch_size, planned.batchwright.course.steps) == (2, 2)
 
 
 def test_a_loss_that_does_not_add_up_is_refused_and_a_router_is_named(hf, tmp_path, caplog):
@@ -445,7 +445,7 @@ def test_a_loss_that_does_not_add_up_is_refused_and_a_router_is_named(hf, tmp_pa
             parameter.mul_(1000 if ".gate." in name else 1)  # a router that has decided
     with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
         trainer, _ = hf.trained(exact(Trainer), model, hf.rows(16), hf.arguments(tmp_path / "m"), schedule=schedule)
-    assert trainer.seat.position == 16
+    assert trainer.batchwright.position == 16
     assert any("balance loss" in record.message for record in caplog.records)
 
 
@@ -467,7 +467,7 @@ def test_a_wrong_weight_is_refused_and_a_collator_that_draws_is_not(hf, tmp_path
     trainer = exact(Trainer)(hf.llama(), train_dataset=hf.rows(16), data_collator=masked, **given)
     with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
         trainer.train()
-    assert trainer.seat.position == 16 and not caplog.records
+    assert trainer.batchwright.position == 16 and not caplog.records
     given["args"] = hf.arguments(tmp_path, per_device_train_batch_size=1)
     with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
         hf.trained(exact(Trainer), hf.Bare(), hf.rows(16), **given)
@@ -498,7 +498,7 @@ def test_rounding_hides_a_weight_that_is_nearly_right(hf, tmp_path, mixed):
         return (batch["labels"] != -100).sum()
 
     trainer, _ = hf.trained(exact(Trainer), hf.llama(), hf.rows(16), weight=near, **given)
-    assert trainer.seat.position == 16
+    assert trainer.batchwright.position == 16
     fresh = exact(Trainer)(hf.llama(), train_dataset=hf.rows(16), data_collator=hf.collate, weight=near, **given)
     report = batchwright.check(Task.from_trainer(fresh), global_batch_size=16, micro_batch_sizes=(2,))
     assert not report.ok

@@ -1,4 +1,4 @@
-"""A seat inside Lightning: what Lightning does alone, and what it does with the seat."""
+"""The adapter for Lightning: what Lightning does alone, and what it does with the adapter."""
 
 from __future__ import annotations
 
@@ -301,13 +301,15 @@ def test_a_callback_that_trains_by_itself_is_refused(lit, tmp_path, name):
         lit.trainer(tmp_path, callbacks=[callback]).fit(module, datamodule=Data())
 
 
-def test_a_module_that_is_no_class_or_stands_before_the_seat_is_refused(lit, tmp_path):
+def test_a_module_that_is_no_class_or_stands_before_the_adapter_is_refused(lit, tmp_path):
     steps = lit.Steps(lit.rows(), lit.SCHEDULE, micro_batch_size=4, collate=lit.collate)
 
     class Before(lit.exact(lit.Small)):
         def training_step(self, batch: Any, batch_idx: int) -> Any: ...
 
-    with pytest.raises(PlanError, match=r"module=training_step: replaces a part of the seat.*and then exact\(Mine\)"):
+    with pytest.raises(
+        PlanError, match=r"module=training_step: replaces a part of the adapter.*and then exact\(Mine\)"
+    ):
         lit.trainer(tmp_path).fit(Before(), steps)
     with pytest.raises(PlanError, match=r"torch.compile\(module\): must not be compiled as a whole"):
         lit.trainer(tmp_path).fit(torch.compile(lit.exact(lit.Small)(), backend="eager"), steps)
@@ -383,7 +385,7 @@ def test_a_checkpoint_that_was_validated_is_no_position(lit, tmp_path):
     steps = lit.Steps(lit.rows(), short(lit, 32), micro_batch_size=4, collate=lit.collate)
     trainer = lit.trainer(tmp_path)
     trainer.fit(module, steps)
-    assert (trainer.global_step, steps.seat.position) == (4, 32)
+    assert (trainer.global_step, steps.adapter.position) == (4, 32)
 
 
 def test_a_hook_that_changes_labels_changes_the_weight(lit, tmp_path):
@@ -595,7 +597,7 @@ def test_two_ranks_are_exact_and_a_resume_changes_the_number_of_ranks(lit, tmp_p
     tuned = lit.exact(lit.Learns).load_from_checkpoint(tmp_path / "whole" / "last.ckpt")
     steps = lit.Steps(lit.rows(), lit.SCHEDULE, micro_batch_size=4, collate=lit.collate)
     lit.trainer(tmp_path / "tuned", max_steps=1).fit(tuned, steps)
-    assert steps.seat.position == 8
+    assert steps.adapter.position == 8
     plain = lit.trainer(tmp_path / "plain", max_steps=1)
     plain.fit(lit.Learns(), torch.utils.data.DataLoader(lit.rows(8), batch_size=4, collate_fn=lit.collate))
     plain.save_checkpoint(tmp_path / "plain.ckpt")
@@ -648,7 +650,7 @@ def written(tmp_path: Path, monkeypatch: Any) -> Path:
         "import torch\nfrom batchwright.adapters.lightning import Steps, exact\n"
         "from tests.adapters.lit_cases import SCHEDULE, Learns, collate, rows\n\n"
         "def pair():\n    return Learns(), torch.utils.data.DataLoader(rows(8), batch_size=4, collate_fn=collate)\n\n"
-        "def seated():\n    return exact(Learns)(), Steps(rows(8), SCHEDULE, collate=collate)\n"
+        "def exactly():\n    return exact(Learns)(), Steps(rows(8), SCHEDULE, collate=collate)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the processes that trace and try
     return path
@@ -657,7 +659,7 @@ def written(tmp_path: Path, monkeypatch: Any) -> Path:
 def test_a_function_may_return_a_module_and_its_data(lit, written):
     from batchwright.runtime import load_task
 
-    for name in ("pair", "seated"):
+    for name in ("pair", "exactly"):
         task = load_task(f"{written}:{name}")
         assert (task.framework, len(task.dataset)) == ("lightning", 8)
         optimizer = task.optimizer(task.build_model(0).parameters())
@@ -676,7 +678,7 @@ def test_probe_trains_a_module_and_its_data(written, tmp_path, capsys):
         main(
             [
                 *"probe --max=2 --memory=2GiB --limit-only --no-estimate --json".split(),
-                f"{written}:seated",
+                f"{written}:exactly",
                 f"--dir={tmp_path}",
             ]
         )

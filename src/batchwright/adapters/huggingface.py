@@ -1,4 +1,4 @@
-"""A seat inside transformers' Trainer, and inside every trainer that is made of it, such as TRL's SFTTrainer.
+"""The adapter for transformers' Trainer, and for every trainer that is made of it, such as TRL's SFTTrainer.
 
     from batchwright.adapters.huggingface import exact
 
@@ -38,6 +38,7 @@ from batchwright.core.ramp.schedule import Rule, Schedule
 from batchwright.runtime.device import pins, widest_float
 from batchwright.runtime.ranks import discover
 
+from .adapter import Adapter, Group, Weight
 from .additive import (
     FP32,
     GRADIENTS,
@@ -51,10 +52,9 @@ from .additive import (
 )
 from .course import course, under_run
 from .sealed import newest, rotate, seal, sealed, unseal
-from .seat import Group, Seat, Weight
 
 NAME = "batchwright"  # of the position in trainer_state.json
-# Methods that decide what is trained when. A class that has its own cannot be seated.
+# Methods that decide what is trained when. A class that has its own cannot be adapted.
 _DECIDE = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples", "_run_epoch", "_inner_training_loop")
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Exact:
         arguments.per_device_train_batch_size = found.micro_batch_sizes[-1]
         arguments.ignore_data_skip = True  # the loader starts at the position; there is nothing to skip
         data, self._collate = data_of(self)
-        self.seat = Seat(
+        self.batchwright = Adapter(
             found,
             data,
             rank=arguments.process_index,
@@ -128,7 +128,7 @@ class Exact:
         state: Mapping[str, Any] | None = None
         if resume_from_checkpoint is True:
             folders = Path(self.args.output_dir).glob("checkpoint-*")
-            found = self.seat.from_first(lambda: newest(folders))
+            found = self.batchwright.from_first(lambda: newest(folders))
             resume_from_checkpoint, state = (str(found[0]), found[1]) if found else (None, None)
         elif resume_from_checkpoint:
             state = sealed(Path(resume_from_checkpoint))
@@ -144,22 +144,22 @@ class Exact:
         if state is not None and resume_from_checkpoint is not None:
             _same_position(Path(resume_from_checkpoint), state)
         self._group = None
-        self.seat.open(state)
+        self.batchwright.open(state)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self.seat.close()
+            self.batchwright.close()
 
     def get_train_dataloader(self) -> _Steps:
         return _Steps(self)
 
     def set_initial_training_values(self, *_: Any) -> tuple[int, int, int, int, int, int, int]:
-        found = self.seat.course
+        found = self.batchwright.course
         size = found.schedule.segments[-1].global_batch_size
-        return 1, found.steps, len(self.seat.dataset), found.samples, size, found.steps, found.steps
+        return 1, found.steps, len(self.batchwright.dataset), found.samples, size, found.steps, found.steps
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.seat.done:  # the launch before was killed between its last save and its report
+        if self.batchwright.done:  # the launch before was killed between its last save and its report
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
@@ -171,7 +171,7 @@ class Exact:
         if group is None:
             self.control.should_training_stop = True
             return [], None
-        self._scales, stop = self.seat.weigh(group, self._weight, device)
+        self._scales, stop = self.batchwright.weigh(group, self._weight, device)
         self._group, self._stop = group, stop
         return [group], None
 
@@ -183,7 +183,7 @@ class Exact:
         if not self._warned:
             self._warned = True
             warn_of_batch_statistics(model, logger.warning)
-        if self._additive and self.seat.position == 0:
+        if self._additive and self.batchwright.position == 0:
             self._test_loss(model, group)
         try:
             for micro, scale in zip(group, self._scales, strict=True):
@@ -209,7 +209,7 @@ class Exact:
         """Refuse a loss that does not add up. Every rank runs the model equally often, since it may be collective."""
         usable = (m for m, scale in zip(group, self._scales, strict=True) if scale)
         micro = next(usable, group[0])
-        parts = self.seat.halves(micro, self._collate) if micro is not group[0] or self._scales[0] else None
+        parts = self.batchwright.halves(micro, self._collate) if micro is not group[0] or self._scales[0] else None
         half = {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16}
         tolerance = HALF if half or self.args.bf16 or self.args.fp16 else FP32
 
@@ -217,7 +217,7 @@ class Exact:
             logger.warning(
                 "On rank %d the test whether the loss adds up sees nothing: the micro batch has one sample, or its collator "
                 "draws and its tensors cannot be divided by rows.",
-                self.seat.rank,
+                self.batchwright.rank,
             )
 
         def loss(data: Any) -> Tensor:
@@ -233,7 +233,7 @@ class Exact:
                 gradient = gradient_difference(model, loss, *given)
             worst = torch.tensor([found, gradient], dtype=widest_float(self.args.device), device=self.args.device)
             worst = worst.nan_to_num(nan=torch.inf, posinf=torch.inf)  # of NaN and 0, the largest may be 0
-            if self.seat.ranks > 1:
+            if self.batchwright.ranks > 1:
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             return worst.tolist()
 
@@ -261,36 +261,36 @@ class Exact:
         # Not accelerate's `optimizer_step_was_skipped`: a fused optimizer, the Trainer's default, leaves out the update itself.
         scaler = self.accelerator.scaler
         skipped = scaler is not None and scaler.get_scale() < self._loss_scale
-        self.seat.applied(self._group, "skipped" if skipped else "applied")
+        self.batchwright.applied(self._group, "skipped" if skipped else "applied")
         if self._by_samples and self.accelerator.optimizer_step_was_skipped:
             with warnings.catch_warnings():  # the Trainer leaves the rate as it was
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before the first update
                 self.lr_scheduler.step()
-        state.epoch = self.seat.position / len(self.seat.dataset)
-        if self.seat.done or self._stop:
+        state.epoch = self.batchwright.position / len(self.batchwright.dataset)
+        if self.batchwright.done or self._stop:
             control.should_training_stop = True
-            control.should_save = control.should_save or self.seat.run is not None
+            control.should_save = control.should_save or self.batchwright.run is not None
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         arguments, output = self.args, Path(self._get_output_dir(trial=trial))
         folder = output / f"checkpoint-{self.state.global_step}"
-        self.seat.before_save()
-        self.seat.from_first(lambda: unseal(folder))
-        self.state.stateful_callbacks[NAME] = {"args": {}, "attributes": self.seat.state()}
+        self.batchwright.before_save()
+        self.batchwright.from_first(lambda: unseal(folder))
+        self.state.stateful_callbacks[NAME] = {"args": {}, "attributes": self.batchwright.state()}
         limit, arguments.save_total_limit = arguments.save_total_limit, None  # the older one goes when this is complete
         try:
             super()._save_checkpoint(model, trial)
         finally:
             arguments.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # all ranks have written their files
-        if self.seat.rank == 0:
-            seal(folder, self.seat.state())
-            self.seat.saved()
+        if self.batchwright.rank == 0:
+            seal(folder, self.batchwright.state())
+            self.batchwright.saved()
             rotate(output.glob("checkpoint-*"), limit, {folder, Path(self.state.best_model_checkpoint or folder)})
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """A schedule of the Trainer counts samples: it ends where the run ends, whatever the ramp."""
-        found, arguments = self.seat.course, self.args
+        found, arguments = self.batchwright.course, self.args
         if not _scheduler_is_the_trainers(self):  # the user's own counts steps
             return super().create_scheduler(found.steps, optimizer)
         steps = arguments.warmup_steps
@@ -310,7 +310,7 @@ class Exact:
 
     def _reached(self) -> int:
         """The position after the present step; before the first one, where the launch starts."""
-        return self._group.step.end_sample if self._group is not None else self.seat.position
+        return self._group.step.end_sample if self._group is not None else self.batchwright.position
 
     # -- numbers that the Trainer logs; it passes the whole group
 
@@ -348,7 +348,7 @@ class _Steps:
     """The loader that the Trainer iterates. It starts at the position when it is iterated, and has no length."""
 
     def __init__(self, trainer: Exact) -> None:
-        self._trainer, self.dataset = trainer, trainer.seat.dataset
+        self._trainer, self.dataset = trainer, trainer.batchwright.dataset
 
     def __iter__(self) -> Iterator[Group]:
         arguments = self._trainer.args
@@ -357,7 +357,7 @@ class _Steps:
             "persistent_workers": arguments.dataloader_persistent_workers,
             "prefetch_factor": arguments.dataloader_prefetch_factor,
         }
-        return self._trainer.seat.groups(
+        return self._trainer.batchwright.groups(
             self._trainer._collate,
             num_workers=workers,
             pin_memory=arguments.dataloader_pin_memory and pins(arguments.device),
@@ -455,10 +455,10 @@ def _refused(trainer: Any, under_run: bool) -> list[Violation]:
         (rate == "inverse_sqrt" and not args.warmup_steps and _scheduler_is_the_trainers(trainer), "lr_scheduler_type", rate,
          "needs warmup_steps: without them its time scale is 10,000 steps, and the learning rate counts samples"),
         (bool(above), "trainer", ", ".join(above),
-         f"replaces a part of the seat, since {type(trainer).__name__} is a subclass of it. Put your class inside: "
+         f"replaces a part of the adapter, since {type(trainer).__name__} is a subclass of it. Put your class inside: "
          "class Mine(Trainer), and then exact(Mine)"),
         (bool(own), "trainer", ", ".join(own),
-         "is defined by this Trainer class, and the seat would replace it: the class decides by itself what is trained when"),
+         "is defined by this Trainer class, and the adapter would replace it: the class decides by itself what is trained when"),
     ]  # fmt: skip
     checks += [
         (

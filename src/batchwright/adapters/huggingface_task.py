@@ -27,8 +27,8 @@ def task_of(trainer: Trainer) -> Task:
     its items; a model that ignores `num_items_in_batch` returns a mean there. `items` is a constant: that of a step.
     """
     data, collate = data_of(trainer)
-    seated = isinstance(trainer, Exact)
-    weigh = trainer._weight if seated else labels_that_count(trainer._loss_shifts_labels)
+    ours = isinstance(trainer, Exact)
+    weigh = trainer._weight if ours else labels_that_count(trainer._loss_shifts_labels)
 
     def collated(rows: list[Any]) -> Any:
         return collate([dict(row) if isinstance(row, Mapping) else row for row in rows])  # a collator may change rows
@@ -38,17 +38,17 @@ def task_of(trainer: Trainer) -> Task:
     labelled = isinstance(first, Mapping) and "labels" in first
     passes = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     step = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size
-    items = max(1, round(float(weigh(first)) / len(sample) * step)) if labelled or seated else step
-    passed = torch.tensor(items) if labelled and passes and not seated else None
+    items = max(1, round(float(weigh(first)) / len(sample) * step)) if labelled or ours else step
+    passed = torch.tensor(items) if labelled and passes and not ours else None
     scaled = trainer.loss_is_scaled_for_ga
     if scaled is None:
         scaled = (trainer.model_accepts_loss_kwargs and passed is not None) or trainer.compute_loss_func is not None
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
-        weight = weigh(batch) if labelled or seated else 1.0
+        weight = weigh(batch) if labelled or ours else 1.0
         inputs = copy.copy(batch)
         mean: Any = trainer.compute_loss(model, inputs, num_items_in_batch=passed)
-        if seated:
+        if ours:
             return mean * weight, weight
         return (mean * items, weight) if scaled else (mean, 1.0)
 

@@ -1,4 +1,4 @@
-"""A seat inside Lightning's Trainer.
+"""The adapter for Lightning's Trainer.
 
     from batchwright.adapters.lightning import Steps, exact
 
@@ -8,7 +8,7 @@
 
 One item of the loader is one optimizer step, and `accumulate_grad_batches` stays at 1, so clipping, precision, validation
 intervals, loggers and checkpoints of Lightning count optimizer steps. `training_step` of the module keeps returning a mean over
-one micro batch; the seat runs it for every micro batch and scales it by weight / weight of the step × ranks.
+one micro batch; the adapter runs it for every micro batch and scales it by weight / weight of the step × ranks.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
@@ -47,6 +47,7 @@ from batchwright.runtime.data.loader import MapDataset
 from batchwright.runtime.data.windows import leading_size
 from batchwright.runtime.step.accumulate import set_learning_rate
 
+from .adapter import Adapter, Group, Weight
 from .additive import (
     FP32,
     HALF,
@@ -59,7 +60,6 @@ from .additive import (
 )
 from .course import Course, course, under_run
 from .lightning_files import WholeFiles, last_path, saves_last
-from .seat import Group, Seat, Weight
 
 _AGAINST_UNDERFLOW = 2.0**10  # of gradients in fp16; the test compares them relative to their norm
 _NAMES = {  # arguments of a DataLoader
@@ -132,7 +132,7 @@ class Steps:
         self.dataset, self.weight, self.learning_rate, self.collate = dataset, weight, learning_rate, collate
         self.order = {"seed": seed, "shuffle": shuffle}
         self.additive, self.directory, self.options = additive, directory, options
-        self.seat: Seat | None = None
+        self.adapter: Adapter | None = None
 
     def __len__(self) -> int:
         """Optimizer steps of the whole run, also after a resume: Lightning counts those before it."""
@@ -140,24 +140,24 @@ class Steps:
 
     def __iter__(self) -> Iterator[Item]:
         """The items of this launch; nothing is read before the first one is asked for."""
-        if self.seat is None:
+        if self.adapter is None:
             raise RunError(
                 "Steps yields whole optimizer steps, which only an exact module can train: trainer.fit(exact(MyModule)(…), "
                 "Steps(…)).",
                 field="module",
             )
-        yield from map(Item, self.seat.groups(self.collate, **self.options))
+        yield from map(Item, self.adapter.groups(self.collate, **self.options))
 
     def state_dict(self) -> dict[str, Any]:
         """The position, for Lightning's checkpoint."""
-        return self.seat.state() if self.seat is not None else {}
+        return self.adapter.state() if self.adapter is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing: the module has read the position already, also where Lightning does not call this."""
 
-    def open(self, trainer: Any, state: Mapping[str, Any] | None) -> Seat:
-        """Take the seat in a trainer, at the position of a checkpoint or at the start. Collective."""
-        self.seat = Seat(
+    def open(self, trainer: Any, state: Mapping[str, Any] | None) -> Adapter:
+        """Start a launch in a trainer, at the position of a checkpoint or at the start. Collective."""
+        self.adapter = Adapter(
             self.course,
             self.dataset,
             rank=trainer.global_rank,
@@ -166,8 +166,8 @@ class Steps:
             run=self.run,
             **self.order,
         )
-        self.seat.open(state)
-        return self.seat
+        self.adapter.open(state)
+        return self.adapter
 
 
 class Item:
@@ -218,7 +218,7 @@ class Exact:
             return
         loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         states = loops.get("combined_loader", [])
-        # An empty state has no position: the seat refuses to continue from it.
+        # An empty state has no position: the adapter refuses to continue from it.
         self.__resumed = states[0] if states and "optimizer_states" in checkpoint else {}
 
     def on_fit_start(self) -> None:
@@ -230,20 +230,20 @@ class Exact:
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFiles()
         self.__steps = steps
-        seat = steps.open(trainer, self.__resumed)
-        seat.unlisten()  # until training starts: Lightning stores the handlers now, and restores them after the fit or an error
+        adapter = steps.open(trainer, self.__resumed)
+        adapter.unlisten()  # until training starts: Lightning stores the handlers now, and restores them after the fit
         self.__written, self.__resumed = self.__last_file(), None
-        if seat.done:
+        if adapter.done:
             trainer.should_stop = True
 
     def on_train_start(self) -> None:
         super().on_train_start()
         warn_of_batch_statistics(self, rank_zero_warn)
-        self.__steps.seat.listen()  # not Lightning's handler of SIGTERM: it calls a collective wherever the process is
+        self.__steps.adapter.listen()  # not Lightning's handler of SIGTERM: it calls a collective wherever the process is
 
     def on_fit_end(self) -> None:
         super().on_fit_end()
-        self.__steps.seat.close()
+        self.__steps.adapter.close()
 
     # -- the data of a step; hooks of the module or the datamodule get micro batches
 
@@ -254,7 +254,7 @@ class Exact:
         convert = self.trainer.precision_plugin.convert_input
         batch.map(lambda data: one(convert(data), dataloader_idx))
         # The hook may change labels; after the transfer, reading a weight would wait for the device.
-        batch.scales, batch.stop = self.__steps.seat.weigh(batch.group, self.__steps.weight, self.device)
+        batch.scales, batch.stop = self.__steps.adapter.weigh(batch.group, self.__steps.weight, self.device)
         return batch
 
     def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
@@ -276,7 +276,7 @@ class Exact:
         def run(data: Any) -> Any:
             return one(data, batch_idx) if several else one(data)
 
-        if self.__steps.additive and self.__steps.seat.position == 0:
+        if self.__steps.additive and self.__steps.adapter.position == 0:
             self.__test_loss(run, batch)
         super().optimizer_zero_grad(trainer.current_epoch, batch_idx, trainer.optimizers[0])
         total: Any = 0.0
@@ -306,7 +306,7 @@ class Exact:
         precision = trainer.precision_plugin
         index = next((index for index, scale in enumerate(item.scales) if scale), None)
         micro = item.group[index or 0]
-        halves = None if index is None else steps.seat.halves(micro, steps.collate)
+        halves = None if index is None else steps.adapter.halves(micro, steps.collate)
         before, move = super()._on_before_batch_transfer, super()._apply_batch_transfer_handler
         ready = [before(precision.convert_input(part), 0) for part in halves or ()]  # weighed there, as in training
         parts = [(steps.weight(part), move(part, self.device, 0)) for part in ready] or [(1.0, micro.data)] * 2
@@ -345,7 +345,7 @@ class Exact:
         scale = scaler.get_scale() if scaler is not None else 0.0
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         skipped = scaler is not None and scaler.get_scale() < scale
-        steps.seat.applied(self.__item.group, "skipped" if skipped else "applied")
+        steps.adapter.applied(self.__item.group, "skipped" if skipped else "applied")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         self.__report()
@@ -355,11 +355,11 @@ class Exact:
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
-        seat, trainer = self.__steps.seat, self.trainer
-        if seat.done or batch.stop:
+        adapter, trainer = self.__steps.adapter, self.trainer
+        if adapter.done or batch.stop:
             # At the end of the schedule the epoch ends by itself, and Lightning validates if it is time.
-            trainer.should_stop = trainer.should_stop or seat.position < seat.course.samples
-            if seat.run is not None:
+            trainer.should_stop = trainer.should_stop or adapter.position < adapter.course.samples
+            if adapter.run is not None:
                 callback = saves_last(trainer)
                 callback.last_model_path = str(last_path(callback))
                 trainer.save_checkpoint(callback.last_model_path)
@@ -368,15 +368,15 @@ class Exact:
     def on_train_end(self) -> None:
         super().on_train_end()
         self.__report()
-        self.__steps.seat.unlisten()
+        self.__steps.adapter.unlisten()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        seat = self.__steps.seat if self.__steps is not None else None
-        if seat is None or seat.launch is None:
+        adapter = self.__steps.adapter if self.__steps is not None else None
+        if adapter is None or adapter.launch is None:
             return
-        seat.before_save()
-        if seat.position < seat.course.samples:
+        adapter.before_save()
+        if adapter.position < adapter.course.samples:
             # The run is one epoch. If a launch stops within it, Lightning saves it as complete, and would not continue.
             for progress in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
                 if isinstance(progress, dict):
@@ -391,7 +391,7 @@ class Exact:
         written = self.__last_file()
         if written is not None and written != self.__written:
             self.__written = written
-            self.__steps.seat.saved()
+            self.__steps.adapter.saved()
 
     def __last_file(self) -> tuple[int, int] | None:
         callback = saves_last(self.trainer)
@@ -461,7 +461,7 @@ def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
         ("dataloader_iter" in own, "training_step", "dataloader_iter",
          "must take a batch: a step of its own reading has no position"),
         (bool(replaced), "module", ", ".join(replaced),
-         f"replaces a part of the seat, since {type(module).__name__} is a subclass of it. Put your class inside: "
+         f"replaces a part of the adapter, since {type(module).__name__} is a subclass of it. Put your class inside: "
          "class Mine(MyModule), and then exact(Mine)"),
         (not tested, "strategy", type(strategy).__name__, "was not tested, and is refused: use one device, or ddp"),
         (bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph")), "static_graph", True,

@@ -1,17 +1,17 @@
 """The part that all adapters share: the micro batches of each optimizer step, their weights, and the files of the run.
 
-    seat = Seat(course, dataset, rank=0, ranks=2, directory="out")
-    seat.open(state_of_the_checkpoint)                 # None: from the start
-    for group in seat.groups(collate=collate):         # one optimizer step: the list of this rank's micro batches
-        scales, stop = seat.weigh(group, weight)       # collective
+    adapter = Adapter(course, dataset, rank=0, ranks=2, directory="out")
+    adapter.open(state_of_the_checkpoint)                 # None: from the start
+    for group in adapter.groups(collate=collate):         # one optimizer step: the list of this rank's micro batches
+        scales, stop = adapter.weigh(group, weight)       # collective
         for micro, scale in zip(group, scales):        # all but the last without synchronisation
             (mean_loss(micro.data) * scale).backward()
         optimizer.step()
-        seat.applied(group)
-        if stop or seat.done or …:
-            seat.before_save()                         # collective
-            save(…, seat.state())
-            seat.saved()
+        adapter.applied(group)
+        if stop or adapter.done or …:
+            adapter.before_save()                         # collective
+            save(…, adapter.state())
+            adapter.saved()
 
 The loss of a framework is a mean over the micro batch. `scale` is its weight / the weight of the step × ranks: summed over
 the micro batches and averaged over the ranks, as DDP does, the gradient is that of the whole batch.
@@ -67,7 +67,7 @@ class Group(list[Micro]):
         return Group(replace(micro, data=to_device(micro.data, there)) for micro in self)
 
 
-class Seat:
+class Adapter:
     """One run inside another trainer: its position, its ledger, its right to save."""
 
     def __init__(

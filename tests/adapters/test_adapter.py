@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import batchwright
 from batchwright.adapters import sealed
+from batchwright.adapters.adapter import Adapter
 from batchwright.adapters.additive import (
     difference,
     gradient_difference,
@@ -24,7 +25,6 @@ from batchwright.adapters.additive import (
     without_draws,
 )
 from batchwright.adapters.course import UnderRun, course, under_run
-from batchwright.adapters.seat import Seat
 from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
 from batchwright.rundir.fence import Fence
 from batchwright.runtime import audit
@@ -40,9 +40,9 @@ def never(schedule):
     raise AssertionError("the schedule has an end")
 
 
-def seat(directory, *, start=None, samples=64, rank=0, ranks=1, micro=4, run=None, rows=ROWS):
+def adapter(directory, *, start=None, samples=64, rank=0, ranks=1, micro=4, run=None, rows=ROWS):
     made = course(RAMP.compile().until(samples), micro_batch_size=micro, budget=never)
-    found = Seat(made, rows, rank=rank, ranks=ranks, directory=directory, run=run)
+    found = Adapter(made, rows, rank=rank, ranks=ranks, directory=directory, run=run)
     found.open(start)
     return found
 
@@ -64,7 +64,7 @@ def train(one, steps=99):
 
 
 def test_a_group_is_one_optimizer_step(tmp_path):
-    one = seat(tmp_path)
+    one = adapter(tmp_path)
     groups = list(one.groups())
     assert [[len(micro.ids) for micro in group] for group in groups] == [[4, 4], [4, 4], *[[4] * 4] * 3]
     assert [group.step.start_sample for group in groups] == [0, 8, 16, 32, 48]
@@ -75,7 +75,7 @@ def test_a_group_is_one_optimizer_step(tmp_path):
 @given(st.lists(st.integers(0, 5), min_size=8, max_size=8))
 def test_scales_recombine_means_to_the_mean_of_the_whole(tmp_path_factory, counts):
     rows = [{"labels": torch.tensor([1.0] * n + [-100.0] * (5 - n))} for n in counts]
-    one = seat(tmp_path_factory.mktemp("s"), samples=8, rows=rows, micro=2)
+    one = adapter(tmp_path_factory.mktemp("s"), samples=8, rows=rows, micro=2)
     (group,) = one.groups()
     count = labels_that_count(shifted=False)
     if not sum(counts):
@@ -89,15 +89,15 @@ def test_scales_recombine_means_to_the_mean_of_the_whole(tmp_path_factory, count
     one.close()
 
 
-def test_stop_and_resume_are_audited_and_a_seat_cannot_change_its_past(tmp_path):
-    one = seat(tmp_path)
+def test_stop_and_resume_are_audited_and_a_run_cannot_change_its_past(tmp_path):
+    one = adapter(tmp_path)
     first = train(one, steps=3)
     one.before_save()
     one.saved()
     state = one.state()
     train(one, steps=1)  # lost: not saved
     one.close()
-    two = seat(tmp_path, start=state, micro=8)
+    two = adapter(tmp_path, start=state, micro=8)
     rest = train(two)
     two.before_save()
     two.saved()
@@ -107,15 +107,15 @@ def test_stop_and_resume_are_audited_and_a_seat_cannot_change_its_past(tmp_path)
     assert (found.ok, found.samples, found.gaps, found.repeats, found.discarded_samples) == (True, 64, 0, 0, 16)
     with pytest.raises(RunError, match="step 3, sample 32; in this schedule that sample is at step 2"):
         made = course(batchwright.Constant(16).compile().until(64), micro_batch_size=4, budget=never)
-        Seat(made, ROWS, rank=0, ranks=1, directory=tmp_path).open(state)
+        Adapter(made, ROWS, rank=0, ranks=1, directory=tmp_path).open(state)
     with pytest.raises(RunError, match="another order"):
-        Seat(one.course, ROWS, rank=0, ranks=1, directory=tmp_path, seed=7).open(state)
+        Adapter(one.course, ROWS, rank=0, ranks=1, directory=tmp_path, seed=7).open(state)
     with pytest.raises(RunError, match="has no position"):
-        Seat(one.course, ROWS, rank=0, ranks=1, directory=tmp_path).open({})
+        Adapter(one.course, ROWS, rank=0, ranks=1, directory=tmp_path).open({})
 
 
 def test_only_the_launch_of_the_fence_saves(tmp_path):
-    old, new = seat(tmp_path), seat(tmp_path)
+    old, new = adapter(tmp_path), adapter(tmp_path)
     assert (old.launch, new.launch) == (0, 1)
     with pytest.raises(RunError, match="launch 0 does not save"):
         old.before_save()
@@ -137,7 +137,7 @@ def test_the_stop_signal_of_the_run_and_sigterm_ask_to_stop(tmp_path, monkeypatc
     before = [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)]
     for launch, number in ((3, signal.SIGUSR2), (4, signal.SIGTERM)):
         monkeypatch.setenv("BATCHWRIGHT_LAUNCH", str(launch))
-        one = seat(tmp_path, run=under_run())
+        one = adapter(tmp_path, run=under_run())
         group = next(iter(one.groups()))
         assert one.weigh(group, weight)[1] is False
         one.listen()  # a second time: the first handlers are those that come back
@@ -160,7 +160,7 @@ def test_under_run_the_plan_decides_and_the_position_is_reported(tmp_path):
     assert course(RAMP.compile().until(64), micro_batch_size=1, budget=never, run=run) == made
     with pytest.raises(ConfigError, match="Leave schedule out"):
         course(RAMP.compile().until(48), micro_batch_size=1, budget=never, run=run)
-    one = Seat(made, ROWS, rank=0, ranks=1, directory="elsewhere", run=run)
+    one = Adapter(made, ROWS, rank=0, ranks=1, directory="elsewhere", run=run)
     one.open()
     assert json.loads(run.status_file.read_text())["consumed_samples"] == 0
     assert len(train(one)) == 3 and one.done and one.position == 32
@@ -170,7 +170,9 @@ def test_under_run_the_plan_decides_and_the_position_is_reported(tmp_path):
     assert json.loads(run.status_file.read_text())["consumed_samples"] == 32
     assert audit(tmp_path / "r").samples == 32
     with pytest.raises(RunError, match="continues at sample 32, but no complete checkpoint"):
-        Seat(made, ROWS, rank=0, ranks=1, directory="", run=UnderRun(tmp_path / "r", 8, run.status_file, 32, 64)).open()
+        Adapter(
+            made, ROWS, rank=0, ranks=1, directory="", run=UnderRun(tmp_path / "r", 8, run.status_file, 32, 64)
+        ).open()
 
 
 def test_a_course_comes_from_a_plan_or_a_ramp():
@@ -284,7 +286,7 @@ def test_halves_of_a_collator_that_draws_have_the_same_masks(tmp_path, flat):
         labels = torch.where(torch.rand(labels.shape) < 0.5, labels, -100)
         return {"labels": labels.flatten()} if flat else {"labels": labels}
 
-    one = seat(tmp_path)
+    one = adapter(tmp_path)
     group = next(iter(one.groups(collate)))
     found = one.halves(group[0], collate)
     if flat:  # which label belongs to which row is not known
@@ -298,7 +300,7 @@ def test_halves_of_a_collator_that_draws_have_the_same_masks(tmp_path, flat):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     def saved(directory, steps):
-        one = seat(directory)
+        one = adapter(directory)
         train(one, steps=steps)
         one.before_save()
         one.saved()
@@ -307,19 +309,19 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
     state = saved(tmp_path / "a", 3)
     with pytest.raises(RunError, match=r"saved by launch 0 at sample 32, and this is launch 0 of .*b: .*there is none"):
-        seat(tmp_path / "b", start=state)
+        adapter(tmp_path / "b", start=state)
     saved(tmp_path / "c", 2)
     with pytest.raises(RunError, match="there it has samples 0 to 16"):
-        seat(tmp_path / "c", start=state)
+        adapter(tmp_path / "c", start=state)
 
     def under(launch, start):
         return UnderRun(tmp_path / "a", launch, tmp_path / "status.json", start, 64)
 
     with pytest.raises(RunError, match="saved by launch 9 at sample 32, and this is launch 1"):
-        seat("", start={**state, "launch": 9}, run=under(1, 0))
+        adapter("", start={**state, "launch": 9}, run=under(1, 0))
     with pytest.raises(RunError, match="continues at sample 48, but the newest complete checkpoint is at sample 32"):
-        seat("", start=state, run=under(1, 48))
-    one = seat("", start=state, run=under(1, 16))  # it was killed between the save and its report
+        adapter("", start=state, run=under(1, 48))
+    one = adapter("", start=state, run=under(1, 16))  # it was killed between the save and its report
     assert one.position == 32
     one.close()
 
