@@ -104,7 +104,7 @@ class Watch(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
         model = getattr(model, "module", model)
         self.gradients.append({n: p.grad.double().clone() for n, p in model.named_parameters() if p.grad is not None})
-        group = getattr(self.trainer, "_group", None)
+        group = getattr(self.trainer, "_Exact__group", None)
         if group is not None:
             self.ids.append([i for micro in group if not micro.filler for i in micro.ids.tolist()])
 
