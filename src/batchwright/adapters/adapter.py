@@ -366,7 +366,7 @@ def mixed(mixin: type, given: Any, base: type, wanted: str) -> type[Any]:
         raise ConfigError(f"exact({name}): must be a class of {wanted}.", field="class", given=name)
     if issubclass(given, mixin):
         return given
-    return type(f"Exact{given.__name__}", (mixin, given), {"__doc__": given.__doc__})
+    return type(f"Exact{given.__name__}", (mixin, given), {"__doc__": given.__doc__, "__module__": mixin.__module__})
 
 
 def _trained(ledger: Path) -> tuple[int, int] | None:

@@ -451,7 +451,7 @@ def _refused(trainer: Any, under_run: bool) -> list[Violation]:
         (getattr(args, "enable_jit_checkpoint", False), "enable_jit_checkpoint", True,
          "must be False: it saves within a step. batchwright run saves after the step when it is stopped"),
         (bool(trainer.is_deepspeed_enabled), "deepspeed", True, "was not tested, and is refused: it accumulates by itself"),
-        (bool(trainer.is_fsdp_enabled) or bool(getattr(trainer, "is_distributed_loading_by_transformers", False)), "fsdp", True,
+        (bool(args.fsdp) or bool(trainer.is_fsdp_enabled) or trainer.is_distributed_loading_by_transformers, "fsdp", True,
          "was not tested, and is refused, also for a model that transformers has sharded while loading it"),
         (bool(args.ddp_static_graph), "ddp_static_graph", True,
          "must be False: DDP then expects every backward pass to be the same, and only the last one of a step synchronises"),

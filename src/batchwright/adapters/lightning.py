@@ -415,7 +415,9 @@ def _position(checkpoint: Mapping[str, Any] | None, path: str) -> tuple[Mapping[
 
 def _reopen(checkpoint: Mapping[str, Any]) -> None:
     """The run is one epoch. Where a launch ended, Lightning has saved it as complete, and would not continue."""
-    for progress in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
+    loop = checkpoint["loops"]["fit_loop"]
+    loop["epoch_loop.batch_progress"]["is_last_batch"] = False
+    for progress in loop["epoch_progress"].values():
         if isinstance(progress, dict):
             progress["processed"] = progress["completed"] = max(0, progress["ready"] - 1)
 
