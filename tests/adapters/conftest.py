@@ -42,3 +42,12 @@ def mixed(hf):
     AcceleratorState._reset_state()
     yield
     AcceleratorState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def lit():
+    """The cases and the adapter; importing Lightning takes seconds, so not while tests are collected."""
+    torch.set_num_threads(1)
+    from tests.adapters.test_lightning import importable
+
+    return importable()

@@ -329,6 +329,20 @@ def test_the_default_weight_is_the_one_that_fits(shift, compare, new, lengths):
     assert len(told) == (compare and len(lengths) == 1)
 
 
+def test_small_gradients_of_fp16_do_not_vanish(monkeypatch):
+    """As those of a softmax over many classes, and of a mean over many labels: below the smallest number of fp16."""
+    torch.manual_seed(0)
+    model, samples = torch.nn.Linear(4, 1, bias=False).half(), list(torch.randn(7, 4).half())
+
+    def mean(batch):
+        return (model(batch).float() ** 2).mean() * 2e-7
+
+    assert chosen(model, mean, [len], samples)[0] is len
+    monkeypatch.setattr(additive, "_AGAINST_UNDERFLOW", 1.0)
+    with pytest.raises(RunError, match=r"its gradient [1-9]\d\.\d\d%"):
+        chosen(model, mean, [len], samples)
+
+
 def test_a_loss_that_cannot_be_measured_without_labels_needs_a_weight():
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
 

@@ -129,28 +129,6 @@ def test_gradient_checkpointing_with_dropout(hf, exact, tmp_path, name, reentran
     assert trainer.batchwright.done and trainer.model.is_gradient_checkpointing
 
 
-def test_small_gradients_of_fp16_are_compared(hf, exact, tmp_path, monkeypatch):
-    """Softmax over many classes and a mean over many labels: unscaled, the gradients are below the smallest number of fp16."""
-    from transformers import Trainer
-
-    class Half(Trainer):  # what accelerate does on a GPU
-        def compute_loss_context_manager(self):
-            return torch.autocast("cpu", torch.float16)
-
-    monkeypatch.setattr(hf, "VOCABULARY", 4096)
-    model, data = (
-        hf.Bare(),
-        [{"input_ids": (ids := torch.randint(1, 4096, (n,)).tolist()), "labels": ids} for n in (200, 900)],
-    )
-    args = hf.arguments(tmp_path, per_device_train_batch_size=2)
-    schedule = batchwright.Constant(2).compile().until(2)
-    trainer = exact(Half)(model, args=args, train_dataset=data, data_collator=hf.collate, schedule=schedule)
-    trainer.args.fp16 = True
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    trainer.train()
-    assert trainer.batchwright.done
-
-
 def test_noise_on_embeddings_is_switched_off_for_the_test_alone(hf, exact, tmp_path):
     """NEFTune: the scale of its noise depends on the padded length."""
     from transformers import Trainer

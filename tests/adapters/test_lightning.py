@@ -30,13 +30,6 @@ pytestmark = [
 SEED = 0
 
 
-@pytest.fixture(scope="module")
-def lit() -> Any:
-    """The cases and the adapter; importing Lightning takes seconds, so not while tests are collected."""
-    torch.set_num_threads(1)
-    return importable()
-
-
 def importable() -> Any:
     from types import SimpleNamespace
 
