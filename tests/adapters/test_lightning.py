@@ -515,6 +515,37 @@ def test_fabric_takes_the_pieces_as_they_are(lit):
     assert max(fabric(lit)) <= 1e-5
 
 
+def fabric_part(lit: Any, folder: Path, stop: int = 99, micro_batch_size: int = 4, **ranks: Any) -> Any:
+    """As docs/lightning.md says: continue from what Fabric has saved, up to a step; the weights, and the ids of each step."""
+    import lightning as L
+
+    from batchwright.runtime import Loader, StepSampler, accumulate
+
+    runner = L.Fabric(accelerator="cpu", **{"devices": 1, **ranks})
+    runner.launch()
+    model = lit.Small().network
+    model, optimizer = runner.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    state = {"model": model, "optimizer": optimizer, "position": 0}
+    if (folder / "saved").exists():
+        runner.load(folder / "saved", state)
+    order, ids = GlobalOrder(256, seed=SEED), []
+    sampler = StepSampler(
+        lit.SCHEDULE, micro_batch_size, rank=runner.global_rank, ranks=runner.world_size, start=state["position"]
+    )
+    for step in accumulate(Loader(lit.rows(), order, sampler, collate=lit.collate), model):
+        ids.append([])
+        for micro in step:
+            logits, labels = model(micro.data["tokens"]), micro.data["labels"].flatten()
+            total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+            step.backward(total, (labels != -100).sum())
+            ids[-1] += micro.ids.tolist()
+        state["position"] = step.apply(optimizer).end_sample
+        if step.plan.step + 1 == stop:
+            break
+    runner.save(folder / "saved", state)
+    return [p.detach().clone() for p in model.parameters()], ids
+
+
 class Branch(torch.nn.Module):
     """A parameter that only the first micro batch of a step uses."""
 
@@ -537,6 +568,7 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
     module = fit(lit, root / "gradients", data=data, loader={"micro_batch_size": 2}, **ranks)
     part(lit, root / "2-to-1", 6, **ranks)
     part(lit, root / "1-to-2", loader={"micro_batch_size": 2}, **ranks)
+    fabrics = [fabric_part(lit, root / "fabric-2-to-1", 6, **ranks), fabric_part(lit, root / "fabric-1-to-2", **ranks)]
 
     class Sometimes(lit.Learns):
         def __init__(self) -> None:
@@ -559,16 +591,29 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
         "errors": errors(lit, module, data, lit.SCHEDULE) + fabric(lit, **ranks),
         "loss": logged,
         "scale": float(used.branch.scale.detach()),
+        "fabric": [ids for _, ids in fabrics],
+        "weights": [p.tolist() for p in fabrics[1][0]],
     }
 
 
 def test_two_ranks_are_exact_and_a_resume_changes_the_number_of_ranks(lit, tmp_path):
     whole = part(lit, tmp_path / "whole")
     part(lit, tmp_path / "1-to-2", 6)
+    weights, ids = fabric_part(lit, tmp_path / "fabric")
+    fabric_part(lit, tmp_path / "fabric-1-to-2", 6)
     first, second = run_ranks(on_two, 2, str(tmp_path))
     assert max(first["errors"] + second["errors"]) <= 1e-5
     assert first["loss"] == second["loss"]
     assert first["scale"] == second["scale"] != 1.0  # synchronised, though the last micro batch does not use it
+    # Fabric: the same samples in each step, and the same weights, on either number of ranks.
+    joined = [
+        [[*a, *b] for a, b in zip(*both, strict=True)] for both in zip(first["fabric"], second["fabric"], strict=True)
+    ]
+    last, rest = fabric_part(lit, tmp_path / "fabric-2-to-1", micro_batch_size=2)
+    assert joined[0] + rest == ids == ids[:6] + joined[1]
+    for a, b, c in zip(weights, last, first["weights"], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+        torch.testing.assert_close(a, torch.tensor(c), atol=1e-5, rtol=0)
     again = part(lit, tmp_path / "2-to-1", loader={"micro_batch_size": 2})
     for name, discarded in (("whole", 0), ("2-to-1", 32), ("1-to-2", 32)):
         found = audit(tmp_path / name / "batchwright")  # compares the id of every sample with the order
