@@ -1,4 +1,4 @@
-"""CPU time of a micro step in transformers' Trainer: with the seat, without, and the Trainer against itself.
+"""CPU time of a micro step in transformers' Trainer: with the adapter, without, and the Trainer against itself.
 
 Pairs are interleaved, and each ratio is the median over them: the third column shows how far two equal programs differ.
 """
@@ -33,14 +33,14 @@ class Clock(TrainerCallback):
         self.times.append(time.process_time())
 
 
-def micro_step(seat: bool) -> float:
+def micro_step(adapter: bool) -> float:
     """CPU milliseconds per micro step of one training."""
     torch.manual_seed(0)
     clock, size = Clock(), MICRO * MICRO_STEPS
     given = {"train_dataset": hf.rows(STEPS * size), "data_collator": hf.collate, "callbacks": [clock]}
     with tempfile.TemporaryDirectory() as out:
         common = {"per_device_train_batch_size": MICRO, "logging_steps": 1000, "max_steps": STEPS}
-        if seat:
+        if adapter:
             schedule = batchwright.Constant(size).compile().until(STEPS * size)
             trainer = exact(Trainer)(hf.llama(), args=hf.arguments(out, **common), schedule=schedule, **given)
         else:
@@ -59,19 +59,21 @@ def spread(values: list[float]) -> str:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    stock, seated, again = [], [], []
+    stock, ours, again = [], [], []
     for _ in range(PAIRS + 1):
         stock.append(micro_step(False))
-        seated.append(micro_step(True))
+        ours.append(micro_step(True))
         again.append(micro_step(False))
-    stock, seated, again = stock[1:], seated[1:], again[1:]  # the first round warms up
+    stock, ours, again = stock[1:], ours[1:], again[1:]  # the first round warms up
     print(f"CPU time of a micro step, {PAIRS} interleaved pairs, median (and quartiles):\n")
-    print("| Trainer, ms | with the seat, ms | seat / Trainer | Trainer / Trainer |")
+    print("| Trainer, ms | with the adapter, ms | adapter / Trainer | Trainer / Trainer |")
     print("|---|---|---|---|")
-    ratios = [b / a for a, b in zip(stock, seated, strict=True)]
+    ratios = [b / a for a, b in zip(stock, ours, strict=True)]
     noise = [b / a for a, b in zip(stock, again, strict=True)]
     print(
-        f"| {statistics.median(stock):.2f} | {statistics.median(seated):.2f} | {spread(ratios)} | {spread(noise)} |",
+        f"| {statistics.median(stock):.2f} | {statistics.median(ours):.2f} | {spread(ratios)} | {spread(noise)} |",
     )
-    print(f"\nLimit: 1.050 for seat / Trainer. Two equal programs differ by {abs(statistics.median(noise) - 1):.3f}.")
+    print(
+        f"\nLimit: 1.050 for adapter / Trainer. Two equal programs differ by {abs(statistics.median(noise) - 1):.3f}."
+    )
     sys.exit(int(statistics.median(ratios) > 1.05))

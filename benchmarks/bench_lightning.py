@@ -1,9 +1,9 @@
-"""CPU time of the seat in Lightning per micro step, against Lightning alone: `python benchmarks/bench_lightning.py [--pairs 20]`.
+"""CPU time per micro step in Lightning with the adapter, and alone: `python benchmarks/bench_lightning.py [--pairs 20]`.
 
 The same model, samples, micro batch and accumulation; one process, one thread. Both log a loss in every micro step. The optimizer
 records the CPU time of the process at each step; a round is the median over its steps, without the first ones. Rounds are
-interleaved: stock, seat, stock again; a pair is seat / stock, and the noise floor is the second stock / the first. It fails if
-the median of the pairs is above 1.05, or above 1.05 times a noise floor that is larger than 1.
+interleaved: stock, adapter, stock again; a pair is adapter / stock, and the noise floor is the second stock / the first. It
+fails if the median of the pairs is above 1.05, or above 1.05 times a noise floor that is larger than 1.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 from batchwright import Constant
 from batchwright.adapters.lightning import Steps, exact
 
-LIMIT = 1.05  # seat / stock
-FIRST = 4  # steps that are not counted: the seat tests the loss in the first one
+LIMIT = 1.05  # adapter / stock
+FIRST = 4  # steps that are not counted: the adapter tests the loss in the first one
 
 
 class Module(L.LightningModule):
@@ -46,9 +46,9 @@ class Module(L.LightningModule):
         return self.timed
 
 
-def round_of(size: tuple[int, int], data: Sentences, seat: bool) -> float:
+def round_of(size: tuple[int, int], data: Sentences, adapter: bool) -> float:
     """CPU seconds per micro step."""
-    module = (exact(Module) if seat else Module)(*size)
+    module = (exact(Module) if adapter else Module)(*size)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             accelerator="cpu",
@@ -59,9 +59,9 @@ def round_of(size: tuple[int, int], data: Sentences, seat: bool) -> float:
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
-            accumulate_grad_batches=1 if seat else ACCUMULATION,
+            accumulate_grad_batches=1 if adapter else ACCUMULATION,
         )
-        if seat:
+        if adapter:
             loader: Any = Steps(
                 data, Constant(MICRO * ACCUMULATION), micro_batch_size=MICRO, collate=collate, shuffle=False
             )
@@ -85,15 +85,15 @@ def main() -> None:
     rows: list[list[str]] = []
     slow: list[str] = []
     for name, size in list(SIZES.items())[: args.models]:
-        round_of(size, data, seat=True)
-        rounds = [[round_of(size, data, seat) for seat in (False, True, False)] for _ in range(args.pairs)]
-        first, seat, second = (list(times) for times in zip(*rounds, strict=True))
-        rows.append([name, seconds(first), ratio(first, seat), ratio(first, second)])
-        found, noise = (median(b / a for a, b in zip(first, other, strict=True)) for other in (seat, second))
+        round_of(size, data, adapter=True)
+        rounds = [[round_of(size, data, adapter) for adapter in (False, True, False)] for _ in range(args.pairs)]
+        first, adapter, second = (list(times) for times in zip(*rounds, strict=True))
+        rows.append([name, seconds(first), ratio(first, adapter), ratio(first, second)])
+        found, noise = (median(b / a for a, b in zip(first, other, strict=True)) for other in (adapter, second))
         if found > LIMIT * max(1.0, noise):
             slow.append(f"{name}: {found:.3f} is above {LIMIT} (noise {noise:.3f})")
     title = f"{args.pairs} interleaved pairs, median and 95% interval"
-    table(title, ["model", "Lightning, per micro step", "seat / Lightning", "Lightning / Lightning"], rows)
+    table(title, ["model", "Lightning, per micro step", "adapter / Lightning", "Lightning / Lightning"], rows)
     sys.exit("\n".join(slow) or 0)
 
 

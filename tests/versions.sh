@@ -36,12 +36,13 @@ bin=.venv-versions/oldest/bin/python
 echo "== the oldest Lightning"
 grep -v lightning== constraints.txt > .venv-versions/constraints-lightning.txt
 install lightning "$python" -c .venv-versions/constraints-lightning.txt \
-  torch numpy click PyYAML rich plotext hypothesis pytest pytest-xdist lightning==2.6.0
-CI=1 .venv-versions/lightning/bin/python -m pytest -q -n 2 tests/adapters/test_lightning.py
+  torch numpy click PyYAML rich plotext hypothesis pytest pytest-xdist transformers lightning==2.6.0
+CI=1 .venv-versions/lightning/bin/python -m pytest -q -n 2 tests/adapters/test_lightning.py tests/adapters/test_lightning_loss.py
 echo "== the oldest transformers"
 install oldest-hf "$python" torch==2.13.0 numpy transformers==5.20.0 accelerate==1.15.0 peft==0.21.0 trl==1.16.0 datasets==5.2.0 click PyYAML rich \
   plotext hypothesis pytest pytest-xdist
-CI=1 .venv-versions/oldest-hf/bin/python -m pytest -q -n 2 --dist loadfile tests/adapters/test_seat.py tests/adapters/test_huggingface.py
+CI=1 .venv-versions/oldest-hf/bin/python -m pytest -q -n 2 --dist loadfile tests/adapters/test_adapter.py tests/adapters/test_huggingface.py \
+  tests/adapters/test_huggingface_loss.py
 CI=1 .venv-versions/oldest-hf/bin/python -m pytest -q -k huggingface tests/adapters/test_run.py
 echo "== trackers that are not in the environment of make test: mlflow-skinny brings 30 packages, trackio an older pillow"
 grep -v pillow== constraints.txt > .venv-versions/constraints-trackers.txt

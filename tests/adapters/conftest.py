@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
+import torch
 
 from tests.needs import needs
 
@@ -16,3 +19,35 @@ def _framework(request: pytest.FixtureRequest) -> None:
     for name, package in FRAMEWORKS.items():
         if request.path.name.startswith(f"test_{name}"):
             needs(package)
+
+
+@pytest.fixture(scope="module")
+def hf():
+    """The cases; importing transformers takes seconds, so not while tests are collected."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tests.adapters import hf
+
+        yield hf
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def mixed(hf):
+    """accelerate keeps the precision of a process; forget it before and after."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def lit():
+    """The cases and the adapter; importing Lightning takes seconds, so not while tests are collected."""
+    torch.set_num_threads(1)
+    from tests.adapters.test_lightning import importable
+
+    return importable()

@@ -4,7 +4,8 @@
 
 `step@40`: rank 0 kills itself when it has applied the step that ends at sample 40. `write@96`: in the save at sample 96, when
 it has written half of the file that comes last but one or last; `save@96`: before that file, and after others. `stop@48`: it
-sends the stop signal of the run to itself after that step, and continues. Each once per run directory.
+sends the stop signal of the run to itself after that step, and continues. `interrupt@48`: Ctrl-C, to the process of the variable
+INTERRUPT, or to itself. Each once per run directory, or per `--out`.
 """
 
 from __future__ import annotations
@@ -39,20 +40,23 @@ def drive(framework: str, folder: Path, place: str, *arguments: str, **options: 
 def arm(framework: str, kind: str, position: int) -> None:
     import torch
 
-    from batchwright.adapters.seat import Seat
+    from batchwright.adapters.adapter import Adapter
 
-    applied, save, seats = Seat.applied, torch.save, list[Seat]()
-    marker = Path(os.environ["BATCHWRIGHT_RUN_DIR"]) / "signalled"
+    applied, save, adapters = Adapter.applied, torch.save, list[Adapter]()
+    marker = Path(os.environ.get("BATCHWRIGHT_RUN_DIR") or sys.argv[sys.argv.index("--out") + 1]) / "signalled"
 
     def here() -> bool:
-        return any((seat.position, seat.rank) == (position, 0) for seat in seats) and not marker.exists()
+        return any((adapter.position, adapter.rank) == (position, 0) for adapter in adapters) and not marker.exists()
 
-    def after_step(seat: Any, *given: Any) -> None:
-        applied(seat, *given)
-        seats[:] = [seat]
-        if kind in ("step", "stop") and here():
+    def after_step(adapter: Any, *given: Any) -> None:
+        applied(adapter, *given)
+        adapters[:] = [adapter]
+        if kind in ("step", "stop", "interrupt") and here():
             marker.touch()
-            os.kill(os.getpid(), seat.run.stop_signal if kind == "stop" else signal.SIGKILL)
+            if kind == "interrupt":
+                os.kill(int(os.environ.get("INTERRUPT", os.getpid())), signal.SIGINT)
+            else:
+                os.kill(os.getpid(), adapter.run.stop_signal if kind == "stop" else signal.SIGKILL)
 
     def in_save(content: Any, file: Any, *given: Any, **named: Any) -> None:
         path = getattr(file, "name", file)
@@ -65,7 +69,7 @@ def arm(framework: str, kind: str, position: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         save(content, file, *given, **named)
 
-    Seat.applied = after_step
+    Adapter.applied = after_step
     if kind in ("write", "save"):
         torch.save = in_save
 

@@ -104,7 +104,7 @@ class Watch(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
         model = getattr(model, "module", model)
         self.gradients.append({n: p.grad.double().clone() for n, p in model.named_parameters() if p.grad is not None})
-        group = getattr(self.trainer, "_group", None)
+        group = getattr(self.trainer, "_Exact__group", None)
         if group is not None:
             self.ids.append([i for micro in group if not micro.filler for i in micro.ids.tolist()])
 
@@ -138,8 +138,8 @@ def half_way(out: Path, end: int, resume: bool = False):
     )  # fmt: skip
 
 
-def sft(out: Path, schedule: Any, **given: Any):
-    """SFTTrainer on packed rows; not yet trained."""
+def sft(out: Path, schedule: Any, kind: Any = None, **given: Any):
+    """SFTTrainer on packed rows, exact unless `kind` is another class; not yet trained."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -158,9 +158,10 @@ def sft(out: Path, schedule: Any, **given: Any):
     )  # fmt: skip
     data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows(64)])
     watch = Watch()
-    made = exact(SFTTrainer)(
-        llama(), args=config, train_dataset=data, processing_class=tokenizer, callbacks=[watch], schedule=schedule
-    )
+    made = (kind or exact(SFTTrainer))(
+        llama(), args=config, train_dataset=data, processing_class=tokenizer, callbacks=[watch],
+        **({} if kind else {"schedule": schedule}),
+    )  # fmt: skip
     watch.trainer = made
     return made, watch
 
@@ -174,6 +175,12 @@ def sft_half_way(out: Path, end: int, resume: bool = False):
     )
     made.train(resume_from_checkpoint=resume)
     return made, watch
+
+
+def trained_by(schedule: Any, out: Path, **given: Any) -> Any:
+    """An exact Trainer with this schedule; not yet trained."""
+    args = arguments(out, per_device_train_batch_size=1, **given)
+    return exact(Trainer)(Bare(), args=args, train_dataset=rows(64), data_collator=collate, schedule=schedule)
 
 
 def compiled(folder: Path) -> None:
@@ -190,12 +197,18 @@ def compiled(folder: Path) -> None:
 
 
 def halves(folder: Path) -> None:
-    """On each of two ranks: the first half of run `a`, the second half of run `b`, the first half of `s` (SFT)."""
+    """On each of two ranks: the first half of run `a`, the second half of `b`; of SFT the first of `s`, the second of `u`."""
     first, seen = half_way(folder / "a", 32)
     second, rest = half_way(folder / "b", 64, resume=True)
+    torch.save({"ids": seen.ids[0], "gradient": seen.gradients[0]}, folder / f"gradient-{first.args.process_index}.pt")
     packed = sft_half_way(folder / "s", 16)[1] if find_spec("trl") else Watch()
-    found = {"a": seen.ids, "b": rest.ids, "s": packed.ids, "step": second.state.global_step}
+    other = sft_half_way(folder / "u", 24, resume=True)[1] if find_spec("trl") else Watch()
+    found = {"a": seen.ids, "b": rest.ids, "s": packed.ids, "u": other.ids, "step": second.state.global_step}
     (folder / f"rank-{first.args.process_index}.json").write_text(json.dumps(found))
+    try:
+        trained_by(RAMP.compile().until(32), folder, fsdp="full_shard")
+    except batchwright.PlanError as error:
+        (folder / "refused").write_text(str(error))
 
 
 if __name__ == "__main__":

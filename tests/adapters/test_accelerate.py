@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +142,43 @@ def test_two_processes_are_exact_and_resume_changes_the_number_of_processes(tmp_
         assert found.discarded_samples == 32  # steps 5 and 6 were trained after the save, and again after the resume
     for a, b in zip(whole.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def killed(folder: Path, place: str) -> None:
+    """In a process of its own: the loop of the page, killed in its second save, at step 8."""
+    from accelerate import Accelerator
+
+    write, replace = Path.write_text, Path.replace
+    written: list[Path] = []
+
+    def die(path: Path, *given: Any) -> Any:
+        if path.name.startswith("state."):
+            written.append(path)
+        if len(written) == 2:
+            if place == "writing":
+                write(path, given[0][: len(given[0]) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(path, *given) if isinstance(given[0], str) else replace(path, *given)
+
+    if place == "writing":
+        Path.write_text = die
+    else:
+        Path.replace = die
+    page()["train"](folder, Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("place", ["writing", pytest.param("renaming", marks=pytest.mark.rounds)])
+def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, place):
+    from accelerate import Accelerator
+
+    called = f"killed(Path({str(tmp_path)!r}), {place!r})"
+    code = f"from pathlib import Path; from tests.adapters.test_accelerate import killed; {called}"
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, timeout=600)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(list(tmp_path.glob("checkpoints/*"))) == 2
+    page()["train"](tmp_path, Accelerator(cpu=True), micro_batch_size=2)
+    found = audit(tmp_path)
+    assert (found.ok, found.samples, found.gaps, found.repeats) == (True, 256, 0, 0), found
+    assert found.discarded_samples == 64  # steps 5 to 8

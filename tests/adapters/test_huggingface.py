@@ -1,4 +1,4 @@
-"""A seat inside transformers' Trainer: each test of the gradient fails with the Trainer alone."""
+"""The adapter for transformers' Trainer: each test of the gradient fails with the Trainer alone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import copy
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from click.testing import CliRunner
 import batchwright
 from batchwright.adapters.course import UnderRun
 from batchwright.cli.check import command as check
-from batchwright.core.errors import PlanError, RunError
+from batchwright.core.errors import ConfigError, PlanError, RunError
 from batchwright.estimate.fake import FakeRuns
 from batchwright.estimate.records import EstimateRequest
 from batchwright.runtime import GlobalOrder, Ranks, Task, audit, load_task
@@ -32,20 +34,6 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def hf():
-    import warnings
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from tests.adapters import hf
-
-        yield hf
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
@@ -53,9 +41,9 @@ def _seeded():
 
 def torchrun(what, folder):
     """A function of hf.py on two ranks."""
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
-        [*ranks, "-m", "tests.adapters.hf", what, folder],
+        [*command, "-m", "tests.adapters.hf", what, folder],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
 
@@ -126,10 +114,10 @@ def test_the_gradient_is_that_of_the_whole_batch(hf, tmp_path, case):
     assert least <= stock <= most
     from batchwright.adapters.huggingface import exact
 
-    seated = gradient(
-        exact(kind), hf.arguments(tmp_path / "seat"), schedule=batchwright.Constant(32).compile().until(32)
+    ours = gradient(
+        exact(kind), hf.arguments(tmp_path / "adapter"), schedule=batchwright.Constant(32).compile().until(32)
     )
-    assert seated <= 1e-5
+    assert ours <= 1e-5
 
 
 def test_every_step_of_a_ramp_with_ragged_batches_and_a_learning_rate_in_samples(hf, tmp_path):
@@ -175,11 +163,11 @@ def test_packed_sequences_of_sft(hf, tmp_path):
     trainer.train()
     assert [len(ids) for ids in watch.ids] == [4, 4, 8, 8]
     for ids, gradient in zip(watch.ids, watch.gradients, strict=True):
-        batch = trainer.data_collator([trainer.seat.dataset[i] for i in ids])
+        batch = trainer.data_collator([trainer.batchwright.dataset[i] for i in ids])
         # As SFTTrainer does: with a cache, a packed row would be one long sequence.
         assert error(gradient, whole(before, {**batch, "use_cache": False})) <= 1e-5
     tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
-    lengths = [len(row["input_ids"]) for row in trainer.seat.dataset]
+    lengths = [len(row["input_ids"]) for row in trainer.batchwright.dataset]
     assert tokens[-1] == sum(lengths[i] for ids in watch.ids for i in ids)  # the test of the loss is not counted
 
 
@@ -217,7 +205,7 @@ def test_a_step_without_a_label_is_an_error_whose_advice_can_be_followed(hf, tmp
         train(masked, None)
     masked[empty[3]] = data[empty[3]]  # as the error says
     trainer, watch = train(masked, True)
-    assert watch.ids == [empty, order.ids(range(16, 24)).tolist()] and trainer.seat.done
+    assert watch.ids == [empty, order.ids(range(16, 24)).tolist()] and trainer.batchwright.done
     found = audit(tmp_path)
     assert (found.ok, found.samples, found.gaps, found.repeats) == (True, 24, 0, 0)
 
@@ -255,7 +243,7 @@ def test_a_scaler_may_skip_a_step(hf, tmp_path, optim):
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])  # by samples: a skipped step counts
     found = audit(tmp_path)
-    assert (found.ok, found.skipped_samples, trainer.seat.position) == (True, 8, 32)
+    assert (found.ok, found.skipped_samples, trainer.batchwright.position) == (True, 8, 32)
 
 
 @pytest.mark.rounds
@@ -270,7 +258,7 @@ def test_a_compiled_model_gives_the_same_gradient_on_two_ranks(hf, tmp_path):
         assert rank["compiled"] and error(rank["gradients"][0], reference) <= 1e-5
 
 
-def refused_by(hf, out, edit=lambda args: None, kind=None, schedule=None, **given):
+def refused_by(hf, out, edit=lambda args: None, kind=None, schedule=None, model=None, **given):
     """The names of all that is refused; the trainer is made, and not trained."""
     from transformers import Trainer
 
@@ -281,7 +269,7 @@ def refused_by(hf, out, edit=lambda args: None, kind=None, schedule=None, **give
     schedule = schedule or batchwright.Constant(8).compile().until(32)
     with pytest.raises(PlanError) as refused:
         exact(kind or Trainer)(
-            hf.Bare(), args=args, train_dataset=hf.rows(32), data_collator=hf.collate, eval_dataset=hf.rows(8),
+            model or hf.Bare(), args=args, train_dataset=hf.rows(32), data_collator=hf.collate, eval_dataset=hf.rows(8),
             schedule=schedule,
         )  # fmt: skip
     assert all(f"{one.field}=" in str(refused.value) for one in refused.value.violations)
@@ -311,12 +299,28 @@ def test_an_argument_is_refused_by_name(hf, tmp_path, name):
     assert refused_by(hf, tmp_path, **{name: ARGUMENTS[name]}) == [name]
 
 
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+def test_checkpoints_are_not_uploaded_before_they_are_complete(hf, tmp_path, strategy):
+    def push(args):  # as an argument, it would ask the Hub for a token when the Trainer is made
+        args.push_to_hub, args.hub_strategy = True, strategy
+
+    from transformers import Trainer
+
+    class Offline(Trainer):
+        def init_hf_repo(self, token=None):
+            pass
+
+    assert refused_by(hf, tmp_path, push, kind=Offline) == ["hub_strategy"]
+
+
 def test_optimizers_that_update_during_backward_are_refused(hf, tmp_path):
     for optim in ("adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"):
         assert refused_by(hf, tmp_path, optim=optim) == ["optim"]
 
 
 def test_several_gpus_in_one_process_are_refused(hf, tmp_path):
+    """There is none on this machine: the number is set after it was read."""
+
     def two(args):
         assert args.n_gpu == 0  # reads the devices of the machine, once
         args._n_gpu = 2
@@ -330,14 +334,76 @@ def test_parallelism_is_refused(hf, tmp_path):
 
     assert refused_by(hf, tmp_path, parallelism_config=ParallelismConfig()) == ["parallelism_config"]
 
-    for name in ("deepspeed", "fsdp"):  # they need a group of processes, or a package that is not installed
+    class DeepSpeed(Trainer):  # the package is not installed, and both refuse to start without it
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.is_deepspeed_enabled = True
 
-        class Parallel(Trainer):
-            def create_accelerator_and_postprocess(self, name=name):
-                super().create_accelerator_and_postprocess()
-                setattr(self, f"is_{name}_enabled", True)
+    assert refused_by(hf, tmp_path, kind=DeepSpeed) == ["deepspeed"]
 
-        assert refused_by(hf, tmp_path, kind=Parallel) == [name]
+    class Sharded(hf.Bare):  # as transformers marks a model that it has sharded while loading it
+        is_distributed_loading_by_transformers = True
+
+    assert refused_by(hf, tmp_path, model=Sharded()) == ["fsdp"]
+
+
+def test_grpo_is_refused(hf, tmp_path):
+    """It decides by itself which samples are trained when."""
+    needs("trl")
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from batchwright.adapters.huggingface import exact
+
+    made, _ = hf.sft(tmp_path / "tokenizer", batchwright.Constant(4).compile().until(24))
+    args = GRPOConfig(
+        str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=4, num_generations=2, bf16=False,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    with pytest.raises(PlanError, match=r"trainer=get_train_dataloader.*is defined by this Trainer class"):
+        exact(GRPOTrainer)(
+            hf.llama(), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=args,
+            train_dataset=Dataset.from_list([{"prompt": "w1"}] * 8), processing_class=made.processing_class,
+            schedule=batchwright.Constant(4).compile().until(8),
+        )  # fmt: skip
+
+
+def test_exact_takes_a_class_of_trainers(hf):
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    assert exact(exact(Trainer)) is exact(Trainer)
+    for wrong, name in ((hf.Bare, "Bare"), (Trainer.__new__(Trainer), "Trainer(…)")):
+        with pytest.raises(ConfigError, match=re.escape(f"exact({name}): must be a class of transformers.Trainer")):
+            exact(wrong)
+
+
+def test_what_stops_early_is_refused_under_run(hf, tmp_path):
+    """`run` would start the launch again, and its callback would count from 0 again."""
+    from transformers import EarlyStoppingCallback, Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    batchwright.run(
+        ["true"], thresholds="0:8", samples=32, micro_batch_size=4, devices=1, dir=tmp_path / "run", progress=False,
+        max_retries=0,
+    )  # fmt: skip
+    given = {
+        "args": hf.arguments(tmp_path, eval_strategy="steps", metric_for_best_model="loss"),
+        "train_dataset": hf.rows(32), "eval_dataset": hf.rows(8), "data_collator": hf.collate,
+    }  # fmt: skip
+    schedule = batchwright.Constant(8).compile().until(32)
+    assert exact(Trainer)(hf.Bare(), callbacks=[EarlyStoppingCallback(1)], schedule=schedule, **given)
+    with pytest.MonkeyPatch.context() as patched:
+        run = UnderRun(tmp_path / "run", 7, tmp_path / "status.json", 0, 32)
+        patched.setattr("batchwright.adapters.huggingface.under_run", lambda: run)
+        with pytest.raises(PlanError, match="callbacks=EarlyStoppingCallback: must not be used under batchwright run"):
+            exact(Trainer)(hf.Bare(), callbacks=[EarlyStoppingCallback(1)], **given)
+        trainer = exact(Trainer)(hf.Bare(), **given)
+        trainer.add_callback(EarlyStoppingCallback(1))  # later
+        with pytest.raises(PlanError, match="callbacks=EarlyStoppingCallback"):
+            trainer.train()
 
 
 def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
@@ -379,7 +445,7 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
             made(**given)
         return [violation.field for violation in refused.value.violations]
 
-    class Above(exact(Trainer)):  # it would stand before the seat
+    class Above(exact(Trainer)):  # it would stand before the adapter
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return super().compute_loss(model, inputs, return_outputs)
 
@@ -391,7 +457,7 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
     assert refused_fields(lr_scheduler_type="inverse_sqrt", lr_scheduler_kwargs={"timescale": 9}, save_on_each_node=True) == [
         "save_on_each_node", "lr_scheduler_kwargs", "lr_scheduler_type",
     ]  # fmt: skip
-    assert made(lr_scheduler_type="inverse_sqrt", warmup_steps=2).seat.course.steps == 4
+    assert made(lr_scheduler_type="inverse_sqrt", warmup_steps=2).batchwright.course.steps == 4
     assert refused_fields(save_total_limit=1, metric_for_best_model="loss") == ["save_total_limit"]
     best = {
         "save_strategy": "best",
@@ -420,11 +486,11 @@ def test_what_cannot_be_exact_is_refused_all_at_once(hf, tmp_path):
     with pytest.raises(PlanError, match="whole number of accumulation steps"):
         made(schedule=batchwright.Constant(10).compile().until(30))
     # A schedule without an end ends where the arguments say, as with the Trainer.
-    assert made(schedule=batchwright.Constant(8), max_steps=3).seat.course.samples == 24
-    assert made(schedule=batchwright.Constant(8), num_train_epochs=2).seat.course.samples == 64
+    assert made(schedule=batchwright.Constant(8), max_steps=3).batchwright.course.samples == 24
+    assert made(schedule=batchwright.Constant(8), num_train_epochs=2).batchwright.course.samples == 64
     plan = batchwright.plan(global_batch_size=16, micro_batch_size=2, devices=1)
     planned = made(schedule=plan, num_train_epochs=1)
-    assert (planned.args.per_device_train_batch_size, planned.seat.course.steps) == (2, 2)
+    assert (planned.args.per_device_train_batch_size, planned.batchwright.course.steps) == (2, 2)
 
 
 def test_a_loss_that_does_not_add_up_is_refused_and_a_router_is_named(hf, tmp_path, caplog):
@@ -445,7 +511,7 @@ def test_a_loss_that_does_not_add_up_is_refused_and_a_router_is_named(hf, tmp_pa
             parameter.mul_(1000 if ".gate." in name else 1)  # a router that has decided
     with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
         trainer, _ = hf.trained(exact(Trainer), model, hf.rows(16), hf.arguments(tmp_path / "m"), schedule=schedule)
-    assert trainer.seat.position == 16
+    assert trainer.batchwright.position == 16
     assert any("balance loss" in record.message for record in caplog.records)
 
 
@@ -467,21 +533,10 @@ def test_a_wrong_weight_is_refused_and_a_collator_that_draws_is_not(hf, tmp_path
     trainer = exact(Trainer)(hf.llama(), train_dataset=hf.rows(16), data_collator=masked, **given)
     with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
         trainer.train()
-    assert trainer.seat.position == 16 and not caplog.records
+    assert trainer.batchwright.position == 16 and not caplog.records
     given["args"] = hf.arguments(tmp_path, per_device_train_batch_size=1)
-    with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
-        hf.trained(exact(Trainer), hf.Bare(), hf.rows(16), **given)
-    assert ["sees nothing" in record.message for record in caplog.records] == [True]
-
-
-@pytest.fixture
-def mixed(hf):
-    """accelerate keeps the precision of a process; forget it before and after."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state()
-    yield
-    AcceleratorState._reset_state()
+    with pytest.raises(RunError, match="its gradient"):  # single samples: one is compared together with the next
+        hf.trained(exact(Trainer), hf.llama(), hf.rows(16), weight=lambda batch: len(batch["labels"]), **given)
 
 
 def test_rounding_hides_a_weight_that_is_nearly_right(hf, tmp_path, mixed):
@@ -498,7 +553,7 @@ def test_rounding_hides_a_weight_that_is_nearly_right(hf, tmp_path, mixed):
         return (batch["labels"] != -100).sum()
 
     trainer, _ = hf.trained(exact(Trainer), hf.llama(), hf.rows(16), weight=near, **given)
-    assert trainer.seat.position == 16
+    assert trainer.batchwright.position == 16
     fresh = exact(Trainer)(hf.llama(), train_dataset=hf.rows(16), data_collator=hf.collate, weight=near, **given)
     report = batchwright.check(Task.from_trainer(fresh), global_batch_size=16, micro_batch_sizes=(2,))
     assert not report.ok
@@ -539,12 +594,93 @@ def test_an_interrupted_save_does_not_count(hf, tmp_path):
         hf.half_way(tmp_path, 64, resume=str(state.parent))
 
 
+def test_a_resume_names_the_checkpoints_that_it_cannot_continue(hf, tmp_path, caplog):
+    from transformers import Trainer, TrainerCallback
+
+    from batchwright.adapters.huggingface import exact
+
+    class Removes(TrainerCallback):  # a file of each checkpoint, when it is complete
+        def on_save(self, args, state, control, **kwargs):
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "training_args.bin").unlink()
+
+    def train(out, end, resume, callbacks=(), kind=None, **given):
+        args = hf.arguments(out, save_strategy="steps", save_steps=1, **given)
+        made = (kind or exact(Trainer))(
+            hf.Bare(), args=args, train_dataset=hf.rows(64), data_collator=hf.collate, callbacks=list(callbacks),
+            **({} if kind else {"schedule": batchwright.Constant(8).compile().until(end)}),
+        )  # fmt: skip
+        made.train(resume_from_checkpoint=resume)
+        return made
+
+    train(tmp_path / "stock", 0, None, kind=Trainer, max_steps=2)
+    before = (tmp_path / "stock" / "checkpoint-1" / "trainer_state.json").read_bytes()
+    with pytest.raises(
+        RunError, match=r"no checkpoint in .*stock can .* checkpoint-1: it has no batchwright.json.*checkpoint-2"
+    ):
+        train(tmp_path / "stock", 64, True)
+    assert (tmp_path / "stock" / "checkpoint-1" / "trainer_state.json").read_bytes() == before
+    train(tmp_path / "cut", 16, None, callbacks=[Removes()])
+    with pytest.raises(
+        RunError, match=r"checkpoint-1: training_args.bin is missing; checkpoint-2: training_args.bin is miss"
+    ):
+        train(tmp_path / "cut", 64, True)
+    train(tmp_path / "half", 24, None)
+    with (tmp_path / "half" / "checkpoint-3" / "training_args.bin").open("ab") as file:
+        file.write(b"1")
+    with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
+        made = train(tmp_path / "half", 32, True)
+    assert made.batchwright.done and made.state.global_step == 4
+    (told,) = [record.message for record in caplog.records]
+    assert re.search(
+        r"continues from checkpoint-2. Not complete: checkpoint-3: training_args.bin has \d+ bytes, and had", told
+    )
+    # An interrupted first save of our own is no reason to stop.
+    (tmp_path / "first" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "first" / "checkpoint-1" / "batchwright.json").write_text('{"schema": 1, "files": null}')
+    assert train(tmp_path / "first", 16, True).batchwright.done
+
+
+def test_a_longer_schedule_continues_at_its_own_learning_rate(hf, tmp_path):
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    args = hf.arguments(tmp_path, save_strategy="steps", save_steps=4, lr_scheduler_type="linear", learning_rate=1.0)
+    for end in (32, 64):
+        schedule = batchwright.Constant(8).compile().until(end)
+        trainer, _ = hf.trained(exact(Trainer), hf.Bare(), hf.rows(64), args, resume=end == 64, schedule=schedule)
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == [1.0, 0.75, 0.5, 0.25, 0.5, 0.375, 0.25, 0.125]
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.0
+
+
+def test_the_speed_of_a_part_of_a_ramp(hf, tmp_path):
+    """The Trainer shares the samples of the whole run by steps, and the steps of a ramp differ."""
+    from transformers import Trainer, TrainerCallback
+
+    from batchwright.adapters.huggingface import exact
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    schedule = batchwright.Thresholds([(0, 8), (16, 64)]).compile().until(144)
+    args = hf.arguments(tmp_path)
+    trainer = exact(Trainer)(
+        hf.Bare(), args=args, train_dataset=hf.rows(144), data_collator=hf.collate, callbacks=[Stop()], schedule=schedule
+    )  # fmt: skip
+    found = trainer.train().metrics
+    assert found["train_samples_per_second"] / found["train_steps_per_second"] == pytest.approx(8, rel=0.02)  # rounded
+
+
 @pytest.fixture(scope="module")
 def resumed(hf, tmp_path_factory):
-    """Run `a`: two ranks, then one. Run `b`: one rank, then two. Run `c`: one rank, never stopped."""
+    """Run `a`: two ranks, then one. Run `b`: one rank, then two. Run `c`: one rank, never stopped. `s` and `u`: SFT."""
     folder = tmp_path_factory.mktemp("resume")
     alone, all_ids = hf.half_way(folder / "c", 64)
     _, first = hf.half_way(folder / "b", 32)
+    if find_spec("trl"):
+        hf.sft_half_way(folder / "u", 16)
     done = torchrun("halves", folder)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((folder / f"rank-{r}.json").read_text()) for r in (0, 1)]
@@ -572,19 +708,40 @@ def test_a_resume_on_another_number_of_ranks_has_equal_ids_and_weights(resumed):
                 assert torch.allclose(weights[name], p, atol=2e-5)
 
 
+def test_two_ranks_have_the_gradient_of_the_whole_batch(hf, resumed):
+    folder, data = resumed[0], hf.rows(64)
+    found = [torch.load(folder / f"gradient-{rank}.pt") for rank in (0, 1)]
+    torch.manual_seed(3)
+    reference = whole(hf.llama(), hf.collate([data[i] for one in found for i in one["ids"]]))
+    for one in found:
+        assert error(one["gradient"], reference) <= 1e-5
+
+
+def test_fsdp_is_refused(resumed):
+    """As an argument, under torchrun; without a launcher the Trainer itself refuses it."""
+    told = (resumed[0] / "refused").read_text()
+    assert told.startswith("fsdp=True: was not tested, and is refused")
+
+
 def test_sft_resumes_on_another_number_of_ranks(hf, resumed):
     needs("trl")
     folder, ranks = resumed[0], resumed[4]
     last, rest = hf.sft_half_way(folder / "s", 24, resume=True)
     alone, expected = hf.sft_half_way(folder / "t", 24)
-    joined = [[*one, *two] for one, two in zip(*(r["s"] for r in ranks), strict=True)]
-    assert joined + rest.ids == expected.ids and [len(ids) for ids in expected.ids] == [4, 4, 8, 8]
-    shown = CliRunner().invoke(check, ["--ledger", str(folder / "s"), "--json"], catch_exceptions=False)
-    found = json.loads(shown.stdout)
-    assert shown.exit_code == 0, shown.output
-    assert [found[name] for name in ("samples", "gaps", "repeats", "discarded_samples")] == [24, 0, 0, 0]
+    joined = {name: [[*one, *two] for one, two in zip(*(r[name] for r in ranks), strict=True)] for name in ("s", "u")}
+    assert joined["s"] + rest.ids == expected.ids and [len(ids) for ids in expected.ids] == [4, 4, 8, 8]
+    assert expected.ids[:3] + joined["u"] == expected.ids  # 1 -> 2
+    for run in ("s", "u"):
+        shown = CliRunner().invoke(check, ["--ledger", str(folder / run), "--json"], catch_exceptions=False)
+        found = json.loads(shown.stdout)
+        assert shown.exit_code == 0, shown.output
+        assert [found[name] for name in ("samples", "gaps", "repeats", "discarded_samples")] == [24, 0, 0, 0]
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / "u" / "checkpoint-4" / "model.safetensors")
     for name, p in alone.model.named_parameters():
         assert torch.allclose(dict(last.model.named_parameters())[name], p, atol=2e-5)
+        assert name not in stored or torch.allclose(stored[name], p, atol=2e-5)
 
 
 def test_check_names_what_the_trainer_does(hf, tmp_path):
@@ -623,6 +780,15 @@ def test_probe_and_estimate_take_a_function_that_returns_a_trainer(hf, tmp_path)
     found = batchwright.probe(target, args=arguments, memory="600MiB", max=8, throughput=False, dir=None)
     assert found.max_micro_batch_size == 8 and found.first_failing_micro_batch_size is None
     assert found.trials and all(trial.fits for trial in found.trials)
+    # A plan or a ramp with the sizes that were measured fills the arguments, as docs/huggingface.md says.
+    plan = batchwright.plan(global_batch_size=32, devices=1, max_micro_batch_size=found.max_micro_batch_size)
+    ramp = batchwright.ramp(
+        thresholds="0:8 64:32", samples=128, devices=1, max_micro_batch_size=found.max_micro_batch_size
+    )
+    for schedule, steps in ((plan, 4), (ramp, 10)):
+        filled = hf.trained_by(schedule, tmp_path, max_steps=4 if schedule is plan else -1)
+        assert (filled.args.per_device_train_batch_size, filled.args.gradient_accumulation_steps) == (8, 1)
+        assert filled.batchwright.course.steps == steps
     point = FakeRuns(EstimateRequest(target, args={**arguments, "stock": True})).point(8)
     parameters = sum(p.numel() for p in load_task(target, arguments).build_model(0).parameters())
     assert point.breakdown["parameters"] == 4 * parameters

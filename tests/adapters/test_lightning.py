@@ -1,8 +1,7 @@
-"""A seat inside Lightning: what Lightning does alone, and what it does with the seat."""
+"""The adapter for Lightning: what Lightning does alone, and what it does with the adapter."""
 
 from __future__ import annotations
 
-import doctest
 import json
 import os
 import re
@@ -29,13 +28,6 @@ pytestmark = [
     ),
 ]
 SEED = 0
-
-
-@pytest.fixture(scope="module")
-def lit() -> Any:
-    """The cases and the adapter; importing Lightning takes seconds, so not while tests are collected."""
-    torch.set_num_threads(1)
-    return importable()
 
 
 def importable() -> Any:
@@ -66,12 +58,6 @@ def fit(lit: Any, folder: Path, kind: Any = None, *, data: Any = None, schedule:
     steps = lit.Steps(data or lit.rows(), schedule or lit.SCHEDULE, **settings)
     trainer.fit(module, steps, validation, ckpt_path=checkpoint)
     return module
-
-
-def test_the_examples_in_the_adapter(lit):
-    from batchwright.adapters import lightning
-
-    assert doctest.testmod(lightning) == (0, 2)
 
 
 def test_lightning_alone_is_a_mean_of_means_and_divides_a_partial_window_by_k(lit, tmp_path):
@@ -125,8 +111,7 @@ def test_clipping_validation_intervals_workers_and_ragged_steps(lit, tmp_path):
 def test_samples_without_weight_do_not_make_nan(lit, tmp_path):
     data = [row[:1] if i % 3 else row for i, row in enumerate(lit.rows(48))]  # two of three have no label
     schedule = lit.Thresholds(((0, 8), (16, 16))).compile().until(samples=48)
-    with pytest.warns(UserWarning, match="The test whether the loss adds up saw nothing: a micro batch has one sample"):
-        module = fit(lit, tmp_path, data=data, schedule=schedule, loader={"micro_batch_size": 1})
+    module = fit(lit, tmp_path, data=data, schedule=schedule, loader={"micro_batch_size": 1})
     assert max(errors(lit, module, data, schedule)) <= 1e-5
 
 
@@ -162,9 +147,8 @@ def test_hooks_of_the_module_get_micro_batches(lit, tmp_path):
 
     module = fit(lit, tmp_path, Hooked)
     assert max(errors(lit, module, lit.rows(), lit.SCHEDULE)) <= 1e-5
-    assert seen == [4, 4, 2, 2] + [4] * (
-        256 // 4 - 2
-    )  # the halves of the first micro batch, once, for the test of the loss
+    # The first micro batch and its halves, for the test of the loss; then every micro batch, once.
+    assert seen == [4] * 4 + [2, 2] + [4] * (256 // 4)
 
 
 def test_a_loss_that_does_not_add_up_is_refused(lit, tmp_path):
@@ -301,13 +285,15 @@ def test_a_callback_that_trains_by_itself_is_refused(lit, tmp_path, name):
         lit.trainer(tmp_path, callbacks=[callback]).fit(module, datamodule=Data())
 
 
-def test_a_module_that_is_no_class_or_stands_before_the_seat_is_refused(lit, tmp_path):
+def test_a_module_that_is_no_class_or_stands_before_the_adapter_is_refused(lit, tmp_path):
     steps = lit.Steps(lit.rows(), lit.SCHEDULE, micro_batch_size=4, collate=lit.collate)
 
     class Before(lit.exact(lit.Small)):
         def training_step(self, batch: Any, batch_idx: int) -> Any: ...
 
-    with pytest.raises(PlanError, match=r"module=training_step: replaces a part of the seat.*and then exact\(Mine\)"):
+    with pytest.raises(
+        PlanError, match=r"module=training_step: replaces a part of the adapter.*and then exact\(Mine\)"
+    ):
         lit.trainer(tmp_path).fit(Before(), steps)
     with pytest.raises(PlanError, match=r"torch.compile\(module\): must not be compiled as a whole"):
         lit.trainer(tmp_path).fit(torch.compile(lit.exact(lit.Small)(), backend="eager"), steps)
@@ -383,7 +369,7 @@ def test_a_checkpoint_that_was_validated_is_no_position(lit, tmp_path):
     steps = lit.Steps(lit.rows(), short(lit, 32), micro_batch_size=4, collate=lit.collate)
     trainer = lit.trainer(tmp_path)
     trainer.fit(module, steps)
-    assert (trainer.global_step, steps.seat.position) == (4, 32)
+    assert (trainer.global_step, steps.adapter.position) == (4, 32)
 
 
 def test_a_hook_that_changes_labels_changes_the_weight(lit, tmp_path):
@@ -529,6 +515,37 @@ def test_fabric_takes_the_pieces_as_they_are(lit):
     assert max(fabric(lit)) <= 1e-5
 
 
+def fabric_part(lit: Any, folder: Path, stop: int = 99, micro_batch_size: int = 4, **ranks: Any) -> Any:
+    """As docs/lightning.md says: continue from what Fabric has saved, up to a step; the weights, and the ids of each step."""
+    import lightning as L
+
+    from batchwright.runtime import Loader, StepSampler, accumulate
+
+    runner = L.Fabric(accelerator="cpu", **{"devices": 1, **ranks})
+    runner.launch()
+    model = lit.Small().network
+    model, optimizer = runner.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    state = {"model": model, "optimizer": optimizer, "position": 0}
+    if (folder / "saved").exists():
+        runner.load(folder / "saved", state)
+    order, ids = GlobalOrder(256, seed=SEED), []
+    sampler = StepSampler(
+        lit.SCHEDULE, micro_batch_size, rank=runner.global_rank, ranks=runner.world_size, start=state["position"]
+    )
+    for step in accumulate(Loader(lit.rows(), order, sampler, collate=lit.collate), model):
+        ids.append([])
+        for micro in step:
+            logits, labels = model(micro.data["tokens"]), micro.data["labels"].flatten()
+            total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+            step.backward(total, (labels != -100).sum())
+            ids[-1] += micro.ids.tolist()
+        state["position"] = step.apply(optimizer).end_sample
+        if step.plan.step + 1 == stop:
+            break
+    runner.save(folder / "saved", state)
+    return [p.detach().clone() for p in model.parameters()], ids
+
+
 class Branch(torch.nn.Module):
     """A parameter that only the first micro batch of a step uses."""
 
@@ -551,6 +568,7 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
     module = fit(lit, root / "gradients", data=data, loader={"micro_batch_size": 2}, **ranks)
     part(lit, root / "2-to-1", 6, **ranks)
     part(lit, root / "1-to-2", loader={"micro_batch_size": 2}, **ranks)
+    fabrics = [fabric_part(lit, root / "fabric-2-to-1", 6, **ranks), fabric_part(lit, root / "fabric-1-to-2", **ranks)]
 
     class Sometimes(lit.Learns):
         def __init__(self) -> None:
@@ -573,16 +591,29 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
         "errors": errors(lit, module, data, lit.SCHEDULE) + fabric(lit, **ranks),
         "loss": logged,
         "scale": float(used.branch.scale.detach()),
+        "fabric": [ids for _, ids in fabrics],
+        "weights": [p.tolist() for p in fabrics[1][0]],
     }
 
 
 def test_two_ranks_are_exact_and_a_resume_changes_the_number_of_ranks(lit, tmp_path):
     whole = part(lit, tmp_path / "whole")
     part(lit, tmp_path / "1-to-2", 6)
+    weights, ids = fabric_part(lit, tmp_path / "fabric")
+    fabric_part(lit, tmp_path / "fabric-1-to-2", 6)
     first, second = run_ranks(on_two, 2, str(tmp_path))
     assert max(first["errors"] + second["errors"]) <= 1e-5
     assert first["loss"] == second["loss"]
     assert first["scale"] == second["scale"] != 1.0  # synchronised, though the last micro batch does not use it
+    # Fabric: the same samples in each step, and the same weights, on either number of ranks.
+    joined = [
+        [[*a, *b] for a, b in zip(*both, strict=True)] for both in zip(first["fabric"], second["fabric"], strict=True)
+    ]
+    last, rest = fabric_part(lit, tmp_path / "fabric-2-to-1", micro_batch_size=2)
+    assert joined[0] + rest == ids == ids[:6] + joined[1]
+    for a, b, c in zip(weights, last, first["weights"], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+        torch.testing.assert_close(a, torch.tensor(c), atol=1e-5, rtol=0)
     again = part(lit, tmp_path / "2-to-1", loader={"micro_batch_size": 2})
     for name, discarded in (("whole", 0), ("2-to-1", 32), ("1-to-2", 32)):
         found = audit(tmp_path / name / "batchwright")  # compares the id of every sample with the order
@@ -595,11 +626,11 @@ def test_two_ranks_are_exact_and_a_resume_changes_the_number_of_ranks(lit, tmp_p
     tuned = lit.exact(lit.Learns).load_from_checkpoint(tmp_path / "whole" / "last.ckpt")
     steps = lit.Steps(lit.rows(), lit.SCHEDULE, micro_batch_size=4, collate=lit.collate)
     lit.trainer(tmp_path / "tuned", max_steps=1).fit(tuned, steps)
-    assert steps.seat.position == 8
+    assert steps.adapter.position == 8
     plain = lit.trainer(tmp_path / "plain", max_steps=1)
     plain.fit(lit.Learns(), torch.utils.data.DataLoader(lit.rows(8), batch_size=4, collate_fn=lit.collate))
     plain.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(RunError, match="the checkpoint has no position"):
+    with pytest.raises(RunError, match=r"plain.ckpt has no position"):
         fit(lit, tmp_path / "refused", lit.Learns, ckpt_path=str(tmp_path / "plain.ckpt"))
 
 
@@ -648,7 +679,7 @@ def written(tmp_path: Path, monkeypatch: Any) -> Path:
         "import torch\nfrom batchwright.adapters.lightning import Steps, exact\n"
         "from tests.adapters.lit_cases import SCHEDULE, Learns, collate, rows\n\n"
         "def pair():\n    return Learns(), torch.utils.data.DataLoader(rows(8), batch_size=4, collate_fn=collate)\n\n"
-        "def seated():\n    return exact(Learns)(), Steps(rows(8), SCHEDULE, collate=collate)\n"
+        "def exactly():\n    return exact(Learns)(), Steps(rows(8), SCHEDULE, collate=collate)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the processes that trace and try
     return path
@@ -657,7 +688,7 @@ def written(tmp_path: Path, monkeypatch: Any) -> Path:
 def test_a_function_may_return_a_module_and_its_data(lit, written):
     from batchwright.runtime import load_task
 
-    for name in ("pair", "seated"):
+    for name in ("pair", "exactly"):
         task = load_task(f"{written}:{name}")
         assert (task.framework, len(task.dataset)) == ("lightning", 8)
         optimizer = task.optimizer(task.build_model(0).parameters())
@@ -676,7 +707,7 @@ def test_probe_trains_a_module_and_its_data(written, tmp_path, capsys):
         main(
             [
                 *"probe --max=2 --memory=2GiB --limit-only --no-estimate --json".split(),
-                f"{written}:seated",
+                f"{written}:exactly",
                 f"--dir={tmp_path}",
             ]
         )

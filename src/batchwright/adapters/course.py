@@ -1,4 +1,4 @@
-"""Which steps a seat trains, in which micro batches: from a rule, a plan or a ramp, or from the `batchwright run` around it.
+"""Which steps an adapter trains, in which micro batches: from a rule, a plan or a ramp, or from the `batchwright run` around it.
 
 The only file of `adapters` that reads the environment: `batchwright run` passes its numbers to a command in there.
 """

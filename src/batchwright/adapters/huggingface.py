@@ -1,4 +1,4 @@
-"""A seat inside transformers' Trainer, and inside every trainer that is made of it, such as TRL's SFTTrainer.
+"""The adapter for transformers' Trainer, and for every trainer that is made of it, such as TRL's SFTTrainer.
 
     from batchwright.adapters.huggingface import exact
 
@@ -19,48 +19,39 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 
 from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import PlanError, RunError, Violation, raise_violations
 from batchwright.core.ramp.ramp import Ramp
 from batchwright.core.ramp.schedule import Rule, Schedule
-from batchwright.runtime.device import pins, widest_float
+from batchwright.runtime.device import pins
 from batchwright.runtime.ranks import discover
 
-from .additive import (
-    FP32,
-    GRADIENTS,
-    HALF,
-    difference,
-    gradient_difference,
-    labels_that_count,
-    refuse,
-    warn_of_batch_statistics,
-    without_draws,
-)
+from .adapter import Adapter, Group, Weight, mixed
+from .additive import labels_that_count, warn_of_batch_statistics
+from .additive import test as test_loss
 from .course import course, under_run
-from .sealed import newest, rotate, seal, sealed, unseal
-from .seat import Group, Seat, Weight
+from .sealed import INTERRUPTED, fault, newest, rotate, seal, sealed, unseal
 
 NAME = "batchwright"  # of the position in trainer_state.json
-# Methods that decide what is trained when. A class that has its own cannot be seated.
+LABELS = labels_that_count(shifted=False), labels_that_count(shifted=True)  # the default weight is the one that fits
+# Methods that decide what is trained when. A class that has its own cannot be adapted.
 _DECIDE = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples", "_run_epoch", "_inner_training_loop")
 logger = logging.getLogger(__name__)
 
 
 class Exact:
-    """The mixin of `exact`: it stands before a Trainer class."""
+    """The mixin of `exact`: it stands before a Trainer class, whose own names it must not take: these begin with two `_`."""
 
     loss_is_scaled_for_ga = True  # compute_loss scales; training_step must not divide again
 
@@ -101,8 +92,8 @@ class Exact:
             )
         arguments.per_device_train_batch_size = found.micro_batch_sizes[-1]
         arguments.ignore_data_skip = True  # the loader starts at the position; there is nothing to skip
-        data, self._collate = data_of(self)
-        self.seat = Seat(
+        data, self.__collate = data_of(self)
+        self.batchwright = Adapter(
             found,
             data,
             rank=arguments.process_index,
@@ -112,30 +103,31 @@ class Exact:
             shuffle=arguments.train_sampling_strategy != "sequential",
             run=run,
         )
-        self._weight = weight or labels_that_count(self._loss_shifts_labels)
-        self._additive = additive
-        self._group: Group | None = None  # the present step
-        self._scales: list[float] = []
-        self._scale: float | None = None  # of the present micro batch; None outside a step
-        self._loss_scale = 1.0  # of fp16, in the present step
-        self._stop = self._warned = self._by_samples = False
-        self.add_callback(_Follow(self))
+        self.__weights, self.__additive = (weight,) if weight else LABELS, additive
+        self.__chosen: Weight | None = None  # of the weights, in the first step of a launch
+        self.__start = 0  # the position at which the launch started
+        self.__group: Group | None = None  # the present step
+        self.__scale: float | None = None  # of the present micro batch; None outside a step
+        self.__loss_scale = 1.0  # of fp16, in the present step
+        self.__stop = False
+        self.__by_samples: LambdaLR | None = None
+        self.add_callback(_Follow(self.__applied))
 
     # -- what is trained when
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in the Trainer; `resume_from_checkpoint=True` finds the newest complete checkpoint, or starts without one."""
+        raise_violations(PlanError, _refused(self, self.batchwright.run is not None))  # callbacks may be new
         state: Mapping[str, Any] | None = None
         if resume_from_checkpoint is True:
-            folders = Path(self.args.output_dir).glob("checkpoint-*")
-            found = self.seat.from_first(lambda: newest(folders))
+            found = self.batchwright.from_first(lambda: _newest(Path(self.args.output_dir)))
             resume_from_checkpoint, state = (str(found[0]), found[1]) if found else (None, None)
         elif resume_from_checkpoint:
             state = sealed(Path(resume_from_checkpoint))
             if state is None:
                 raise RunError(
-                    f"{resume_from_checkpoint} is not a complete checkpoint of exact(Trainer): its batchwright.json is missing, "
-                    "or a file has another size. It was saved without batchwright, or the save was interrupted.",
+                    f"{resume_from_checkpoint} is not a complete checkpoint of exact(Trainer): "
+                    f"{fault(Path(resume_from_checkpoint))}.",
                     field="resume_from_checkpoint",
                     given=str(resume_from_checkpoint),
                 )
@@ -143,25 +135,32 @@ class Exact:
             resume_from_checkpoint = None
         if state is not None and resume_from_checkpoint is not None:
             _same_position(Path(resume_from_checkpoint), state)
-        self._group = None
-        self.seat.open(state)
+        self.__group = self.__chosen = None
+        self.batchwright.open(state, str(resume_from_checkpoint))
+        self.__start = self.batchwright.position
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self.seat.close()
+            self.batchwright.close()
 
     def get_train_dataloader(self) -> _Steps:
-        return _Steps(self)
+        return _Steps(self.batchwright, self.__collate, self.args)
 
     def set_initial_training_values(self, *_: Any) -> tuple[int, int, int, int, int, int, int]:
-        found = self.seat.course
+        found = self.batchwright.course
         size = found.schedule.segments[-1].global_batch_size
-        return 1, found.steps, len(self.seat.dataset), found.samples, size, found.steps, found.steps
+        return 1, found.steps, len(self.batchwright.dataset), found.samples, size, found.steps, found.steps
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.seat.done:  # the launch before was killed between its last save and its report
+        if self.batchwright.done:  # the launch before was killed between its last save and its report
             self.control.should_training_stop = True
             return
+        if (scheduler := self.__by_samples) is not None:
+            # The rate that was saved is that of the schedule before: its end may have been another one.
+            rates = [base * at(0) for base, at in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            scheduler._last_lr = rates  # the Trainer logs these
         super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(
@@ -171,126 +170,114 @@ class Exact:
         if group is None:
             self.control.should_training_stop = True
             return [], None
-        self._scales, stop = self.seat.weigh(group, self._weight, device)
-        self._group, self._stop = group, stop
+        self.__group = group
         return [group], None
 
     # -- the gradient of a step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        group, losses, scaler = self._group, list[Tensor](), self.accelerator.scaler
-        self._loss_scale = scaler.get_scale() if scaler is not None else 1.0
-        if not self._warned:
-            self._warned = True
-            warn_of_batch_statistics(model, logger.warning)
-        if self._additive and self.seat.position == 0:
-            self._test_loss(model, group)
+        group, losses, scaler = self.__group, list[Tensor](), self.accelerator.scaler
+        self.__loss_scale = scaler.get_scale() if scaler is not None else 1.0
+        if self.__chosen is None:
+            self.__chosen = self.__choose(model, group)
+        scales, self.__stop = self.batchwright.weigh(group, self.__chosen, self.args.device)
         try:
-            for micro, scale in zip(group, self._scales, strict=True):
-                self._scale = scale
+            for micro, scale in zip(group, scales, strict=True):
+                self.__scale = scale
                 last = micro.index == micro.count - 1
                 with nullcontext() if last else self.accelerator.no_sync(model):
                     losses.append(super().training_step(model, micro.data))
         finally:
-            self._scale = None
+            self.__scale = None
         return torch.stack(losses).sum()
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if self._scale is None:  # an evaluation
+        if self.__scale is None:  # an evaluation
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=None)
-        return (found[0] * self._scale, *found[1:]) if return_outputs else found * self._scale
+        try:
+            found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=None)
+        except TypeError as error:
+            if self.compute_loss_func is None:
+                raise
+            raise RunError(
+                f"compute_loss_func failed with num_items_in_batch=None: {error}. The adapter scales the mean of each micro "
+                "batch itself, so compute_loss_func must return that mean where num_items_in_batch is None.",
+                field="compute_loss_func",
+            ) from error
+        return (found[0] * self.__scale, *found[1:]) if return_outputs else found * self.__scale
 
-    def _test_loss(self, model: nn.Module, group: Group) -> None:
-        """Refuse a loss that does not add up. Every rank runs the model equally often, since it may be collective."""
-        usable = (m for m, scale in zip(group, self._scales, strict=True) if scale)
-        micro = next(usable, group[0])
-        parts = self.seat.halves(micro, self._collate) if micro is not group[0] or self._scales[0] else None
-        half = {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16}
-        tolerance = HALF if half or self.args.bf16 or self.args.fp16 else FP32
-
-        if parts is None:
-            logger.warning(
-                "On rank %d the test whether the loss adds up sees nothing: the micro batch has one sample, or its collator "
-                "draws and its tensors cannot be divided by rows.",
-                self.seat.rank,
-            )
+    def __choose(self, model: nn.Module, group: Group) -> Weight:
+        """What the loss is a mean over, measured in the first step; a loss that does not add up is refused."""
+        warn_of_batch_statistics(model, logger.warning)
 
         def loss(data: Any) -> Tensor:
-            inputs = self._prepare_inputs(copy.copy(data))
-            with self.compute_loss_context_manager():
-                return super(Exact, self).compute_loss(model, inputs, num_items_in_batch=None)
-
-        def measured() -> list[float]:
-            """The differences of the loss and of the gradient, the largest of all ranks."""
-            given = self._weight, micro.data, parts or (micro.data, micro.data)
-            found = difference(lambda data: float(loss(data)), *given)
-            with self.accelerator.no_sync(model):
-                gradient = gradient_difference(model, loss, *given)
-            worst = torch.tensor([found, gradient], dtype=widest_float(self.args.device), device=self.args.device)
-            worst = worst.nan_to_num(nan=torch.inf, posinf=torch.inf)  # of NaN and 0, the largest may be 0
-            if self.seat.ranks > 1:
-                dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            return worst.tolist()
+            inputs, self.__scale = self._prepare_inputs(copy.copy(data)), 1.0
+            try:
+                with self.compute_loss_context_manager():
+                    return self.compute_loss(model, inputs)
+            finally:
+                self.__scale = None
 
         # TRL's trainers count tokens and average metrics in compute_loss.
         kept = {
             name: copy.deepcopy(vars(self)[name]) for name in ("_metrics", "_total_train_tokens") if name in vars(self)
         }
-        with without_draws(model):
-            found, gradient = measured()
-            if not (found <= tolerance and gradient <= GRADIENTS[tolerance]):
-                with _without_router(self) as router:
-                    alone, without = measured() if router else (found, gradient)
-                refuse(alone, tolerance, without)
-                logger.warning(
-                    "The balance loss of the router is a statistic of each micro batch, so it depends on the split: the loss "
-                    "of a micro batch is %.2g away from that of its halves, its gradient %.2g, and without the balance loss %.2g "
-                    "and %.2g. Everything else is exact.",
-                    *(found, gradient, alone, without),
-                )
-        vars(self).update(kept)
+        try:
+            return test_loss(
+                model,
+                loss,
+                self.__weights,
+                lambda weights: self.batchwright.pieces(group, weights, self.__collate),
+                half=self.args.bf16 or self.args.fp16,
+                largest=lambda values: self.batchwright.largest(values, self.args.device),
+                warn=logger.warning,
+                compare=self.__additive,
+                without_sync=lambda: self.accelerator.no_sync(model),
+                routers=[(self, "aux_loss_enabled")],
+            )
+        finally:
+            vars(self).update(kept)
 
     # -- after a step
 
-    def _applied(self, state: TrainerState, control: TrainerControl) -> None:
+    def __applied(self, state: TrainerState, control: TrainerControl) -> None:
         # Not accelerate's `optimizer_step_was_skipped`: a fused optimizer, the Trainer's default, leaves out the update itself.
         scaler = self.accelerator.scaler
-        skipped = scaler is not None and scaler.get_scale() < self._loss_scale
-        self.seat.applied(self._group, "skipped" if skipped else "applied")
-        if self._by_samples and self.accelerator.optimizer_step_was_skipped:
+        skipped = scaler is not None and scaler.get_scale() < self.__loss_scale
+        self.batchwright.applied(self.__group, "skipped" if skipped else "applied")
+        if self.__by_samples is not None and self.accelerator.optimizer_step_was_skipped:
             with warnings.catch_warnings():  # the Trainer leaves the rate as it was
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before the first update
                 self.lr_scheduler.step()
-        state.epoch = self.seat.position / len(self.seat.dataset)
-        if self.seat.done or self._stop:
+        state.epoch = self.batchwright.position / len(self.batchwright.dataset)
+        if self.batchwright.done or self.__stop:
             control.should_training_stop = True
-            control.should_save = control.should_save or self.seat.run is not None
+            control.should_save = control.should_save or self.batchwright.run is not None
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         arguments, output = self.args, Path(self._get_output_dir(trial=trial))
         folder = output / f"checkpoint-{self.state.global_step}"
-        self.seat.before_save()
-        self.seat.from_first(lambda: unseal(folder))
-        self.state.stateful_callbacks[NAME] = {"args": {}, "attributes": self.seat.state()}
+        self.batchwright.before_save()
+        self.batchwright.from_first(lambda: unseal(folder))
+        self.state.stateful_callbacks[NAME] = {"args": {}, "attributes": self.batchwright.state()}
         limit, arguments.save_total_limit = arguments.save_total_limit, None  # the older one goes when this is complete
         try:
             super()._save_checkpoint(model, trial)
         finally:
             arguments.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # all ranks have written their files
-        if self.seat.rank == 0:
-            seal(folder, self.seat.state())
-            self.seat.saved()
+        if self.batchwright.rank == 0:
+            seal(folder, self.batchwright.state())
+            self.batchwright.saved()
             rotate(output.glob("checkpoint-*"), limit, {folder, Path(self.state.best_model_checkpoint or folder)})
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """A schedule of the Trainer counts samples: it ends where the run ends, whatever the ramp."""
-        found, arguments = self.seat.course, self.args
+        found, arguments = self.batchwright.course, self.args
         if not _scheduler_is_the_trainers(self):  # the user's own counts steps
             return super().create_scheduler(found.steps, optimizer)
         steps = arguments.warmup_steps
@@ -304,15 +291,21 @@ class Exact:
             arguments.warmup_steps = steps
         if isinstance(scheduler, LambdaLR):
             # Not the scheduler's own counter: it stands still where fp16 skips a step.
-            scheduler.lr_lambdas = [lambda _, at=at: at(self._reached()) for at in scheduler.lr_lambdas]
-            self._by_samples = True
+            scheduler.lr_lambdas = [lambda _, at=at: at(self.__reached()) for at in scheduler.lr_lambdas]
+            self.__by_samples = scheduler
         return scheduler
 
-    def _reached(self) -> int:
+    def __reached(self) -> int:
         """The position after the present step; before the first one, where the launch starts."""
-        return self._group.step.end_sample if self._group is not None else self.seat.position
+        return self.__group.step.end_sample if self.__group is not None else self.batchwright.position
 
     # -- numbers that the Trainer logs; it passes the whole group
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
+        """The Trainer counts the share of its steps; in a ramp, steps differ."""
+        steps = self.state.global_step - self._initial_global_step
+        trained = (self.batchwright.position - self.__start) * self.state.max_steps / max(steps, 1)
+        return super()._finalize_training(trial, trained, start_time)
 
     def floating_point_ops(self, inputs: Any) -> int:
         one = super().floating_point_ops
@@ -329,40 +322,46 @@ def exact(trainer: type[Trainer]) -> type[Any]:
 
     Its constructor takes four more keywords: `schedule` (a rule, a compiled schedule, a plan or a ramp; under `batchwright
     run` it is that of the run), `weight` (a function of a batch: what its loss is a mean over; the default counts labels
-    that are not -100), `allow_ragged` (run batches that do not divide) and `additive=False` (skip the test of the loss).
+    that are not -100, without the first of each row if the loss does not use it), `allow_ragged` (run batches that do not
+    divide) and `additive=False` (skip the test of the loss).
     """
-    return type(f"Exact{trainer.__name__}", (Exact, trainer), {"__doc__": trainer.__doc__})
+    return mixed(Exact, trainer, Trainer, "transformers.Trainer: exact(Trainer)(…), not exact(Trainer(…))")
 
 
 class _Follow(TrainerCallback):
     """Tells the trainer when the optimizer has applied a step."""
 
-    def __init__(self, trainer: Exact) -> None:
-        self._trainer = trainer
+    def __init__(self, applied: Callable[[TrainerState, TrainerControl], None]) -> None:
+        self._applied = applied
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._trainer._applied(state, control)
+        self._applied(state, control)
 
 
 class _Steps:
     """The loader that the Trainer iterates. It starts at the position when it is iterated, and has no length."""
 
-    def __init__(self, trainer: Exact) -> None:
-        self._trainer, self.dataset = trainer, trainer.seat.dataset
+    def __init__(self, adapter: Adapter, collate: Callable[[list[Any]], Any], arguments: Any) -> None:
+        self._adapter, self._collate, self._arguments, self.dataset = adapter, collate, arguments, adapter.dataset
 
     def __iter__(self) -> Iterator[Group]:
-        arguments = self._trainer.args
+        arguments = self._arguments
         workers = arguments.dataloader_num_workers
         options = {
             "persistent_workers": arguments.dataloader_persistent_workers,
             "prefetch_factor": arguments.dataloader_prefetch_factor,
         }
-        return self._trainer.seat.groups(
-            self._trainer._collate,
+        return self._adapter.groups(
+            self._collate,
             num_workers=workers,
             pin_memory=arguments.dataloader_pin_memory and pins(arguments.device),
             **(options if workers else {}),
         )
+
+
+def weights_of(trainer: Trainer) -> tuple[Weight, ...]:
+    """The weight that was given, or the two of which the one is used that fits."""
+    return getattr(trainer, "_Exact__weights", LABELS)
 
 
 def data_of(trainer: Trainer) -> tuple[Any, Callable[[list[Any]], Any]]:
@@ -384,19 +383,22 @@ def _same_position(folder: Path, state: Mapping[str, Any]) -> None:
         )
 
 
-@contextmanager
-def _without_router(trainer: Any) -> Iterator[bool]:
-    """Switch off the balance loss of a mixture of experts; False if the model has none."""
-    config = getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
-    switches = [(config, "output_router_logits"), (trainer, "aux_loss_enabled")]
-    on = [(owner, name) for owner, name in switches if getattr(owner, name, False)]
-    for owner, name in on:
-        setattr(owner, name, False)
-    try:
-        yield bool(on)
-    finally:
-        for owner, name in on:
-            setattr(owner, name, True)
+def _newest(output: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest complete checkpoint; None if there is none, but an interrupted first save. Others would be overwritten."""
+    folders = sorted(output.glob("checkpoint-*"), key=lambda folder: (len(folder.name), folder.name))
+    found, faults = newest(folders), {folder.name: text for folder in folders if (text := fault(folder))}
+    told = "; ".join(f"{name}: {text}" for name, text in faults.items())
+    if found is None and any(text != INTERRUPTED for text in faults.values()):
+        raise RunError(
+            f"no checkpoint in {output} can be continued. {told}. Give another output_dir, or train with "
+            "resume_from_checkpoint=False, which starts at sample 0 and overwrites them.",
+            field="resume_from_checkpoint",
+            given=str(output),
+        )
+    if faults:
+        start = f"continues from {found[0].name}" if found else "starts at sample 0"
+        logger.warning("In %s training %s. Not complete: %s.", output, start, told)
+    return found
 
 
 def _refused(trainer: Any, under_run: bool) -> list[Violation]:
@@ -411,6 +413,8 @@ def _refused(trainer: Any, under_run: bool) -> list[Violation]:
         or _definer(type(trainer), name, after=Exact) not in (Trainer, None)
     ]
     above = [name for name in vars(Exact) if not name.startswith("__") and _definer(type(trainer), name) is not Exact]
+    stopping = [type(c).__name__ for c in trainer.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback)]
+    hub = str(getattr(args.hub_strategy, "value", args.hub_strategy))
     optim = str(getattr(args.optim, "value", args.optim))
     saves = {
         "save_strategy": args.save_strategy,
@@ -437,13 +441,19 @@ def _refused(trainer: Any, under_run: bool) -> list[Violation]:
         (args.save_total_limit == 1 and args.metric_for_best_model is not None, "save_total_limit", 1,
          "must be at least 2 with metric_for_best_model or load_best_model_at_end: the Trainer deletes the newest checkpoint "
          "at the end"),
+        (args.push_to_hub and hub in ("checkpoint", "all_checkpoints"), "hub_strategy", hub,
+         "must be end or every_save: a checkpoint is uploaded before it is complete, and could never be continued"),
+        (under_run and bool(stopping), "callbacks", ", ".join(stopping),
+         "must not be used under batchwright run: it would start a launch again that ends before its boundary"),
         (args.save_on_each_node, "save_on_each_node", True, "must be False: all ranks must see the same output_dir"),
         (under_run and str(getattr(args.save_strategy, "value", args.save_strategy)) == "best", "save_strategy", "best",
          "must be steps or no under batchwright run: it cancels the save at the boundary of a launch"),
         (getattr(args, "enable_jit_checkpoint", False), "enable_jit_checkpoint", True,
          "must be False: it saves within a step. batchwright run saves after the step when it is stopped"),
         (bool(trainer.is_deepspeed_enabled), "deepspeed", True, "was not tested, and is refused: it accumulates by itself"),
-        (bool(trainer.is_fsdp_enabled), "fsdp", True, "was not tested, and is refused"),
+        (bool(args.fsdp) or bool(trainer.is_fsdp_enabled) or getattr(trainer, "is_distributed_loading_by_transformers", False),
+         "fsdp", True,
+         "was not tested, and is refused, also for a model that transformers has sharded while loading it"),
         (bool(args.ddp_static_graph), "ddp_static_graph", True,
          "must be False: DDP then expects every backward pass to be the same, and only the last one of a step synchronises"),
         (parallel is not None, "parallelism_config", type(parallel).__name__,
@@ -455,10 +465,10 @@ def _refused(trainer: Any, under_run: bool) -> list[Violation]:
         (rate == "inverse_sqrt" and not args.warmup_steps and _scheduler_is_the_trainers(trainer), "lr_scheduler_type", rate,
          "needs warmup_steps: without them its time scale is 10,000 steps, and the learning rate counts samples"),
         (bool(above), "trainer", ", ".join(above),
-         f"replaces a part of the seat, since {type(trainer).__name__} is a subclass of it. Put your class inside: "
+         f"replaces a part of the adapter, since {type(trainer).__name__} is a subclass of it. Put your class inside: "
          "class Mine(Trainer), and then exact(Mine)"),
         (bool(own), "trainer", ", ".join(own),
-         "is defined by this Trainer class, and the seat would replace it: the class decides by itself what is trained when"),
+         "is defined by this Trainer class, and the adapter would replace it: the class decides by itself what is trained when"),
     ]  # fmt: skip
     checks += [
         (

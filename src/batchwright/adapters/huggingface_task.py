@@ -15,8 +15,8 @@ from transformers import Trainer
 
 from batchwright.runtime.task import FrameworkTask, Task
 
-from .additive import labels_that_count
-from .huggingface import Exact, data_of
+from .additive import weighed
+from .huggingface import Exact, data_of, weights_of
 
 
 def task_of(trainer: Trainer) -> Task:
@@ -27,8 +27,11 @@ def task_of(trainer: Trainer) -> Task:
     its items; a model that ignores `num_items_in_batch` returns a mean there. `items` is a constant: that of a step.
     """
     data, collate = data_of(trainer)
-    seated = isinstance(trainer, Exact)
-    weigh = trainer._weight if seated else labels_that_count(trainer._loss_shifts_labels)
+    ours, candidates, settings = isinstance(trainer, Exact), weights_of(trainer), trainer.args
+    weigh = weighed(candidates)
+    if settings.gradient_checkpointing:  # `train` switches it on
+        options = settings.gradient_checkpointing_kwargs
+        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
     def collated(rows: list[Any]) -> Any:
         return collate([dict(row) if isinstance(row, Mapping) else row for row in rows])  # a collator may change rows
@@ -37,27 +40,29 @@ def task_of(trainer: Trainer) -> Task:
     first = collated(sample)
     labelled = isinstance(first, Mapping) and "labels" in first
     passes = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    step = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size
-    items = max(1, round(float(weigh(first)) / len(sample) * step)) if labelled or seated else step
-    passed = torch.tensor(items) if labelled and passes and not seated else None
+    step = settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size
+    items = max(1, round(float(candidates[0](first)) / len(sample) * step)) if labelled or ours else step
+    passed = torch.tensor(items) if labelled and passes and not ours else None
     scaled = trainer.loss_is_scaled_for_ga
     if scaled is None:
         scaled = (trainer.model_accepts_loss_kwargs and passed is not None) or trainer.compute_loss_func is not None
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
-        weight = weigh(batch) if labelled or seated else 1.0
-        inputs = copy.copy(batch)
-        mean: Any = trainer.compute_loss(model, inputs, num_items_in_batch=passed)
-        if seated:
-            return mean * weight, weight
-        return (mean * items, weight) if scaled else (mean, 1.0)
+        def mean(batch: Any) -> Any:
+            with trainer.accelerator.autocast():
+                return trainer.compute_loss(model, copy.copy(batch), num_items_in_batch=passed)
 
-    kind, settings = Trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+        weight = weigh(mean, batch) if labelled or ours else 1.0
+        if ours:
+            return mean(batch) * weight, weight
+        return (mean(batch) * items, weight) if scaled else (mean(batch), 1.0)
+
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(settings, trainer.model)
     return FrameworkTask(
         model=trainer.model,
         dataset=data,
         loss=loss,
-        optimizer=lambda parameters: kind(parameters, **settings),
+        optimizer=lambda parameters: kind(parameters, **options),
         collate=collated,
         framework="transformers",
     )

@@ -1,4 +1,4 @@
-"""A seat inside Lightning's Trainer.
+"""The adapter for Lightning's Trainer.
 
     from batchwright.adapters.lightning import Steps, exact
 
@@ -8,7 +8,7 @@
 
 One item of the loader is one optimizer step, and `accumulate_grad_batches` stays at 1, so clipping, precision, validation
 intervals, loggers and checkpoints of Lightning count optimizer steps. `training_step` of the module keeps returning a mean over
-one micro batch; the seat runs it for every micro batch and scales it by weight / weight of the step × ranks.
+one micro batch; the adapter runs it for every micro batch and scales it by weight / weight of the step × ranks.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
@@ -17,6 +17,7 @@ one micro batch; the seat runs it for every micro batch and scales it by weight 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from inspect import signature
@@ -44,42 +45,21 @@ from batchwright.core.errors import ConfigError, PlanError, RunError, Violation,
 from batchwright.core.ramp.ramp import Ramp
 from batchwright.core.ramp.schedule import Rule, Schedule
 from batchwright.runtime.data.loader import MapDataset
-from batchwright.runtime.data.windows import leading_size
 from batchwright.runtime.step.accumulate import set_learning_rate
 
-from .additive import (
-    FP32,
-    HALF,
-    difference,
-    gradient_difference,
-    labels_that_count,
-    refuse,
-    warn_of_batch_statistics,
-    without_draws,
-)
+from .adapter import Adapter, Group, Weight, mixed
+from .additive import labels_that_count, warn_of_batch_statistics
+from .additive import test as test_loss
 from .course import Course, course, under_run
 from .lightning_files import WholeFiles, last_path, saves_last
-from .seat import Group, Seat, Weight
 
-_AGAINST_UNDERFLOW = 2.0**10  # of gradients in fp16; the test compares them relative to their norm
 _NAMES = {  # arguments of a DataLoader
     "batch_size": "micro_batch_size, and the global batch is in the schedule",
     "collate_fn": "collate",
 }
 _TUNERS = (BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging)
-
-
-def counted(batch: Any) -> Tensor | float:
-    """The default weight: labels that are not -100 if the batch has `labels` that are integers, else samples.
-
-    >>> counted({"labels": torch.tensor([[5, -100], [5, 6]])}), counted({"labels": torch.tensor([1, -100, -100, 2])})
-    (tensor(3), tensor(2))
-    >>> counted((torch.ones(4, 2), torch.ones(4)))
-    4.0
-    """
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    classes = torch.is_tensor(labels) and not labels.is_floating_point()
-    return labels_that_count(False)(batch) if classes else float(leading_size(batch))
+# The default weight is the one that fits. Without labels that are classes, both count samples.
+LABELS = tuple(labels_that_count(shifted, samples=True) for shifted in (False, True))
 
 
 class Steps:
@@ -87,7 +67,8 @@ class Steps:
 
     - `schedule`: a rule, a compiled schedule, a plan or a ramp; under `batchwright run` that of the run, and may be left out.
       Without an end it trains every sample once.
-    - `weight`: a function of a batch: what its loss is a mean over. The default counts labels that are not -100, or samples.
+    - `weight`: a function of a batch: what its loss is a mean over. The default counts labels that are not -100, without the
+      first of each row if the loss does not use it; or samples.
     - `learning_rate`: a function of a step's first sample, such as `SampleSchedule(…).at`. It multiplies the rate of each
       parameter group.
     - `additive=False` skips the test whether the loss adds up. `directory` holds the ledger; the default is `batchwright` in
@@ -101,7 +82,7 @@ class Steps:
         schedule: Schedule | Rule | Ramp | BatchPlan | None = None,
         *,
         micro_batch_size: int = 1,
-        weight: Weight = counted,
+        weight: Weight | None = None,
         learning_rate: Callable[[int], float] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
@@ -129,10 +110,11 @@ class Steps:
             allow_ragged=allow_ragged,
             run=self.run,
         )
-        self.dataset, self.weight, self.learning_rate, self.collate = dataset, weight, learning_rate, collate
+        self.dataset, self.learning_rate, self.collate = dataset, learning_rate, collate
+        self.weights = (weight,) if weight else LABELS
         self.order = {"seed": seed, "shuffle": shuffle}
         self.additive, self.directory, self.options = additive, directory, options
-        self.seat: Seat | None = None
+        self.adapter: Adapter | None = None
 
     def __len__(self) -> int:
         """Optimizer steps of the whole run, also after a resume: Lightning counts those before it."""
@@ -140,24 +122,24 @@ class Steps:
 
     def __iter__(self) -> Iterator[Item]:
         """The items of this launch; nothing is read before the first one is asked for."""
-        if self.seat is None:
+        if self.adapter is None:
             raise RunError(
                 "Steps yields whole optimizer steps, which only an exact module can train: trainer.fit(exact(MyModule)(…), "
                 "Steps(…)).",
                 field="module",
             )
-        yield from map(Item, self.seat.groups(self.collate, **self.options))
+        yield from map(Item, self.adapter.groups(self.collate, **self.options))
 
     def state_dict(self) -> dict[str, Any]:
         """The position, for Lightning's checkpoint."""
-        return self.seat.state() if self.seat is not None else {}
+        return self.adapter.state() if self.adapter is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing: the module has read the position already, also where Lightning does not call this."""
 
-    def open(self, trainer: Any, state: Mapping[str, Any] | None) -> Seat:
-        """Take the seat in a trainer, at the position of a checkpoint or at the start. Collective."""
-        self.seat = Seat(
+    def open(self, trainer: Any, state: Mapping[str, Any] | None, origin: str = "") -> Adapter:
+        """Start a launch in a trainer, at the position of a checkpoint or at the start. Collective."""
+        self.adapter = Adapter(
             self.course,
             self.dataset,
             rank=trainer.global_rank,
@@ -166,8 +148,8 @@ class Steps:
             run=self.run,
             **self.order,
         )
-        self.seat.open(state)
-        return self.seat
+        self.adapter.open(state, origin)
+        return self.adapter
 
 
 class Item:
@@ -175,17 +157,11 @@ class Item:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.scales: list[float] = []
         self.stop = False
 
     def __iter__(self) -> Iterator[Any]:
         """One micro batch, whose size Lightning uses where the module logs means of an epoch."""
         yield self.group[0].data
-
-    def map(self, function: Callable[[Any], Any]) -> Item:
-        """Replace the data of every micro batch."""
-        self.group = Group(replace(micro, data=function(micro.data)) for micro in self.group)
-        return self
 
 
 class Exact:
@@ -193,13 +169,14 @@ class Exact:
 
     __steps: Steps | None = None
     __item: Item | None = None  # the present step
-    __resumed: Mapping[str, Any] | None = None
+    __weight: Weight | None = None  # that of `Steps`, or the default that fits; known after the first step of a launch
+    __loaded: Mapping[str, Any] | None = None  # the checkpoint that the fit continues from
     __written: tuple[int, int] | None = None  # inode and time of the checkpoint that was reported last
 
     # -- the start
 
     def setup(self, stage: str) -> None:
-        self.__resumed = None
+        self.__loaded = self.__weight = None
         callbacks = self._trainer.callbacks if self._trainer is not None and stage == "fit" else ()
         tuners = [type(c).__name__ for c in callbacks if isinstance(c, _TUNERS)]
         if tuners:  # some begin in `on_fit_start`, before that of the module
@@ -216,10 +193,7 @@ class Exact:
         # load_from_checkpoint, validate, test and predict use the weights alone.
         if self._trainer is None or self._trainer.state.fn != "fit":
             return
-        loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        states = loops.get("combined_loader", [])
-        # An empty state has no position: the seat refuses to continue from it.
-        self.__resumed = states[0] if states and "optimizer_states" in checkpoint else {}
+        self.__loaded = checkpoint
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
@@ -230,20 +204,22 @@ class Exact:
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFiles()
         self.__steps = steps
-        seat = steps.open(trainer, self.__resumed)
-        seat.unlisten()  # until training starts: Lightning stores the handlers now, and restores them after the fit or an error
-        self.__written, self.__resumed = self.__last_file(), None
-        if seat.done:
+        adapter = steps.open(trainer, *_position(self.__loaded, str(trainer.ckpt_path)))
+        adapter.unlisten()  # until training starts: Lightning stores the handlers now, and restores them after the fit
+        if self.__loaded is not None and not adapter.done:
+            _reopen(self.__loaded)
+        self.__written, self.__loaded = self.__last_file(), None
+        if adapter.done:
             trainer.should_stop = True
 
     def on_train_start(self) -> None:
         super().on_train_start()
         warn_of_batch_statistics(self, rank_zero_warn)
-        self.__steps.seat.listen()  # not Lightning's handler of SIGTERM: it calls a collective wherever the process is
+        self.__steps.adapter.listen()  # not Lightning's handler of SIGTERM: it calls a collective wherever the process is
 
     def on_fit_end(self) -> None:
         super().on_fit_end()
-        self.__steps.seat.close()
+        self.__steps.adapter.close()
 
     # -- the data of a step; hooks of the module or the datamodule get micro batches
 
@@ -251,17 +227,24 @@ class Exact:
         one = super()._on_before_batch_transfer
         if not isinstance(batch, Item):
             return one(batch, dataloader_idx)
-        convert = self.trainer.precision_plugin.convert_input
-        batch.map(lambda data: one(convert(data), dataloader_idx))
-        # The hook may change labels; after the transfer, reading a weight would wait for the device.
-        batch.scales, batch.stop = self.__steps.seat.weigh(batch.group, self.__steps.weight, self.device)
+        before = self.__before(dataloader_idx)
+        batch.group = Group(replace(micro, data=before(micro.data)) for micro in batch.group)
         return batch
 
     def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """A step stays where it is: `training_step` moves one micro batch at a time, so that accumulation needs no memory."""
         one = super()._apply_batch_transfer_handler
-        if not isinstance(batch, Item):
-            return one(batch, device, dataloader_idx)
-        return batch.map(lambda data: one(data, device, dataloader_idx))
+        return batch if isinstance(batch, Item) else one(batch, device, dataloader_idx)
+
+    def __before(self, index: int = 0) -> Callable[[Any], Any]:
+        one, convert = super()._on_before_batch_transfer, self.trainer.precision_plugin.convert_input
+        return lambda data: one(convert(data), index)
+
+    def __move(self, data: Any) -> Any:
+        """To the device, and through the hooks after that; not in the autocast of `training_step`."""
+        kind = self.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+            return super()._apply_batch_transfer_handler(data, self.device, 0)
 
     # -- the gradient of a step
 
@@ -276,14 +259,16 @@ class Exact:
         def run(data: Any) -> Any:
             return one(data, batch_idx) if several else one(data)
 
-        if self.__steps.additive and self.__steps.seat.position == 0:
-            self.__test_loss(run, batch)
+        if self.__weight is None:
+            self.__weight = self.__choose(run, batch.group)
+        # Weighed before the transfer: after it, reading a weight would wait for the device.
+        scales, batch.stop = self.__steps.adapter.weigh(batch.group, self.__weight, self.device)
         super().optimizer_zero_grad(trainer.current_epoch, batch_idx, trainer.optimizers[0])
         total: Any = 0.0
         loss: Any = None
         output: Any = None
-        for micro, scale in zip(batch.group, batch.scales, strict=True):
-            output = run(micro.data)
+        for micro, scale in zip(batch.group, scales, strict=True):
+            output = run(self.__move(micro.data))
             loss = loss_of(output) * scale
             total = total + loss.detach()
             if micro.index < micro.count - 1:
@@ -300,42 +285,34 @@ class Exact:
         exact_loss = loss + (total - loss.detach())
         return {**output, "loss": exact_loss} if isinstance(output, Mapping) else exact_loss
 
-    def __test_loss(self, run: Callable[[Any], Any], item: Item) -> None:
-        """Refuse a loss that does not add up. Every rank runs the step equally often, since its forward may be collective."""
-        steps, trainer = self.__steps, self.trainer
-        precision = trainer.precision_plugin
-        index = next((index for index, scale in enumerate(item.scales) if scale), None)
-        micro = item.group[index or 0]
-        halves = None if index is None else steps.seat.halves(micro, steps.collate)
-        before, move = super()._on_before_batch_transfer, super()._apply_batch_transfer_handler
-        ready = [before(precision.convert_input(part), 0) for part in halves or ()]  # weighed there, as in training
-        parts = [(steps.weight(part), move(part, self.device, 0)) for part in ready] or [(1.0, micro.data)] * 2
-        given: Any = (lambda part: part[0]), (0, micro.data), parts
+    def __choose(self, run: Callable[[Any], Any], group: Group) -> Weight:
+        """What the loss is a mean over, measured in the first step; a loss that does not add up is refused."""
+        steps, precision = self.__steps, self.trainer.precision_plugin
 
-        def loss(part: Any) -> Tensor:
+        def loss(data: Any) -> Tensor:
             with precision.train_step_context():
-                return loss_of(run(part[1])).float()
+                return loss_of(run(data))
 
         self.log = lambda *_, **__: None  # these runs are no training
         self.zero_grad()  # those of the fit before
         try:
-            with without_draws(self), torch.autocast(self.device.type, enabled=False):
-                found = difference(lambda part: float(loss(part)), *given)
-                gradient = gradient_difference(self, lambda part: loss(part) * _AGAINST_UNDERFLOW, *given)
+            with torch.autocast(self.device.type, enabled=False):
+                return test_loss(
+                    self,
+                    loss,
+                    steps.weights,
+                    lambda weights: steps.adapter.pieces(
+                        group, weights, steps.collate, before=self.__before(), after=self.__move
+                    ),
+                    half=not precision.precision.startswith(("32", "64")),
+                    largest=lambda values: steps.adapter.largest(values, self.device),
+                    warn=rank_zero_warn,
+                    compare=steps.additive,
+                )
         finally:
             del self.log
-        for metric in (m for m in self.modules() if isinstance(m, Metric)):
-            metric.reset()
-        worst = torch.tensor([found, gradient, halves is not None], device=self.device)
-        worst = worst.nan_to_num(nan=torch.inf, posinf=torch.inf)  # the largest of NaN and a number may be the number
-        found, gradient, seen = trainer.strategy.reduce(worst, reduce_op="max").tolist()
-        if not seen:
-            rank_zero_warn(
-                "The test whether the loss adds up saw nothing: a micro batch has one sample, or the collate function draws and "
-                "its batches cannot be divided by rows. additive=False of Steps skips the test."
-            )
-        half = {p.dtype for p in self.parameters()} & {torch.float16, torch.bfloat16}
-        refuse(found, HALF if half or not precision.precision.startswith(("32", "64")) else FP32, gradient)
+            for metric in (m for m in self.modules() if isinstance(m, Metric)):
+                metric.reset()
 
     # -- after a step
 
@@ -345,7 +322,7 @@ class Exact:
         scale = scaler.get_scale() if scaler is not None else 0.0
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         skipped = scaler is not None and scaler.get_scale() < scale
-        steps.seat.applied(self.__item.group, "skipped" if skipped else "applied")
+        steps.adapter.applied(self.__item.group, "skipped" if skipped else "applied")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         self.__report()
@@ -355,11 +332,11 @@ class Exact:
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
-        seat, trainer = self.__steps.seat, self.trainer
-        if seat.done or batch.stop:
+        adapter, trainer = self.__steps.adapter, self.trainer
+        if adapter.done or batch.stop:
             # At the end of the schedule the epoch ends by itself, and Lightning validates if it is time.
-            trainer.should_stop = trainer.should_stop or seat.position < seat.course.samples
-            if seat.run is not None:
+            trainer.should_stop = trainer.should_stop or adapter.position < adapter.course.samples
+            if adapter.run is not None:
                 callback = saves_last(trainer)
                 callback.last_model_path = str(last_path(callback))
                 trainer.save_checkpoint(callback.last_model_path)
@@ -368,19 +345,14 @@ class Exact:
     def on_train_end(self) -> None:
         super().on_train_end()
         self.__report()
-        self.__steps.seat.unlisten()
+        self.__steps.adapter.unlisten()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        seat = self.__steps.seat if self.__steps is not None else None
-        if seat is None or seat.launch is None:
+        adapter = self.__steps.adapter if self.__steps is not None else None
+        if adapter is None or adapter.launch is None:
             return
-        seat.before_save()
-        if seat.position < seat.course.samples:
-            # The run is one epoch. If a launch stops within it, Lightning saves it as complete, and would not continue.
-            for progress in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
-                if isinstance(progress, dict):
-                    progress["processed"] = progress["completed"] = max(0, progress["ready"] - 1)
+        adapter.before_save()
 
     def __report(self) -> None:
         """Report the position once the file is there from which the next launch continues.
@@ -391,7 +363,7 @@ class Exact:
         written = self.__last_file()
         if written is not None and written != self.__written:
             self.__written = written
-            self.__steps.seat.saved()
+            self.__steps.adapter.saved()
 
     def __last_file(self) -> tuple[int, int] | None:
         callback = saves_last(self.trainer)
@@ -405,17 +377,12 @@ class Exact:
 @cache
 def exact(module: type[LightningModule]) -> type[Any]:
     """The LightningModule class with exact accumulation, ramps and exact resume; its train loader is `Steps`."""
-    if not (isinstance(module, type) and issubclass(module, LightningModule)):
-        name = module.__name__ if isinstance(module, type) else f"{type(module).__name__}(…)"
-        raise ConfigError(
-            f"exact({name}): must be a class of lightning.pytorch.LightningModule: exact(MyModule)(…), not "
-            "exact(MyModule(…)); and not of the package pytorch_lightning.",
-            field="module",
-            given=name,
-        )
-    if issubclass(module, Exact):
-        return module
-    return type(f"Exact{module.__name__}", (Exact, module), {"__doc__": module.__doc__})
+    return mixed(
+        Exact,
+        module,
+        LightningModule,
+        "lightning.pytorch.LightningModule: exact(MyModule)(…), not exact(MyModule(…)); and not of the package pytorch_lightning",
+    )
 
 
 def loss_of(output: Any) -> Tensor:
@@ -429,6 +396,30 @@ def loss_of(output: Any) -> Tensor:
             given=type(loss).__name__,
         )
     return loss
+
+
+def _position(checkpoint: Mapping[str, Any] | None, path: str) -> tuple[Mapping[str, Any] | None, str]:
+    """The state of `Steps` in a checkpoint, and the name of its file; an empty state has no position."""
+    if checkpoint is None:
+        return None, path
+    if "optimizer_states" not in checkpoint:
+        raise RunError(
+            f"{path} has weights only (save_weights_only), so it cannot be continued. To train these weights from the first "
+            "sample on, load them with load_from_checkpoint.",
+            field="ckpt_path",
+            given=path,
+        )
+    states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
+    return states[0] if states else {}, path
+
+
+def _reopen(checkpoint: Mapping[str, Any]) -> None:
+    """The run is one epoch. Where a launch ended, Lightning has saved it as complete, and would not continue."""
+    loop = checkpoint["loops"]["fit_loop"]
+    loop["epoch_loop.batch_progress"]["is_last_batch"] = False
+    for progress in loop["epoch_progress"].values():
+        if isinstance(progress, dict):
+            progress["processed"] = progress["completed"] = max(0, progress["ready"] - 1)
 
 
 def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
@@ -461,7 +452,7 @@ def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
         ("dataloader_iter" in own, "training_step", "dataloader_iter",
          "must take a batch: a step of its own reading has no position"),
         (bool(replaced), "module", ", ".join(replaced),
-         f"replaces a part of the seat, since {type(module).__name__} is a subclass of it. Put your class inside: "
+         f"replaces a part of the adapter, since {type(module).__name__} is a subclass of it. Put your class inside: "
          "class Mine(MyModule), and then exact(Mine)"),
         (not tested, "strategy", type(strategy).__name__, "was not tested, and is refused: use one device, or ddp"),
         (bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph")), "static_graph", True,

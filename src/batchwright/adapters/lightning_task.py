@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -25,15 +27,16 @@ from batchwright.core.errors import ConfigError
 from batchwright.runtime.data.loader import default_collate
 from batchwright.runtime.task import FrameworkTask, Loss, Task
 
-from .lightning import Exact, Steps, counted, loss_of
+from .additive import weighed
+from .lightning import LABELS, Exact, Steps, loss_of
 
 
 class Training(nn.Module):
     """A LightningModule whose forward is `training_step`, so that DDP sees it."""
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, trainer: Callable[[], Trainer]) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._trainer = module, trainer
 
     def forward(self, batch: Any) -> Tensor:
         return loss_of(self.step(batch))
@@ -42,6 +45,7 @@ class Training(nn.Module):
         """`training_step` of the user's class, on one micro batch and without logging."""
         own: Any = super(Exact, self.module) if isinstance(self.module, Exact) else self.module
         run: Callable[..., Any] = own.training_step
+        self.module.trainer = self._trainer()  # a copy of a module has none
         self.module.log = _unlogged  # there is no Trainer to log to
         try:
             return run(batch, 0) if len(signature(run).parameters) > 1 else run(batch)
@@ -63,20 +67,38 @@ def task_of(module: LightningModule, data: Any) -> Task:
             given=type(data).__name__,
         )
     collate = (data.collate if isinstance(data, Steps) else data.collate_fn) or default_collate
-    weigh = data.weight if isinstance(data, Steps) else counted
+    weigh = weighed(data.weights if isinstance(data, Steps) else LABELS)
+    if not module.automatic_optimization:
+        raise ConfigError(
+            "automatic_optimization=False: must be True. With manual optimization, training_step itself decides what a step is.",
+            field="automatic_optimization",
+            given=False,
+        )
 
     def loss(model: nn.Module, batch: Any) -> Loss:
         if not isinstance(module, Exact):
             return model(batch), 1.0
-        weight = weigh(batch)
+        weight = weigh(model, batch)
         return model(batch) * weight, weight
+
+    @cache
+    def trainer() -> Trainer:
+        """A Trainer that trains nothing, for a module that asks its Trainer: for the number of steps, or the epoch."""
+        made = _quiet()
+        made.strategy.connect(module)
+        made._data_connector.attach_data(module, train_dataloaders=range(len(data)))  # pyright: ignore[reportPrivateUsage]
+        return made
+
+    def optimizer(parameters: Any) -> Optimizer:
+        module.trainer = trainer()
+        return _optimizer(module, parameters)
 
     rows = [data.dataset[i] for i in range(min(2, len(data.dataset)))]  # pyright: ignore[reportArgumentType]
     return FrameworkTask(
-        model=Training(module),
+        model=Training(module, trainer),
         dataset=data.dataset,
         loss=loss,
-        optimizer=lambda parameters: _optimizer(module, parameters),
+        optimizer=optimizer,
         collate=collate,
         framework="lightning",
         partial_window=None if isinstance(module, Exact) else lambda: _partial_window(module, collate(rows)),
@@ -114,26 +136,30 @@ class _Recorder(Callback):
 def _gradient(module: LightningModule, batch: Any, accumulate: int) -> Tensor:
     mine, recorder = copy.deepcopy(module), _Recorder()
     mine.configure_optimizers = lambda: torch.optim.SGD(mine.parameters(), lr=0.0)
+    trainer = _quiet(accumulate_grad_batches=accumulate, callbacks=[recorder])
+    with _silent():
+        torch.manual_seed(0)  # the same dropout in both
+        trainer.fit(mine, DataLoader([batch], batch_size=None))  # pyright: ignore[reportArgumentType]
+    return recorder.gradient
+
+
+def _quiet(**options: Any) -> Trainer:
+    """A Trainer for one epoch on the CPU that prints and saves nothing."""
+    shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    with _silent():
+        return Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, limit_val_batches=0, **dict.fromkeys(shown, False), **options
+        )
+
+
+@contextmanager
+def _silent() -> Generator[None]:
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer = Trainer(
-                accelerator="cpu",
-                devices=1,
-                max_epochs=1,
-                accumulate_grad_batches=accumulate,
-                limit_val_batches=0,
-                logger=False,
-                callbacks=[recorder],
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            torch.manual_seed(0)  # the same dropout in both
-            trainer.fit(mine, DataLoader([batch], batch_size=None))  # pyright: ignore[reportArgumentType]
+            yield
     finally:
         logger.setLevel(level)
-    return recorder.gradient

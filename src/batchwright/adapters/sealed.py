@@ -15,6 +15,7 @@ from batchwright.core.codec import SCHEMA
 from batchwright.rundir.files import find_object, write_json
 
 SEAL = "batchwright.json"
+INTERRUPTED = "its save was interrupted"
 
 
 def seal(folder: Path, state: Mapping[str, Any]) -> None:
@@ -24,18 +25,29 @@ def seal(folder: Path, state: Mapping[str, Any]) -> None:
 
 def unseal(folder: Path) -> None:
     """Declare a checkpoint incomplete, before anything is written to it."""
-    (folder / SEAL).unlink(missing_ok=True)
+    write_json(folder / SEAL, {"schema": SCHEMA, "files": None})
 
 
 def sealed(folder: Path) -> dict[str, Any] | None:
-    """The state of a complete checkpoint; None if there is no seal, or a file is missing or has another size."""
+    """The state of a complete checkpoint; None if it has a fault."""
+    return None if fault(folder) else find_object(folder / SEAL)
+
+
+def fault(folder: Path) -> str:
+    """Why a checkpoint is not complete; empty if it is."""
     found = find_object(folder / SEAL)
-    files = found.get("files") if found else None
-    if found is None or not isinstance(files, dict):
-        return None
+    if found is None:
+        return f"it has no {SEAL}, so it was saved without batchwright"
+    files = found.get("files")
+    if not isinstance(files, dict):
+        return INTERRUPTED
     present = _sizes(folder)
-    wanted = cast("dict[str, Any]", files)
-    return found if all(present.get(name) == size for name, size in wanted.items()) else None
+    for name, size in cast("dict[str, Any]", files).items():
+        if name not in present:
+            return f"{name} is missing"
+        if present[name] != size:
+            return f"{name} has {present[name]} bytes, and had {size}"
+    return ""
 
 
 def newest(folders: Iterable[Path]) -> tuple[Path, dict[str, Any]] | None:

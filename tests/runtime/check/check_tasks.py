@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from batchwright.runtime.task import Task
 
@@ -140,6 +141,45 @@ def noisy() -> Task:
         return image_loss(model, (batch[0] + 0.3 * torch.randn_like(batch[0]), batch[1]))
 
     return _images(loss)
+
+
+def checkpointed(reentrant: bool = False) -> Task:
+    """Dropout of a function, in a part that backward runs again."""
+
+    class Recomputed(Cnn):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.dropped, x.requires_grad_(), use_reentrant=reentrant)
+
+        def dropped(self, x: Tensor) -> Tensor:
+            return super().forward(F.dropout(x, 0.5, self.training))
+
+    return _images(model=Recomputed)
+
+
+def checkpointed_reentrant() -> Task:
+    return checkpointed(reentrant=True)
+
+
+class FusedHead(torch.autograd.Function):
+    """A linear layer whose backward adds up in fp32, as the fused losses of some packages do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, (gradient.float().T @ x.float()).to(weight.dtype)
+
+
+def fused_head() -> Task:
+    class Fused(Cnn):
+        def forward(self, x: Tensor) -> Tensor:
+            return FusedHead.apply(F.relu(self.conv(x)).mean((2, 3)), self.head.weight)
+
+    return _images(model=Fused)
 
 
 def balance_statistic() -> Task:

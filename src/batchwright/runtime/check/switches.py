@@ -9,7 +9,7 @@ in the loss, and casts in the user's code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -30,6 +30,7 @@ _LIKE: set[Any] = {torch.rand_like, torch.randn_like, torch.randint_like}
 _IN_PLACE: set[Any] = {Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.random_, Tensor.exponential_}
 _LEAST_DRAWN = 1 << 14
 _CASTS: set[Any] = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_BACKWARD: set[Any] = {Tensor.backward, torch.autograd.backward}
 
 
 def without_dropout(model: nn.Module) -> None:
@@ -62,6 +63,8 @@ class Deterministic(TorchFunctionMode):
         if func is F.batch_norm and kwargs.get("training", len(args) > 5 and args[5]):
             self.statistics_uses += 1
             args, kwargs = _running(args, kwargs) if self.statistics else (args, kwargs)
+        if func in _BACKWARD:
+            return _backward(self, func, args, kwargs)
         if not self.random:
             return func(*args, **kwargs)
         if func in _DROPOUTS:
@@ -80,10 +83,34 @@ class AllFp64(TorchFunctionMode):
     """Replace lower precisions by fp64, in casts and in new tensors; autocast does not change fp64 tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _BACKWARD:
+            return _backward(self, func, args, kwargs or {})
         kwargs = {k: torch.float64 if _is_low(v) else v for k, v in (kwargs or {}).items()}
         if func in _CASTS:
             return args[0].double()
         return func(*[torch.float64 if _is_low(a) else a for a in args], **kwargs)
+
+
+def _backward(mode: TorchFunctionMode, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Run backward with the mode on: a checkpointed part is run again there, and some losses compute there.
+
+    torch switches a mode off while the function runs that it replaces, and so during the whole backward. The engine itself
+    is not replaced.
+    """
+    roots: tuple[Tensor, ...] = (args[0],) if isinstance(args[0], Tensor) else tuple(args[0])
+    named = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args[1:], strict=False)) | dict(kwargs)
+    given = named.get("gradient") if func is Tensor.backward else named.get("grad_tensors")
+    if given is None and all(root.numel() == 1 for root in roots):
+        given = [torch.ones_like(root) for root in roots]
+    if given is None:
+        return func(*args, **kwargs)  # raises the usual error
+    seeds = (given,) if isinstance(given, Tensor) else tuple(given)
+    create, inputs = bool(named.get("create_graph")), named.get("inputs")
+    keep = create if named.get("retain_graph") is None else bool(named["retain_graph"])
+    wanted = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
+    with mode:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.run_backward(roots, seeds, keep, create, wanted, allow_unreachable=True, accumulate_grad=True)
 
 
 def _is_low(value: Any) -> bool:

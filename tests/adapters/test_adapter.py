@@ -14,17 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import batchwright
-from batchwright.adapters import sealed
-from batchwright.adapters.additive import (
-    difference,
-    gradient_difference,
-    labels_that_count,
-    refuse,
-    warn_of_batch_statistics,
-    without_draws,
-)
+from batchwright.adapters import additive, sealed
+from batchwright.adapters.adapter import Adapter
+from batchwright.adapters.additive import labels_that_count, pieces, warn_of_batch_statistics
 from batchwright.adapters.course import UnderRun, course, under_run
-from batchwright.adapters.seat import Seat
 from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
 from batchwright.rundir.fence import Fence
 from batchwright.runtime import audit
@@ -40,9 +33,9 @@ def never(schedule):
     raise AssertionError("the schedule has an end")
 
 
-def seat(directory, *, start=None, samples=64, rank=0, ranks=1, micro=4, run=None, rows=ROWS):
+def adapter(directory, *, start=None, samples=64, rank=0, ranks=1, micro=4, run=None, rows=ROWS):
     made = course(RAMP.compile().until(samples), micro_batch_size=micro, budget=never)
-    found = Seat(made, rows, rank=rank, ranks=ranks, directory=directory, run=run)
+    found = Adapter(made, rows, rank=rank, ranks=ranks, directory=directory, run=run)
     found.open(start)
     return found
 
@@ -64,18 +57,17 @@ def train(one, steps=99):
 
 
 def test_a_group_is_one_optimizer_step(tmp_path):
-    one = seat(tmp_path)
+    one = adapter(tmp_path)
     groups = list(one.groups())
     assert [[len(micro.ids) for micro in group] for group in groups] == [[4, 4], [4, 4], *[[4] * 4] * 3]
     assert [group.step.start_sample for group in groups] == [0, 8, 16, 32, 48]
-    assert groups[0].to("cpu")[0].data is groups[0][0].data
     one.close()
 
 
 @given(st.lists(st.integers(0, 5), min_size=8, max_size=8))
 def test_scales_recombine_means_to_the_mean_of_the_whole(tmp_path_factory, counts):
     rows = [{"labels": torch.tensor([1.0] * n + [-100.0] * (5 - n))} for n in counts]
-    one = seat(tmp_path_factory.mktemp("s"), samples=8, rows=rows, micro=2)
+    one = adapter(tmp_path_factory.mktemp("s"), samples=8, rows=rows, micro=2)
     (group,) = one.groups()
     count = labels_that_count(shifted=False)
     if not sum(counts):
@@ -89,15 +81,15 @@ def test_scales_recombine_means_to_the_mean_of_the_whole(tmp_path_factory, count
     one.close()
 
 
-def test_stop_and_resume_are_audited_and_a_seat_cannot_change_its_past(tmp_path):
-    one = seat(tmp_path)
+def test_stop_and_resume_are_audited_and_a_run_cannot_change_its_past(tmp_path):
+    one = adapter(tmp_path)
     first = train(one, steps=3)
     one.before_save()
     one.saved()
     state = one.state()
     train(one, steps=1)  # lost: not saved
     one.close()
-    two = seat(tmp_path, start=state, micro=8)
+    two = adapter(tmp_path, start=state, micro=8)
     rest = train(two)
     two.before_save()
     two.saved()
@@ -107,15 +99,15 @@ def test_stop_and_resume_are_audited_and_a_seat_cannot_change_its_past(tmp_path)
     assert (found.ok, found.samples, found.gaps, found.repeats, found.discarded_samples) == (True, 64, 0, 0, 16)
     with pytest.raises(RunError, match="step 3, sample 32; in this schedule that sample is at step 2"):
         made = course(batchwright.Constant(16).compile().until(64), micro_batch_size=4, budget=never)
-        Seat(made, ROWS, rank=0, ranks=1, directory=tmp_path).open(state)
+        Adapter(made, ROWS, rank=0, ranks=1, directory=tmp_path).open(state)
     with pytest.raises(RunError, match="another order"):
-        Seat(one.course, ROWS, rank=0, ranks=1, directory=tmp_path, seed=7).open(state)
+        Adapter(one.course, ROWS, rank=0, ranks=1, directory=tmp_path, seed=7).open(state)
     with pytest.raises(RunError, match="has no position"):
-        Seat(one.course, ROWS, rank=0, ranks=1, directory=tmp_path).open({})
+        Adapter(one.course, ROWS, rank=0, ranks=1, directory=tmp_path).open({})
 
 
 def test_only_the_launch_of_the_fence_saves(tmp_path):
-    old, new = seat(tmp_path), seat(tmp_path)
+    old, new = adapter(tmp_path), adapter(tmp_path)
     assert (old.launch, new.launch) == (0, 1)
     with pytest.raises(RunError, match="launch 0 does not save"):
         old.before_save()
@@ -137,7 +129,7 @@ def test_the_stop_signal_of_the_run_and_sigterm_ask_to_stop(tmp_path, monkeypatc
     before = [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)]
     for launch, number in ((3, signal.SIGUSR2), (4, signal.SIGTERM)):
         monkeypatch.setenv("BATCHWRIGHT_LAUNCH", str(launch))
-        one = seat(tmp_path, run=under_run())
+        one = adapter(tmp_path, run=under_run())
         group = next(iter(one.groups()))
         assert one.weigh(group, weight)[1] is False
         one.listen()  # a second time: the first handlers are those that come back
@@ -160,7 +152,7 @@ def test_under_run_the_plan_decides_and_the_position_is_reported(tmp_path):
     assert course(RAMP.compile().until(64), micro_batch_size=1, budget=never, run=run) == made
     with pytest.raises(ConfigError, match="Leave schedule out"):
         course(RAMP.compile().until(48), micro_batch_size=1, budget=never, run=run)
-    one = Seat(made, ROWS, rank=0, ranks=1, directory="elsewhere", run=run)
+    one = Adapter(made, ROWS, rank=0, ranks=1, directory="elsewhere", run=run)
     one.open()
     assert json.loads(run.status_file.read_text())["consumed_samples"] == 0
     assert len(train(one)) == 3 and one.done and one.position == 32
@@ -170,7 +162,9 @@ def test_under_run_the_plan_decides_and_the_position_is_reported(tmp_path):
     assert json.loads(run.status_file.read_text())["consumed_samples"] == 32
     assert audit(tmp_path / "r").samples == 32
     with pytest.raises(RunError, match="continues at sample 32, but no complete checkpoint"):
-        Seat(made, ROWS, rank=0, ranks=1, directory="", run=UnderRun(tmp_path / "r", 8, run.status_file, 32, 64)).open()
+        Adapter(
+            made, ROWS, rank=0, ranks=1, directory="", run=UnderRun(tmp_path / "r", 8, run.status_file, 32, 64)
+        ).open()
 
 
 def test_a_course_comes_from_a_plan_or_a_ramp():
@@ -222,6 +216,9 @@ def test_only_a_sealed_checkpoint_counts(tmp_path: Path):
     assert found and found[1]["position"] == 12
     (tmp_path / "1-12" / "weights").write_bytes(b"12")  # cut off
     sealed.unseal(tmp_path / "0-16")
+    assert sealed.fault(tmp_path / "1-12") == "weights has 2 bytes, and had 3"
+    assert sealed.fault(tmp_path / "0-16") == sealed.INTERRUPTED
+    assert sealed.fault(tmp_path / "0-8") == "" and "saved without batchwright" in sealed.fault(tmp_path)
     found = sealed.newest(tmp_path.iterdir())
     assert found and found[1]["position"] == 8
     assert sealed.newest([]) is None
@@ -237,68 +234,214 @@ def test_only_a_sealed_checkpoint_counts(tmp_path: Path):
     assert {folder.name for folder in tmp_path.iterdir()} == {"0-16", "2-4"}
 
 
+def chosen(model, loss, weights, samples, collate=torch.stack, **given):
+    """What the test of the loss decides on one rank, and what it warns of."""
+    told = []
+    settings = {"half": False, "largest": lambda values: values, "warn": told.append, **given}
+    found = additive.test(model, loss, weights, lambda all: pieces(samples, all, collate), **settings)
+    return found, told
+
+
 def test_a_loss_over_pairs_does_not_add_up():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).double()
-    rows = torch.randn(8, 4, dtype=torch.float64)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+    rows = list(torch.randn(8, 4))
 
     def mean(x):
-        return float(model(x).square().mean())
+        return model(x).square().mean()
 
     def contrastive(x):
-        return float(torch.nn.functional.cross_entropy(model(x) @ x.T, torch.arange(len(x))))
+        return torch.nn.functional.cross_entropy(model(x) @ x.T, torch.arange(len(x)))
 
-    with without_draws(model):
-        assert difference(mean, len, rows, (rows[:3], rows[3:])) < 1e-12
-        assert difference(contrastive, len, rows, (rows[:4], rows[4:])) > 1e-2
-    assert model[1].training
-    with pytest.raises(RunError, match="in-batch negatives"):
-        refuse(0.5, 1e-3)
-    with pytest.raises(RunError):
-        refuse(float("nan"), 1e-3)
-    with pytest.raises(RunError, match=r"its gradient 30\.00%"):
-        refuse(0.0, 1e-3, 0.3)
+    assert chosen(model, mean, [len], rows[:7]) == (len, [])
+    assert model[1].training and all(p.grad is None for p in model.parameters())
+    for wrong in (contrastive, lambda x: mean(x) * len(x), lambda x: mean(x) * torch.nan):
+        with pytest.raises(
+            RunError, match=r"Either weight= is not .* counts 4 and 4 in .*in-batch negatives.* is a sum"
+        ):
+            chosen(model, wrong, [len], rows)
 
 
 def test_a_wrong_weight_is_seen_in_the_gradient_where_all_losses_are_equal():
     model = torch.nn.Linear(4, 16)
     with torch.no_grad():
         model.weight.zero_(), model.bias.zero_()  # a new model: every token's loss is log 16
-    tokens, labels = torch.randn(12, 4), torch.randint(0, 16, (12,))
+    samples = [{"tokens": torch.randn(n, 4), "labels": torch.randint(0, 16, (n,))} for n in (3, 9)]
 
-    def mean(rows):
-        return torch.nn.functional.cross_entropy(model(tokens[rows]), labels[rows])
+    def collate(rows):
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
-    whole, parts = range(12), (range(3), range(3, 12))  # two rows, of 3 and of 9 tokens
-    with without_draws(model):
-        by_rows = difference(lambda rows: float(mean(rows)), lambda rows: 1, whole, parts)
-        assert by_rows < 1e-6  # the loss alone cannot see it
-        assert gradient_difference(model, mean, lambda rows: 1, whole, parts) > 0.1
-        assert gradient_difference(model, mean, len, whole, parts) < 1e-5
-    assert all(p.grad is None for p in model.parameters())
+    def mean(batch):
+        return torch.nn.functional.cross_entropy(model(batch["tokens"]), batch["labels"])
+
+    with pytest.raises(
+        RunError, match=r"it is 0\.00% away.*its gradient [1-9]\d\.\d\d%.*It fits a mean over labels that are not -100"
+    ):
+        chosen(model, mean, [lambda batch: 1], samples, collate)
+    right = labels_that_count(shifted=False)
+    assert chosen(model, mean, [right], samples, collate) == (right, [])
+
+
+@pytest.mark.parametrize("extra", [2, 200])
+def test_what_is_refused_is_little_more_than_rounding(extra):
+    """A weight that is wrong by 2 of 12 labels, and by 2 of about 1,000: the gradient is wrong by 2e-4 of its norm."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 16)
+    samples = [{"tokens": torch.randn(n, 4), "labels": torch.randint(0, 16, (n,))} for n in (extra, 4 * extra)]
+
+    def collate(rows):
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+    def mean(batch):
+        return torch.nn.functional.cross_entropy(model(batch["tokens"]), batch["labels"])
+
+    right = labels_that_count(shifted=False)
+    assert chosen(model, mean, [right], samples, collate)[0] is right
+    with pytest.raises(RunError, match="does not add up") as refused:
+        chosen(model, mean, [lambda batch: right(batch) + 1], samples, collate)
+    assert extra == 2 or refused.value.given < 1e-3
+    near, _ = chosen(model, mean, [lambda batch: right(batch) + 1e-6], samples, collate)  # rounding
+    assert near is not right
+
+
+@pytest.mark.parametrize("lengths", [(3, 9), (5, 5), (6,)])
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("compare", [False, True])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_default_weight_is_the_one_that_fits(shift, compare, new, lengths):
+    """Also where rows are equally long, where a micro batch is one sample, and where all losses are equal."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
+    if new:
+        torch.nn.init.zeros_(model[1].weight), torch.nn.init.zeros_(model[1].bias)
+    weights = labels_that_count(shifted=False), labels_that_count(shifted=True)
+    samples = [torch.randint(0, 8, (n,)) for n in lengths]
+
+    def collate(rows):
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {"ids": pad(rows, batch_first=True), "labels": pad(rows, batch_first=True, padding_value=-100)}
+
+    def loss(batch):
+        logits = model(batch["ids"])[:, : -1 if shift else None]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, shift:].flatten())
+
+    found, told = chosen(model, loss, weights, samples, collate, compare=compare)
+    assert weights.index(found) == shift
+    assert len(told) == (compare and len(lengths) == 1)
+
+
+def test_small_gradients_of_fp16_do_not_vanish(monkeypatch):
+    """As those of a softmax over many classes, and of a mean over many labels: below the smallest number of fp16."""
+    torch.manual_seed(0)
+    model, samples = torch.nn.Linear(4, 1, bias=False).half(), list(torch.randn(7, 4).half())
+
+    def mean(batch):
+        return (model(batch).float() ** 2).mean() * 1e-7
+
+    assert chosen(model, mean, [len], samples)[0] is len
+    monkeypatch.setattr(additive, "_AGAINST_UNDERFLOW", 1.0)
+    with pytest.raises(RunError, match=r"its gradient [1-9]\d\.\d\d%"):
+        chosen(model, mean, [len], samples)
+
+
+def test_a_loss_that_cannot_be_measured_without_labels_needs_a_weight():
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
+
+    def loss(batch):
+        if not (batch["labels"][:, 1:] != -100).any():
+            raise ValueError("no label")
+        return torch.nn.functional.cross_entropy(
+            model(batch["labels"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        )
+
+    weights = labels_that_count(shifted=False), labels_that_count(shifted=True)
+
+    def collate(rows):
+        return {"labels": torch.stack(rows)}
+
+    with pytest.raises(RunError, match="Pass weight="):
+        chosen(model, loss, weights, [torch.arange(8)], collate)
+    with pytest.raises(RunError, match="Pass weight="):  # equal lengths: both fit
+        chosen(model, loss, weights, [torch.arange(8)] * 2, collate)
+
+
+def test_two_samples_that_do_not_fit_into_memory_are_not_compared():
+    model, told = torch.nn.Linear(4, 1), []
+
+    def loss(batch):
+        if len(batch) > 1:
+            raise torch.OutOfMemoryError
+        return model(batch).mean()
+
+    def two(weights):
+        return replace(pieces(list(torch.ones(2, 4)), weights, torch.stack), larger=True)
+
+    given = {"half": False, "largest": lambda values: values, "warn": told.append}
+    assert additive.test(model, loss, [len], two, **given) is len
+    assert told == ["The test whether the loss adds up saw nothing: out of memory. additive=False skips the test."]
+    with pytest.raises(torch.OutOfMemoryError):  # as training would
+        chosen(model, loss, [len], list(torch.ones(2, 4)))
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_halves_of_a_collator_that_draws_have_the_same_masks(tmp_path, flat):
+@pytest.mark.parametrize("draw", ["mask", "permutation"])
+def test_halves_of_a_collator_that_draws_have_the_same_masks(tmp_path, flat, draw):
     def collate(rows):
         labels = torch.stack([row["labels"] for row in rows])
-        labels = torch.where(torch.rand(labels.shape) < 0.5, labels, -100)
-        return {"labels": labels.flatten()} if flat else {"labels": labels}
+        labels = (
+            torch.where(torch.rand(labels.shape) < 0.5, labels, -100)
+            if draw == "mask"
+            else labels[torch.randperm(len(labels))]
+        )
+        return {"labels": labels.flatten()} if flat else {"labels": labels, "more": (labels, [labels])}
 
-    one = seat(tmp_path)
+    one = adapter(tmp_path, micro=2)
     group = next(iter(one.groups(collate)))
-    found = one.halves(group[0], collate)
+    found = one.pieces(group, [lambda batch: batch["labels"].numel()], collate)
     if flat:  # which label belongs to which row is not known
-        assert found is None
+        assert not found.parts and "cannot be divided by rows" in found.missing
     else:
-        assert found and torch.equal(torch.cat([half["labels"] for half in found]), group[0].data["labels"])
-    again = one.halves(group[0])  # a collator that does not draw: read again
-    assert again and torch.cat([half["labels"] for half in again])[:, 0].tolist() == group[0].ids.tolist()
+        assert torch.equal(torch.cat([half["labels"] for _, half in found.parts]), found.whole["labels"])
+        assert torch.equal(found.parts[1][1]["more"][1][0], found.whole["labels"][1:])
+        assert [counted for counted, _ in found.parts] == [[2.0], [2.0]]
+    again = one.pieces(group, [len], None)  # a collator that does not draw: read again
+    assert torch.cat([half["labels"] for _, half in again.parts])[:, 0].tolist() == group[0].ids.tolist()
     one.close()
+
+
+def test_a_single_sample_is_compared_together_with_the_next(tmp_path):
+    one = adapter(tmp_path, micro=1)
+    group = next(iter(one.groups()))
+    found = one.pieces(group, [weight], None)
+    assert found.larger and found.whole["labels"][:, 0].tolist() == [group[0].ids[0], group[1].ids[0]]
+    empty = one.pieces(group, [lambda batch: 0], None)
+    assert not empty.parts and empty.missing == "no sample of rank 0 has a weight"
+    one.close()
+
+
+def test_the_test_of_the_loss_leaves_the_model_and_the_generators_as_they_were():
+    class Counts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.neftune_noise_alpha = torch.nn.Linear(4, 1), 5.0
+            self.register_buffer("seen", torch.zeros(()))
+            self.register_buffer("queue", torch.zeros(4))
+            self.register_buffer("nothing", None)
+
+        def forward(self, x):
+            self.seen += 1
+            self.queue = self.queue + x.detach().sum(0)  # another tensor
+            return self.linear(x) + self.neftune_noise_alpha * torch.randn(())
+
+    model, queue = Counts(), None
+    queue, state = model.queue, torch.get_rng_state()
+    chosen(model, lambda x: model(x).mean(), [len], list(torch.ones(4, 4)))
+    assert (float(model.seen), model.neftune_noise_alpha, model.queue is queue) == (0.0, 5.0, True)
+    assert torch.equal(model.queue, torch.zeros(4)) and torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     def saved(directory, steps):
-        one = seat(directory)
+        one = adapter(directory)
         train(one, steps=steps)
         one.before_save()
         one.saved()
@@ -307,19 +450,19 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
     state = saved(tmp_path / "a", 3)
     with pytest.raises(RunError, match=r"saved by launch 0 at sample 32, and this is launch 0 of .*b: .*there is none"):
-        seat(tmp_path / "b", start=state)
+        adapter(tmp_path / "b", start=state)
     saved(tmp_path / "c", 2)
     with pytest.raises(RunError, match="there it has samples 0 to 16"):
-        seat(tmp_path / "c", start=state)
+        adapter(tmp_path / "c", start=state)
 
     def under(launch, start):
         return UnderRun(tmp_path / "a", launch, tmp_path / "status.json", start, 64)
 
     with pytest.raises(RunError, match="saved by launch 9 at sample 32, and this is launch 1"):
-        seat("", start={**state, "launch": 9}, run=under(1, 0))
+        adapter("", start={**state, "launch": 9}, run=under(1, 0))
     with pytest.raises(RunError, match="continues at sample 48, but the newest complete checkpoint is at sample 32"):
-        seat("", start=state, run=under(1, 48))
-    one = seat("", start=state, run=under(1, 16))  # it was killed between the save and its report
+        adapter("", start=state, run=under(1, 48))
+    one = adapter("", start=state, run=under(1, 16))  # it was killed between the save and its report
     assert one.position == 32
     one.close()
 

@@ -1,17 +1,17 @@
 """The part that all adapters share: the micro batches of each optimizer step, their weights, and the files of the run.
 
-    seat = Seat(course, dataset, rank=0, ranks=2, directory="out")
-    seat.open(state_of_the_checkpoint)                 # None: from the start
-    for group in seat.groups(collate=collate):         # one optimizer step: the list of this rank's micro batches
-        scales, stop = seat.weigh(group, weight)       # collective
+    adapter = Adapter(course, dataset, rank=0, ranks=2, directory="out")
+    adapter.open(state_of_the_checkpoint)                 # None: from the start
+    for group in adapter.groups(collate=collate):         # one optimizer step: the list of this rank's micro batches
+        scales, stop = adapter.weigh(group, weight)       # collective
         for micro, scale in zip(group, scales):        # all but the last without synchronisation
             (mean_loss(micro.data) * scale).backward()
         optimizer.step()
-        seat.applied(group)
-        if stop or seat.done or …:
-            seat.before_save()                         # collective
-            save(…, seat.state())
-            seat.saved()
+        adapter.applied(group)
+        if stop or adapter.done or …:
+            adapter.before_save()                         # collective
+            save(…, adapter.state())
+            adapter.saved()
 
 The loss of a framework is a mean over the micro batch. `scale` is its weight / the weight of the step × ranks: summed over
 the micro batches and averaged over the ranks, as DDP does, the gradient is that of the whole batch.
@@ -19,12 +19,11 @@ the micro batches and averaged over the ranks, as DDP does, the gradient is that
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from batchwright.core.codec import SCHEMA
-from batchwright.core.errors import RunError
+from batchwright.core.errors import ConfigError, RunError
 from batchwright.core.ramp.schedule import Step
 from batchwright.rundir import names
 from batchwright.rundir.checkpoint import MANIFEST, STATE, listing
@@ -43,13 +42,13 @@ from batchwright.rundir.status import claim_launch
 from batchwright.runtime.data.loader import Loader, MapDataset, Micro, Reader, default_collate
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import Slice, StepSampler
-from batchwright.runtime.device import to_device, widest_float
+from batchwright.runtime.device import widest_float
 from batchwright.runtime.state.ledger import Ledger
 
+from .additive import Pieces, Weight, pieces
 from .course import Course, UnderRun
 
 T = TypeVar("T")
-Weight = Callable[[Any], Any]  # a number, or a tensor with one element
 _SHOWN = 8  # samples that an error lists
 
 
@@ -61,13 +60,8 @@ class Group(list[Micro]):
         """The step, which is the same on all ranks."""
         return self[0].step
 
-    def to(self, device: torch.device | str, **_: Any) -> Group:
-        """The same group with its data on a device; frameworks call this on a batch."""
-        there = torch.device(device)
-        return Group(replace(micro, data=to_device(micro.data, there)) for micro in self)
 
-
-class Seat:
+class Adapter:
     """One run inside another trainer: its position, its ledger, its right to save."""
 
     def __init__(
@@ -96,9 +90,9 @@ class Seat:
 
     # -- a launch
 
-    def open(self, state: Mapping[str, Any] | None = None) -> None:
-        """Start a launch from the state of a checkpoint, or from sample 0. Collective."""
-        self.position, parent = self._resumed(state) if state is not None else (0, None)
+    def open(self, state: Mapping[str, Any] | None = None, origin: str = "the checkpoint") -> None:
+        """Start a launch from the state of a checkpoint, whose name `origin` is, or from sample 0. Collective."""
+        self.position, parent = self._resumed(state, origin) if state is not None else (0, None)
         if self.run and state is None and self.run.start_sample:
             raise RunError(
                 f"batchwright run continues at sample {self.run.start_sample:,}, but no complete checkpoint was found. "
@@ -210,31 +204,30 @@ class Seat:
             self._ledger.applied(step.step, step.start_sample, step.global_batch_size, outcome)
         self.position = step.end_sample
 
-    def halves(self, micro: Micro, collate: Callable[[list[Any]], Any] | None = None) -> tuple[Any, Any] | None:
-        """The two halves of a micro batch, read again; None if it has one sample.
+    def pieces(
+        self, group: Group, weights: Sequence[Weight], collate: Callable[[list[Any]], Any] | None, **hooks: Any
+    ) -> Pieces:
+        """The first micro batch with a weight, read again as a whole and in halves; of a single sample, also the next one."""
+        micro = next((m for m in group if not m.filler and weights[0](m.data)), None)
+        if micro is None:
+            data = group[0].data
+            for change in hooks.values():
+                data = change(data)
+            return Pieces(data, (), f"no sample of rank {self.rank} has a weight")
+        positions, single = micro.positions, len(micro.positions) == 1
+        if single:
+            positions = range(positions[0], positions[0] + 2)
+        index = Slice(micro.step, 0, 1, positions), self.order.ids(positions)
+        samples = Reader(self.dataset, self.order.seed, list)[index][2]
+        return replace(pieces(samples, weights, collate or default_collate, **hooks), larger=single)
 
-        A collator that draws, for example masks, would draw others. Then the rows of its tensors are divided instead, and
-        if they have other lengths, None is returned.
-        """
-        rows, middle, one = len(micro.positions), len(micro.positions) // 2, collate or default_collate
-        if not middle:
-            return None
-
-        def twice(samples: list[Any]) -> bool:
-            return _equal(one(copy.deepcopy(samples)), one(copy.deepcopy(samples)))
-
-        def read(collate: Callable[[list[Any]], Any], part: slice) -> Any:
-            index = Slice(micro.step, 0, 1, micro.positions[part]), micro.ids[part]
-            return Reader(self.dataset, self.order.seed, collate)[index][2]
-
-        first, second = slice(middle), slice(middle, None)
-        if read(twice, slice(None)):
-            return read(one, first), read(one, second)
-        data: Any = micro.data
-        if not isinstance(data, Mapping) or not all(torch.is_tensor(t) and len(t) == rows for t in data.values()):
-            return None
-        tensors: dict[str, torch.Tensor] = dict(data)
-        return {name: one[first] for name, one in tensors.items()}, {name: one[second] for name, one in tensors.items()}
+    def largest(self, values: list[float], device: torch.device | str = "cpu") -> list[float]:
+        """The largest of each value over the ranks; NaN counts as infinite. Collective."""
+        found = torch.tensor(values, dtype=widest_float(torch.device(device)), device=device)
+        found = found.nan_to_num(nan=torch.inf, posinf=torch.inf)  # of NaN and 0, the largest may be 0
+        if self.ranks > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.tolist()
 
     # -- a save
 
@@ -338,19 +331,19 @@ class Seat:
                 given=self.position,
             )
 
-    def _resumed(self, state: Mapping[str, Any]) -> tuple[int, int | None]:
+    def _resumed(self, state: Mapping[str, Any], origin: str) -> tuple[int, int | None]:
         """The position and the launch of a checkpoint, if it belongs to this schedule and this dataset."""
         known = self.state()["order"]
         try:
             position, step, order = int(state["position"]), int(state["step"]), dict(state["order"])
         except (KeyError, TypeError, ValueError):
             raise RunError(
-                "the checkpoint has no position, so it cannot be continued exactly. It was saved without batchwright.",
+                f"{origin} has no position, so it cannot be continued exactly. It was saved without batchwright.",
                 field="checkpoint",
             ) from None
         if order != known:
             raise RunError(
-                f"the checkpoint was trained in another order of samples: {order}, and now it is {known}. Use the same "
+                f"{origin} was trained in another order of samples: {order}, and now it is {known}. Use the same "
                 "dataset and seed.",
                 field="order",
                 given=str(order),
@@ -358,12 +351,22 @@ class Seat:
         if position > self.course.samples or self.course.step_at(position) != step:
             now = self.course.step_at(min(position, self.course.samples))
             raise RunError(
-                f"the checkpoint is at step {step:,}, sample {position:,}; in this schedule that sample is at step {now:,}. "
+                f"{origin} is at step {step:,}, sample {position:,}; in this schedule that sample is at step {now:,}. "
                 "The steps that were trained cannot change: continue the schedule from the checkpoint's position.",
                 field="schedule",
                 given=position,
             )
         return position, state.get("launch")
+
+
+def mixed(mixin: type, given: Any, base: type, wanted: str) -> type[Any]:
+    """The class `given` with a mixin before it; once, and if it is a class of `base`."""
+    if not (isinstance(given, type) and issubclass(given, base)):
+        name = given.__name__ if isinstance(given, type) else f"{type(given).__name__}(…)"
+        raise ConfigError(f"exact({name}): must be a class of {wanted}.", field="class", given=name)
+    if issubclass(given, mixin):
+        return given
+    return type(f"Exact{given.__name__}", (mixin, given), {"__doc__": given.__doc__, "__module__": mixin.__module__})
 
 
 def _trained(ledger: Path) -> tuple[int, int] | None:
@@ -379,14 +382,3 @@ def _trained(ledger: Path) -> tuple[int, int] | None:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # the audit names damage
     return span
-
-
-def _equal(one: Any, two: Any) -> bool:
-    """Whether two batches are equal; what is no tensor, mapping or sequence counts as equal."""
-    if torch.is_tensor(one):
-        return torch.is_tensor(two) and torch.equal(one, two)
-    if isinstance(one, Mapping):
-        return one.keys() == two.keys() and all(_equal(one[name], two[name]) for name in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(_equal, one, two))
-    return True
