@@ -138,11 +138,12 @@ def gather(
     entries += [(name, dialects.Given(value, f"--{name.replace('_', '-')}", 2)) for name, value in typed.items()]
     resolved = dialects.resolve(entries, own={*own, *_NATIVE.values()}, lenient=lenient)
     other, _ = dialects.detect([key for key, _ in entries], left_out)
-    for_rl = other is not None and other.kind == "rl"
-    hint = f"These are keys of {other.title}, which counts {other.unit}: batchwright rl reads them." if for_rl else ""
-    if for_rl and not any(given.level < 2 for given in resolved.fields.values()):
-        raise ConfigError(hint, field="file")
-    notes = [*resolved.notes, *[hint] * for_rl]
+    notes = [*resolved.notes]
+    if other is not None and other.kind == "rl":
+        hint = f"These are keys of {other.title}, which counts {other.unit}: batchwright rl reads them."
+        if not any(given.level < 2 for given in resolved.fields.values()):
+            raise ConfigError(hint, field="file")
+        notes.append(hint)
     rest, doubtful = _apart(tuple(argument for argument in left_out if argument not in read), dialects.is_about_a_batch)
     doubtful += [*filter(dialects.is_about_a_batch, resolved.ignored), *unread]
     if plain := [argument for argument in (" ".join(rest), *resolved.ignored) if argument and argument not in doubtful]:
