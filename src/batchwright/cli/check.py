@@ -21,6 +21,7 @@ from .options import (
     CONFIGURATION_FLAGS,
     DEVICES,
     FILES,
+    FRAMEWORK,
     complete,
     counts,
     devices_options,
