@@ -21,7 +21,6 @@ from .options import (
     CONFIGURATION_FLAGS,
     DEVICES,
     FILES,
-    FRAMEWORK,
     complete,
     counts,
     devices_options,
