@@ -49,6 +49,7 @@ def test_the_script_completes_verbs_flags_and_names(tmp_path):
     assert completed("batchwright run --tr", tmp_path) == {"--tracker"}
     assert completed("batchwright run --tracker ", tmp_path) == {"tensorboard", "wandb", "mlflow", "trackio"}
     assert completed("batchwright ramp --linear 1,1,9 --last-step s", tmp_path) == {"shorten"}
+    assert completed("batchwright convert --to megatron", tmp_path) == {"megatron-lm", "megatron-bridge"}
 
 
 @bash

@@ -21,6 +21,7 @@ from .options import (
     CONFIGURATION_FLAGS,
     DEVICES,
     FILES,
+    FRAMEWORK,
     complete,
     counts,
     devices_options,
@@ -77,9 +78,7 @@ class CheckCommand(PasteCommand):
 @click.option(
     "--allow", multiple=True, metavar="CAUSE", help="Report this cause as a note, not as an error; repeatable."
 )
-@number(
-    "--from", "A configuration: the framework that it is for, and its version.  [default: detected]", "NAME[@VERSION]"
-)
+@number("--from", "A configuration: the framework that it is for, and its version.  [default: detected]", FRAMEWORK)
 @devices_options
 @number("--against", "A configuration: an earlier one, to find what did not change with the batch.", "CONFIG")
 @click.option("--each", is_flag=True, help="Several configurations: check each by itself, as a pre-commit hook does.")

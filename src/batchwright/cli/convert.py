@@ -19,7 +19,7 @@ from . import text
 from .config import PasteCommand
 from .files import read_keys, read_text
 from .frameworks import heading, passed_over, read_configuration, spelled
-from .options import CONFIGURATION_FLAGS, FILES, devices_options, json_option, number, print_json
+from .options import CONFIGURATION_FLAGS, FILES, FRAMEWORK, complete, devices_options, json_option, number, print_json
 
 
 class ConvertCommand(PasteCommand):
@@ -37,10 +37,10 @@ class ConvertCommand(PasteCommand):
     "  batchwright convert --to levanter torchrun --nproc-per-node 8 pretrain_gpt.py --micro-batch-size 2 \\\n"
     "      --global-batch-size 128 --rampup-batch-size 32 32 100000",
 )
-@click.argument("arguments", nargs=-1, metavar="CONFIG [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="CONFIG [KEY=VALUE]...", shell_complete=complete)
 @click.option("--list-frameworks", is_flag=True, help="Print the frameworks that are read and written.")
-@number("--from", "The framework of the configuration, and its version.  [default: detected]", "NAME[@VERSION]")
-@number("--to", "The framework to write, and its version. Required.", "NAME[@VERSION]")
+@number("--from", "The framework of the configuration, and its version.  [default: detected]", FRAMEWORK)
+@number("--to", "The framework to write, and its version. Required.", FRAMEWORK)
 @devices_options
 @number("--format", f"{' | '.join(FORMS[:-1])}.  [default: the framework's own]", "NAME")
 @number("--into", "Set the keys in this YAML, JSON or TOML file; comments and order stay.", "FILE")

@@ -16,6 +16,7 @@ from .naming import Verb
 
 # Endings of the files that are read as configuration.
 FILES = (".yaml", ".yml", ".toml", ".json")
+FRAMEWORK = "NAME[@VERSION]"
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -31,10 +32,16 @@ def stack(*options: Decorator) -> Decorator:
 
 
 def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """What a shell offers for a value: the names that the help lists (`local | slurm`), or files, or folders."""
+    """What a shell offers for a value: the names that the help lists (`local | slurm`), frameworks, files, or folders."""
     if listed := re.search(r"[\w-]+(?: \| [\w-]+)+", getattr(param, "help", None) or ""):
         return [CompletionItem(name) for name in listed[0].split(" | ") if name.startswith(incomplete)]
-    kind = "file" if "FILE" in (param.metavar or "") else "dir" if "DIR" in (param.metavar or "") else None
+    if param.metavar == FRAMEWORK:
+        from batchwright.dialects import frameworks
+
+        return [CompletionItem(d.name) for d in frameworks() if d.name.startswith(incomplete)]
+    kind = (
+        "file" if re.search("FILE|CONFIG", param.metavar or "") else "dir" if "DIR" in (param.metavar or "") else None
+    )
     return [CompletionItem(incomplete, type=kind)] if kind else []
 
 
