@@ -101,3 +101,14 @@ def test_every_module_answers_a_question_of_the_design():
         f"{room}/__init__.py" for room in ("probe", "estimate", "runtime/check")
     }  # they repeat one module's names
     assert sorted(named) == sorted({str(path.relative_to(source)) for path in modules} - folders)
+
+
+def test_the_comparison_has_the_numbers_of_the_benchmarks():
+    """Each row of the finders: found, trials and ratio of CPU time are those of docs/benchmarks.md."""
+    pages = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("comparison", "benchmarks")}
+    rows = re.findall(
+        r"^\| (?:batchwright|Lightning|Accelerate)[^|]*\| (\d+) \| (\d+) \| ([\d.]+) \|$", pages["comparison"], re.M
+    )
+    assert len(rows) == 4
+    for found, trials, ratio in rows:
+        assert re.search(rf"\| {found}[^|]*\| {trials} \| {ratio} \|", pages["benchmarks"]), (found, trials, ratio)
