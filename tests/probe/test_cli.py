@@ -135,4 +135,4 @@ def test_without_torch_a_task_names_the_extra_and_leaves_no_directory(capsys, tm
 @pytest.mark.parametrize("device", ["cuda", "h100"])
 def test_device_is_refused_and_names_on(capsys, tmp_path, device):
     code, _, err = run(capsys, "--device", device, "--dir", str(tmp_path), *command(5))
-    assert code == 2 and "--on cuda" in err and "--on h100" not in err and "--memory" in err
+    assert code == 2 and "--on is the device to run on" in err and "--on h100" not in err and "--memory" in err

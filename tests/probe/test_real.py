@@ -127,7 +127,8 @@ def test_a_plan_of_a_task_is_of_sizes_that_ran(task_file, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     task = ["--task", f"{task_file}:task", "--arg", "optimizer=SGD", "--memory", BUDGET, "--max-micro-batch-size", "2"]
     made = planned(capsys, *task, "--global-batch-size", "48", "--devices", "2")
-    assert (made["micro_batch_size"], made["accumulation_steps"]) == (2, 12)
+    # Which of them is recommended depends on the speeds that were measured.
+    assert made["micro_batch_size"] in (1, 2) and made["micro_batch_size"] * made["accumulation_steps"] == 24
     assert made["samples_per_second"] > 0  # measured
     journal = next((tmp_path / ".batchwright").iterdir()).read_text().splitlines()
     trials = [line["trial"] for line in map(json.loads, journal) if line["kind"] == "trial"]

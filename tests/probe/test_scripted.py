@@ -187,7 +187,7 @@ def test_of_the_sizes_within_the_limit_a_faster_one_is_recommended(scripted):
     seconds = {8: 0.1, 16: 0.1, 32: 0.25, 64: 0.32}.get(size, 1.0)
     timing = TIMING | {"seconds": seconds, "low": seconds * 0.99, "high": seconds * 1.01}
     more = {"timing": timing} if mode == "throughput" else {}
-    fits(2100 if more and size == 64 else 1000 + 10 * size, **more) if size <= 64 else oom()
+    fits(2100 if more and size == 64 else 1000 + 31 * size // 2, **more) if size <= 64 else oom()
     """
     probe = run_probe(scripted(code, throughput=True))
     assert (probe.max_micro_batch_size, probe.largest_worthwhile_micro_batch_size) == (64, 64)

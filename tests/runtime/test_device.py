@@ -156,8 +156,9 @@ def test_the_device_is_set_before_the_process_group(cuda, monkeypatch, by):
         if by == "the loop":
             joined("auto", "ddp").__enter__()
         else:
-            spec = {"micro_batch_size": 1, "result": "nothing", "on": None, "limited": False}
+            spec = {"micro_batch_size": 1, "result": "nothing", "on": None, "limited": False, "memory": None}
             worker = Worker(spec)
+            monkeypatch.setattr("batchwright.probe.worker.free_and_total", lambda device: None)
             monkeypatch.setattr(worker, "write", lambda **_: None)
             worker.run()
     device = torch.device("cuda", 1)

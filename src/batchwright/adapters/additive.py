@@ -350,7 +350,7 @@ def _allowed(model: nn.Module, half: bool) -> tuple[float, float]:
     if half or {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16} or precision == "medium":
         return HALF
     convolutions = torch.backends.cudnn.allow_tf32 and any(isinstance(module, _ConvNd) for module in model.modules())
-    return TF32 if precision == "high" or (_device(model).type == "cuda" and convolutions) else FP32
+    return TF32 if precision == "high" or (_device(model).type != "cpu" and convolutions) else FP32
 
 
 @contextmanager

@@ -118,11 +118,11 @@ def command(
         )
     if device is not None:
         raise ConfigError(
-            f"--device={device!r} is a device to estimate for, and probe runs on this machine: --on cpu or --on cuda (what torch "
-            "calls the accelerator) is the device to run on, and --memory is a limit on it.",
+            f"--device={device!r} is a device to estimate for, and probe runs on this machine. --on is the device to run on (cpu, "
+            "or what torch calls the accelerator), and --memory is a limit on it.",
             field="on",
             given=device,
-            nearest=("cpu", "cuda"),
+            nearest=("auto", "cpu"),
         )
     target, arguments = read_task(target, args) if target else (None, task_arguments(args))
     progress = TrialTable() if sys.stderr.isatty() else TrialLines()
