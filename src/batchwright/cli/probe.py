@@ -118,8 +118,8 @@ def command(
         )
     if device is not None:
         raise ConfigError(
-            f"--device={device!r} is a device to estimate for, and probe runs on this machine. --on is the device to run on (cpu, "
-            "or what torch calls the accelerator), and --memory is a limit on it.",
+            f"--device={device!r} is a device to estimate for, and probe runs on this machine. --on is the device to run on "
+            "(cpu, or what torch calls the accelerator), and --memory is a limit on it.",
             field="on",
             given=device,
             nearest=("auto", "cpu"),
