@@ -55,6 +55,11 @@ def rows(spec, mark):
     return found
 
 
+def trained(panel):
+    """The rows of the line that is solid."""
+    return rows({"layer": [view for view in views(panel) if "strokeDash" not in view["mark"]]}, "line")
+
+
 def legend(spec):
     """All names in the legends of a specification."""
     found = set()
@@ -97,9 +102,8 @@ def test_planned_and_trained_are_told_apart(run):
     spec = staircase(run["plan"], run)
     assert legend(spec) == {"planned", "trained", "launch failed"}
     batch, nodes = spec["vconcat"]
-    lines = [row for row in rows(batch, "line")]
-    assert [(row["samples"], row["value"]) for row in lines] == [(0, 8), (1600, 8), (1600, 16), (4800, 16)]
-    assert [(row["samples"], row["value"]) for row in rows(nodes, "line")] == [
+    assert [(row["samples"], row["value"]) for row in trained(batch)] == [(0, 8), (1600, 8), (1600, 16), (4800, 16)]
+    assert [(row["samples"], row["value"]) for row in trained(nodes)] == [
         (0, 1),
         (800, 1),
         (800, 1),
@@ -108,7 +112,34 @@ def test_planned_and_trained_are_told_apart(run):
         (4800, 2),
     ]
     assert rows(nodes, "point") == [{"samples": 800, "value": 1, "reason": "rank 0 exited with code 1"}]
-    assert legend(staircase(run["plan"])) == set(), "a plan alone needs no legend"
+    assert legend(staircase(run["plan"])) == {"planned"}
+
+
+def test_what_is_predicted_or_planned_is_dashed_or_hollow_and_what_is_measured_is_not(run):
+    """The footer of a report promises it."""
+    found = 0
+    for kind, document in {**material.documents(), "run": run}.items():
+        for name, spec in charts_of(kind, document).items():
+            said = {label for label in legend(spec) if "predicted" in label or "planned" in label}
+            drawn = [view for view in views(spec) if view["mark"]["type"] in ("line", "point", "bar", "tick", "area")]
+            for label in said:
+                assert any(dashed_or_hollow(view, label, spec) for view in drawn), (kind, name, label)
+            if "predicted" in spec["title"]["text"]:
+                assert all("strokeDash" in view["mark"] for view in drawn if view["mark"]["type"] == "bar"), (kind, name)
+            found += len(said) + ("predicted" in spec["title"]["text"])
+    assert found >= 7
+    looks = [view["encoding"] for view in views(noise_scale(run)) if view["mark"]["type"] == "line"]
+    assert looks and not any("strokeDash" in encoding for encoding in looks), "noise scale and batch are measured"
+
+
+def dashed_or_hollow(view, label, spec):
+    """Whether a view draws a series so."""
+    scale = {**spec.get("encoding", {}), **view.get("encoding", {})}.get("strokeDash", {}).get("scale")
+    if scale:
+        return label in scale["domain"] and scale["range"][scale["domain"].index(label)] != [1, 0]
+    values = view.get("data", spec.get("data"))["values"]
+    named = any(row.get("series") == label for row in values) or label == "planned"
+    return named and ("strokeDash" in view["mark"] or view["mark"].get("fill") == colors("light")["background"])
 
 
 def test_throughput_has_intervals_a_fit_that_says_so_the_knee_and_the_first_failure():

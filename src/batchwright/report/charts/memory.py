@@ -62,7 +62,7 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
         {
             "data": {"values": rows},
             "mark": {
-                "type": "bar", "stroke": "@background", "strokeWidth": 1.5, "width": {"band": 0.62},
+                "type": "bar", "stroke": "@text", "strokeDash": [4, 3], "strokeWidth": 1, "width": {"band": 0.62},
             },
             "encoding": {
                 "y": {
@@ -73,7 +73,7 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
                 "color": {
                     "field": "part", "type": "ordinal",
                     "scale": {"domain": kinds, "range": [f"@{_PARTS[kind]}" for kind in kinds]},
-                    "legend": {"symbolType": "square", "symbolStrokeWidth": 0},
+                    "legend": {"symbolType": "square", "symbolDash": [4, 3], "symbolStrokeColor": "@text", "symbolStrokeWidth": 1},
                 },
                 "opacity": {
                     "field": "part", "type": "ordinal",

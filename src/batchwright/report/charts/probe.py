@@ -152,7 +152,7 @@ def _failing(size: int) -> list[Spec]:
     """A vertical line at the first size that failed."""
     at = {"data": {"values": [{"size": size, "text": f"{size} fails"}]}}
     return [
-        {**at, "mark": {"type": "rule", "strokeWidth": 2, "strokeDash": [2, 3]}, "encoding": {"color": {"value": "@red"}}},
+        {**at, "mark": {"type": "rule", "strokeWidth": 2}, "encoding": {"color": {"value": "@red"}}},
         {
             **at,
             "mark": {"type": "text", "align": "right", "dx": -6, "baseline": "bottom", "fontWeight": "bold"},

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchwright.core.numbers import human
 
-from .spec import HEIGHT, WIDTH, Document, Spec, drawn, frame, positive, samples_axis
+from .spec import DASH, HEIGHT, WIDTH, Document, Spec, drawn, frame, positive, samples_axis
 
 # Steps that get their number as text; in a longer staircase only the first and the last.
 _LABELLED = 12
@@ -76,7 +76,10 @@ def _panel(title: str, color: str, rows: list[dict[str, Any]], done: list[dict[s
     domain = [0, max([top, *(row["value"] for row in done)]) * 1.12]
     role = f"@{color}"
     scale = {"domain": ["planned"], "range": [role]}
-    legend = {"symbolType": "square", "symbolOpacity": 0.35, "symbolStrokeWidth": 0}
+    legend = {
+        "symbolType": "square", "symbolFillColor": role, "symbolOpacity": 0.6, "symbolDash": [2, 2], "symbolStrokeWidth": 1,
+        "symbolStrokeColor": "@text",
+    }  # fmt: skip
     tooltip = [
         {"field": "value", "type": "quantitative", "title": title.split(",")[0], "format": ","},
         {"field": "samples", "type": "quantitative", "title": "from sample", "format": ","},
@@ -90,18 +93,18 @@ def _panel(title: str, color: str, rows: list[dict[str, Any]], done: list[dict[s
                 "datum": "planned",
                 "type": "nominal",
                 "scale": scale,
-                "legend": legend if done and color == "blue" else None,
+                "legend": legend if color == "blue" else None,
             }
         },
     }
-    # Without a run the plan has an edge; with one, only what was trained is a line.
+    # The edge of a plan is dashed; what was trained is a solid line on it.
     edge: Spec = {
         "data": area["data"],
-        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2.5, "color": role},
+        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2, "strokeDash": DASH, "color": role},
     }
     layers: list[Spec] = [
         area,
-        *([] if done else [edge]),
+        edge,
         {
             "data": {"values": rows},
             "mark": {"type": "rect", "fillOpacity": 0},

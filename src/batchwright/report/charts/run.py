@@ -336,7 +336,7 @@ def noise_scale(run: Document) -> Spec | None:
         "type": "quantitative", "scale": {"type": "log", "domain": [min(values) / 1.3, max(values) * 1.3], "nice": False},
         "axis": short_axis("weight in the loss, such as tokens; logarithmic", values=_decades(values)),
     }  # fmt: skip
-    looks = series({name: "blue", batch: "orange"}, dashes=([1, 0], DASH))
+    looks = series({name: "blue", batch: "muted"})
     looks["color"]["legend"] = {"symbolType": "stroke"}
     layers: list[Spec] = [
         {
