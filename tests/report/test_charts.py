@@ -125,7 +125,10 @@ def test_what_is_predicted_or_planned_is_dashed_or_hollow_and_what_is_measured_i
             for label in said:
                 assert any(dashed_or_hollow(view, label, spec) for view in drawn), (kind, name, label)
             if "predicted" in spec["title"]["text"]:
-                assert all("strokeDash" in view["mark"] for view in drawn if view["mark"]["type"] == "bar"), (kind, name)
+                assert all("strokeDash" in view["mark"] for view in drawn if view["mark"]["type"] == "bar"), (
+                    kind,
+                    name,
+                )
             found += len(said) + ("predicted" in spec["title"]["text"])
     assert found >= 7
     looks = [view["encoding"] for view in views(noise_scale(run)) if view["mark"]["type"] == "line"]
@@ -140,6 +143,50 @@ def dashed_or_hollow(view, label, spec):
     values = view.get("data", spec.get("data"))["values"]
     named = any(row.get("series") == label for row in values) or label == "planned"
     return named and ("strokeDash" in view["mark"] or view["mark"].get("fill") == colors("light")["background"])
+
+
+def columns(run, *rows):
+    """The record of a run with these steps: (step, samples, batch, launch)."""
+    names = ("step", "samples", "global_batch_size", "launch")
+    known = {name: [float(row[i]) for row in rows] for i, name in enumerate(names)}
+    rest = {name: [math.nan] * len(rows) for name in run["steps"] if name not in known}
+    return {**run, "steps": {**rest, **known, "loss": [2.0] * len(rows)}}
+
+
+def corners(spec):
+    return [(row["samples"], row["value"], row["part"]) for row in trained(spec["vconcat"][0])]
+
+
+def test_trained_ends_at_the_newest_checkpoint_unless_the_run_is_running(run):
+    stopped = {**columns(run, *((i, 8 * i + 8, 8, 1) for i in range(100))), "consumed_samples": 400, "state": "stopped"}
+    spec = staircase(run["plan"], stopped)
+    assert corners(spec) == [(0, 8, 0), (400, 8, 0)] and "trained up to sample 400" in spec["description"]
+    assert trained(spec["vconcat"][1])[-1]["samples"] == 400
+    running = staircase(run["plan"], {**stopped, "state": "running"})
+    assert corners(running)[-1] == (800, 8, 0) and "trained up to sample 800" in running["description"]
+
+
+def test_steps_between_recorded_ones_were_trained_and_missing_ones_are_a_gap(run):
+    """Every tenth step is recorded; two records of the second case are lost."""
+    every = [(i, 8 * i + 8, 8, 1) for i in range(0, 100, 10)]
+    logged = {**columns(run, *every), "consumed_samples": 800, "state": "stopped"}
+    spec = staircase(run["plan"], logged)
+    assert corners(spec) == [(0, 8, 0), (800, 8, 0)] and "trained up to sample 800" in spec["description"]
+    assert "10 recorded steps" in loss(logged)["description"]
+    lost = {**logged, "steps": columns(run, *every[:4], *every[6:])["steps"]}
+    assert corners(staircase(run["plan"], lost)) == [(0, 8, 0), (248, 8, 0), (480, 8, 1), (800, 8, 1)]
+
+
+def test_a_long_staircase_of_trained_steps_keeps_its_end(run):
+    many = columns(run, *((i, 12 * (i + 1), 8 + 8 * (i % 2), 1) for i in range(10_001)))
+    assert corners(staircase(run["plan"], {**many, "consumed_samples": 10**6}))[-1][0] == 12 * 10_001
+
+
+def test_the_rest_of_a_ramp_says_where_it_begins():
+    import batchwright
+
+    made = batchwright.ramp(thresholds="0:8 1600:16", samples=4800, start_sample=1600).to_json()
+    assert "in 1 stage, over 3200 samples from sample 1600 on" in staircase(made)["description"]
 
 
 def test_throughput_has_intervals_a_fit_that_says_so_the_knee_and_the_first_failure():

@@ -102,8 +102,13 @@ def _ramp(ramp: Document) -> Parts:
     total = "open end"
     if ramp.get("total_steps") is not None and ramp.get("total_samples") is not None:
         total = f"{ramp['total_steps']:,} steps, {human(ramp['total_samples'])} samples"
+    if start := ramp.get("start_sample"):
+        steps, samples = ramp.get("remaining_steps"), ramp.get("remaining_samples")
+        left = "" if steps is None or samples is None else f": {steps:,} steps, {human(samples)} samples"
+        total = f"from sample {human(start)} on{left} (the whole ramp: {total})"
     summary = [
-        f"global batch {first['global_batch_size']:,} -> {last['global_batch_size']:,} in {len(stages)} stages; {total}"
+        f"global batch {first['global_batch_size']:,} -> {last['global_batch_size']:,} in {len(stages)} "
+        f"stage{'s' * (len(stages) > 1)}; {total}"
     ]
     if finite(ramp.get("node_hours")) and finite(ramp.get("hours")):
         summary.append(
@@ -239,7 +244,7 @@ def _failure(failure: Mapping[str, Any]) -> Lines:
     """Why one launch failed, with the last lines of its log."""
     lines = [failure["reason"], *([failure["advice"]] if failure.get("advice") else [])]
     return Lines(
-        f"Failure of launch {failure['number']} at sample {failure['position']:,}",
+        f"Failure of launch {failure['number']}; its last checkpoint is at sample {failure['position']:,}",
         tuple(lines),
         tuple(failure["lines"]),
     )

@@ -73,7 +73,9 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
                 "color": {
                     "field": "part", "type": "ordinal",
                     "scale": {"domain": kinds, "range": [f"@{_PARTS[kind]}" for kind in kinds]},
-                    "legend": {"symbolType": "square", "symbolDash": [4, 3], "symbolStrokeColor": "@text", "symbolStrokeWidth": 1},
+                    "legend": {
+                        "symbolType": "square", "symbolDash": [2, 2], "symbolStrokeColor": "@text", "symbolStrokeWidth": 1,
+                    },
                 },
                 "opacity": {
                     "field": "part", "type": "ordinal",

@@ -99,7 +99,7 @@ def loss(run: Document, against: str = "samples") -> Spec | None:
     values = [y for _, y, _ in good] or [0.0, 1.0]
     low, high = min(values), max(values)
     span = (high - low) or abs(high) or 1.0
-    text = f"{len(known):,} step{'s' * (len(known) > 1)}"
+    text = f"{len(known):,} recorded step{'s' * (len(known) > 1)}"
     if good:
         text += f": {values[0]:.4g} at first, {values[-1]:.4g} at last, smallest {low:.4g}, largest {high:.4g}"
     if bad:
