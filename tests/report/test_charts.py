@@ -290,6 +290,31 @@ def test_the_loss_of_a_long_run_keeps_its_extremes(run):
         low, high = spec["encoding"]["y"]["scale"]["domain"]
         assert low < -3.25 and high > 77.5
         assert "smallest to largest" in legend(spec)
+        assert "training loss, mean of up to 84 steps" in legend(spec), "50,000 steps in 600 parts"
+
+
+def test_evaluations_are_inside_the_chart_of_the_loss(run):
+    after = max(run["steps"]["time"]) + 100
+    late = {"kind": "evaluation", "samples": 9000, "time": after, "loss": 50.0}
+    for against in ("samples", "time"):
+        spec = loss({**run, "evaluations": [late]}, against=against)
+        (point,) = [row for row in rows(spec, "point") if row["series"] == "evaluation loss"]
+        x, y = spec["encoding"]["x"], spec["encoding"]["y"]["scale"]["domain"]
+        assert point[x["field"]] <= x["scale"]["domain"][1] and y[0] < 50 < y[1]
+        assert "largest 9.5" in spec["description"], "the text is about the training loss"
+
+
+def test_boundaries_against_time_are_where_the_stage_begins_and_above_200_there_are_none(run):
+    steps = columns(run, *((i, 8 * i + 8, 8, 1) for i in range(1000)))
+    steps["steps"]["time"] = [1000.0 + i for i in range(1000)]
+
+    def lines(count):
+        stages = [{"global_batch_size": 8 + i, "start_sample": 16 * i} for i in range(count + 1)]
+        return rows(loss({**steps, "plan": {**run["plan"], "stages": stages}, "history": []}, against="time"), "rule")
+
+    scale = 60
+    assert [row["at"] for row in lines(3)] == pytest.approx([2 / scale, 4 / scale, 6 / scale], rel=1e-4)
+    assert len(lines(200)) == 200 and not lines(201)
 
 
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=300), st.integers(1, 40))
@@ -322,6 +347,35 @@ def test_the_noise_scale_has_its_interval(run):
     assert {"noise scale", "95% interval"} <= legend(spec)
 
 
+def noisy(run, count, **changes):
+    """A run with an estimate at every step; `changes` by column and index."""
+    made = columns(run, *((i, 8 * i + 8, 8, 1) for i in range(count)))
+    usual = {"noise_scale": 900.0, "noise_low": 700.0, "noise_high": 1300.0}
+    for name, value in usual.items():
+        made["steps"][name] = [changes.get(name, {}).get(i, value) for i in range(count)]
+    return made
+
+
+def test_the_noise_scale_of_a_long_run_keeps_its_extremes_and_its_last_value(run):
+    changes = {"noise_scale": {4999: 2000.0, 17: 5000.0}, "noise_high": {4999: 3000.0, 17: 90_000.0}}
+    spec = noise_scale(noisy(run, 5000, **changes))
+    band = rows(spec, "area")
+    assert len(band) <= BUCKETS and max(row["high"] for row in band) == 90_000
+    assert "2,000 at sample 40,000 (95% interval 700 to 3,000)" in spec["description"]
+
+
+def test_missing_estimates_of_the_noise_scale_are_a_gap_and_an_interval_below_zero_reaches_the_bottom(run):
+    missing = {name: dict.fromkeys((4, 5), math.nan) for name in ("noise_scale", "noise_low", "noise_high")}
+    missing["noise_low"][8] = -50.0
+    spec = noise_scale(noisy(run, 10, **missing))
+    (line,) = [view for view in views(spec) if "tooltip" in view["encoding"]]
+    assert [row["part"] for row in line["data"]["values"]] == [0] * 4 + [1] * 4
+    area = next(view for view in views(spec) if view["mark"]["type"] == "area")
+    assert line["encoding"]["detail"] == area["encoding"]["detail"] == {"field": "part"}
+    band = area["data"]["values"]
+    assert len(band) == 8 and band[6]["low"] == area["encoding"]["y"]["scale"]["domain"][0] > 0
+
+
 def test_node_hours_count_every_launch_also_those_that_failed(run):
     spec = node_hours(run)
     used = [row for row in spec["data"]["values"] if row["series"] == "used"]
@@ -330,6 +384,12 @@ def test_node_hours_count_every_launch_also_those_that_failed(run):
     planned = [row for row in spec["data"]["values"] if row["series"] == "planned"]
     assert planned[-1]["hours"] == pytest.approx((200 * 0.1 * 1 + 200 * 0.1 * 2) / 60, rel=1e-4)
     assert "without restarts" in spec["description"]
+    assert [row["order"] for row in spec["data"]["values"]] == list(range(len(spec["data"]["values"])))
+    assert spec["encoding"]["order"]["field"] == "order", "a launch that starts again goes back"
+    stages = [{**run["plan"]["stages"][0], "node_hours": None}, *run["plan"]["stages"][1:]]
+    changed = {**run, "plan": {**run["plan"], "stages": stages}, "replanned": [{"position": 1600}]}
+    assert "the plan was changed during the run" in node_hours(changed)["description"]
+    assert not legend(node_hours(changed)), "one line needs no legend"
 
 
 def test_a_run_without_steps_or_launches_has_only_its_plan(run):

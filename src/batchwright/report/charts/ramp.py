@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import mode
 from typing import Any
 
 from batchwright.core.numbers import human
 
-from .spec import DASH, HEIGHT, WIDTH, Document, Spec, drawn, finite, frame, positive, samples_axis
+from .spec import DASH, HEIGHT, WIDTH, Document, Spec, drawn, finite, frame, positive, samples_axis, strides
 
 # Steps that get their number as text; in a longer staircase only the first and the last.
 _LABELLED = 12
@@ -175,7 +174,7 @@ def _reached(run: Document) -> int:
 def _trained_batches(run: Document, end: int) -> list[dict[str, Any]]:
     """The batch of every trained step, as corners of a line; `part` changes where steps are missing."""
     steps = run["steps"]
-    every = _strides(steps)
+    every = strides(steps["step"], steps["launch"])
     found: list[dict[str, Any]] = []
     part, reached, batch, between = 0, 0.0, 0.0, 1.0
     for launch, samples, size in zip(steps["launch"], steps["samples"], steps["global_batch_size"], strict=True):
@@ -194,15 +193,6 @@ def _trained_batches(run: Document, end: int) -> list[dict[str, Any]]:
         last = end if end - reached <= (between - 1) * batch else reached
         found.append({"samples": last, "value": batch, "part": part})
     return found if len(found) <= 4 * _MOST else [*found[: -1 : -(-len(found) // (4 * _MOST))], found[-1]]
-
-
-def _strides(steps: Mapping[str, Sequence[float]]) -> dict[float, float]:
-    """How many steps each launch records one of: `log_every` may be above 1."""
-    found: dict[float, list[float]] = {}
-    for (before, launch), (step, same) in pairwise(zip(steps["step"], steps["launch"], strict=True)):
-        if launch == same and step > before:
-            found.setdefault(launch, []).append(step - before)
-    return {launch: mode(differences) for launch, differences in found.items()}
 
 
 def _trained_nodes(run: Document, reached: int) -> list[dict[str, Any]]:
