@@ -231,6 +231,16 @@ def test_measured_memory_is_solid_predicted_memory_is_dashed_and_hollow():
     assert any("limit: 8.00 GiB" in row.get("text", "") for row in rows(spec, "text"))
 
 
+def test_a_size_that_timed_out_did_not_run_out_of_memory():
+    probe = material.documents()["probe"]
+    trials = [{**t, "status": "timeout", "cause": "hang"} if t["status"] == "oom" else t for t in probe["trials"]]
+    assert "33 does not fit" in throughput(probe)["description"]
+    assert "33 failed (timeout)" in throughput({**probe, "trials": trials})["description"]
+    spec = memory({**probe, "trials": trials})
+    assert "smallest that failed: 33 (timeout)" in spec["description"]
+    assert "failed" not in legend(spec) and not [row for row in rows(spec, "point") if row["series"] == "failed"]
+
+
 def test_the_stack_of_an_estimate_adds_up_to_its_peak():
     document = material.documents()["estimate"]
     spec = memory(document)

@@ -93,7 +93,11 @@ def throughput(probe: Document) -> Spec | None:
     if positive(knee):
         text += f"; 90% of it from {knee} on (the knee)"
     if positive(failing):
-        text += f"; {failing} does not fit"
+        found = next(
+            (t for t in probe["trials"] if t.get("micro_batch_size") == failing and t.get("status") != "fits"), {}
+        )
+        cause = f" ({found['status']})" if found.get("status") else ""
+        text += f"; {failing} does not fit" if found.get("status") == "oom" else f"; {failing} failed{cause}"
     encoding = {
         "x": sizes_axis(sizes),
         "y": {"type": "quantitative", "scale": {"domain": [0, top * 1.15], "nice": False}},
