@@ -1,7 +1,7 @@
 """What real trackers have recorded, read from their files without our code; and launches that record, as processes.
 
 `python tests/tracked.py RUN NAMES LAUNCH START END ENDING` emits the events of a launch that trains steps START to END - 1 of 8
-samples each, with a save and an evaluation after START + 4 steps. ENDING: a reason of a stop, `kill`, or the seconds to close.
+samples each, with an evaluation and a save after every fifth step. ENDING: a reason of a stop, `kill`, or the seconds to close.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def main(run: Path, names: list[str], launch: int, start: int, end: int, ending:
         values = {"tokens": step * 16.0, "global_batch_size": 8, "stage": 0, "nodes": 2, "ranks": 2, "noise_scale": 7.0}
         speeds = {"samples_per_second": 80.0, "tokens_per_second": 160.0, "learning_rate": 0.5, "grad_norm": 3.0}
         events.emit("step", step=step, samples=(step + 1) * 8, loss=loss, **values, **speeds, mfu=None)
-        if step == start + 4:
+        if step % 5 == 4:
             events.emit("evaluation", step=step + 1, samples=(step + 1) * 8, loss=loss / 2, weight=1.0, seconds=0.1)
             events.emit("save", step=step + 1, samples=(step + 1) * 8, checkpoint="x", seconds=0.1)
     if ending == "kill":

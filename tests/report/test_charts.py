@@ -55,6 +55,11 @@ def rows(spec, mark):
     return found
 
 
+def trained(panel):
+    """The rows of the line that is solid."""
+    return rows({"layer": [view for view in views(panel) if "strokeDash" not in view["mark"]]}, "line")
+
+
 def legend(spec):
     """All names in the legends of a specification."""
     found = set()
@@ -97,9 +102,8 @@ def test_planned_and_trained_are_told_apart(run):
     spec = staircase(run["plan"], run)
     assert legend(spec) == {"planned", "trained", "launch failed"}
     batch, nodes = spec["vconcat"]
-    lines = [row for row in rows(batch, "line")]
-    assert [(row["samples"], row["value"]) for row in lines] == [(0, 8), (1600, 8), (1600, 16), (4800, 16)]
-    assert [(row["samples"], row["value"]) for row in rows(nodes, "line")] == [
+    assert [(row["samples"], row["value"]) for row in trained(batch)] == [(0, 8), (1600, 8), (1600, 16), (4800, 16)]
+    assert [(row["samples"], row["value"]) for row in trained(nodes)] == [
         (0, 1),
         (800, 1),
         (800, 1),
@@ -108,7 +112,81 @@ def test_planned_and_trained_are_told_apart(run):
         (4800, 2),
     ]
     assert rows(nodes, "point") == [{"samples": 800, "value": 1, "reason": "rank 0 exited with code 1"}]
-    assert legend(staircase(run["plan"])) == set(), "a plan alone needs no legend"
+    assert legend(staircase(run["plan"])) == {"planned"}
+
+
+def test_what_is_predicted_or_planned_is_dashed_or_hollow_and_what_is_measured_is_not(run):
+    """The footer of a report promises it."""
+    found = 0
+    for kind, document in {**material.documents(), "run": run}.items():
+        for name, spec in charts_of(kind, document).items():
+            said = {label for label in legend(spec) if "predicted" in label or "planned" in label}
+            drawn = [view for view in views(spec) if view["mark"]["type"] in ("line", "point", "bar", "tick", "area")]
+            for label in said:
+                assert any(dashed_or_hollow(view, label, spec) for view in drawn), (kind, name, label)
+            if "predicted" in spec["title"]["text"]:
+                assert all("strokeDash" in view["mark"] for view in drawn if view["mark"]["type"] == "bar"), (
+                    kind,
+                    name,
+                )
+            found += len(said) + ("predicted" in spec["title"]["text"])
+    assert found >= 7
+    looks = [view["encoding"] for view in views(noise_scale(run)) if view["mark"]["type"] == "line"]
+    assert looks and not any("strokeDash" in encoding for encoding in looks), "noise scale and batch are measured"
+
+
+def dashed_or_hollow(view, label, spec):
+    """Whether a view draws a series so."""
+    scale = {**spec.get("encoding", {}), **view.get("encoding", {})}.get("strokeDash", {}).get("scale")
+    if scale:
+        return label in scale["domain"] and scale["range"][scale["domain"].index(label)] != [1, 0]
+    values = view.get("data", spec.get("data"))["values"]
+    named = any(row.get("series") == label for row in values) or label == "planned"
+    return named and ("strokeDash" in view["mark"] or view["mark"].get("fill") == colors("light")["background"])
+
+
+def columns(run, *rows):
+    """The record of a run with these steps: (step, samples, batch, launch)."""
+    names = ("step", "samples", "global_batch_size", "launch")
+    known = {name: [float(row[i]) for row in rows] for i, name in enumerate(names)}
+    rest = {name: [math.nan] * len(rows) for name in run["steps"] if name not in known}
+    return {**run, "steps": {**rest, **known, "loss": [2.0] * len(rows)}}
+
+
+def corners(spec):
+    return [(row["samples"], row["value"], row["part"]) for row in trained(spec["vconcat"][0])]
+
+
+def test_trained_ends_at_the_newest_checkpoint_unless_the_run_is_running(run):
+    stopped = {**columns(run, *((i, 8 * i + 8, 8, 1) for i in range(100))), "consumed_samples": 400, "state": "stopped"}
+    spec = staircase(run["plan"], stopped)
+    assert corners(spec) == [(0, 8, 0), (400, 8, 0)] and "trained up to sample 400" in spec["description"]
+    assert trained(spec["vconcat"][1])[-1]["samples"] == 400
+    running = staircase(run["plan"], {**stopped, "state": "running"})
+    assert corners(running)[-1] == (800, 8, 0) and "trained up to sample 800" in running["description"]
+
+
+def test_steps_between_recorded_ones_were_trained_and_missing_ones_are_a_gap(run):
+    """Every tenth step is recorded; two records of the second case are lost."""
+    every = [(i, 8 * i + 8, 8, 1) for i in range(0, 100, 10)]
+    logged = {**columns(run, *every), "consumed_samples": 800, "state": "stopped"}
+    spec = staircase(run["plan"], logged)
+    assert corners(spec) == [(0, 8, 0), (800, 8, 0)] and "trained up to sample 800" in spec["description"]
+    assert "10 recorded steps" in loss(logged)["description"]
+    lost = {**logged, "steps": columns(run, *every[:4], *every[6:])["steps"]}
+    assert corners(staircase(run["plan"], lost)) == [(0, 8, 0), (248, 8, 0), (480, 8, 1), (800, 8, 1)]
+
+
+def test_a_long_staircase_of_trained_steps_keeps_its_end(run):
+    many = columns(run, *((i, 12 * (i + 1), 8 + 8 * (i % 2), 1) for i in range(10_001)))
+    assert corners(staircase(run["plan"], {**many, "consumed_samples": 10**6}))[-1][0] == 12 * 10_001
+
+
+def test_the_rest_of_a_ramp_says_where_it_begins():
+    import batchwright
+
+    made = batchwright.ramp(thresholds="0:8 1600:16", samples=4800, start_sample=1600).to_json()
+    assert "in 1 stage, over 3200 samples from sample 1600 on" in staircase(made)["description"]
 
 
 def test_throughput_has_intervals_a_fit_that_says_so_the_knee_and_the_first_failure():
@@ -151,6 +229,16 @@ def test_measured_memory_is_solid_predicted_memory_is_dashed_and_hollow():
     crosses = [row for row in rows(spec, "point") if row["series"] == "failed"]
     assert [(row["size"], row["memory"]) for row in crosses] == [(33, 8.0)]
     assert any("limit: 8.00 GiB" in row.get("text", "") for row in rows(spec, "text"))
+
+
+def test_a_size_that_timed_out_did_not_run_out_of_memory():
+    probe = material.documents()["probe"]
+    trials = [{**t, "status": "timeout", "cause": "hang"} if t["status"] == "oom" else t for t in probe["trials"]]
+    assert "33 does not fit" in throughput(probe)["description"]
+    assert "33 failed (timeout)" in throughput({**probe, "trials": trials})["description"]
+    spec = memory({**probe, "trials": trials})
+    assert "smallest that failed: 33 (timeout)" in spec["description"]
+    assert "failed" not in legend(spec) and not [row for row in rows(spec, "point") if row["series"] == "failed"]
 
 
 def test_the_stack_of_an_estimate_adds_up_to_its_peak():
@@ -212,6 +300,31 @@ def test_the_loss_of_a_long_run_keeps_its_extremes(run):
         low, high = spec["encoding"]["y"]["scale"]["domain"]
         assert low < -3.25 and high > 77.5
         assert "smallest to largest" in legend(spec)
+        assert "training loss, mean of up to 84 steps" in legend(spec), "50,000 steps in 600 parts"
+
+
+def test_evaluations_are_inside_the_chart_of_the_loss(run):
+    after = max(run["steps"]["time"]) + 100
+    late = {"kind": "evaluation", "samples": 9000, "time": after, "loss": 50.0}
+    for against in ("samples", "time"):
+        spec = loss({**run, "evaluations": [late]}, against=against)
+        (point,) = [row for row in rows(spec, "point") if row["series"] == "evaluation loss"]
+        x, y = spec["encoding"]["x"], spec["encoding"]["y"]["scale"]["domain"]
+        assert point[x["field"]] <= x["scale"]["domain"][1] and y[0] < 50 < y[1]
+        assert "largest 9.5" in spec["description"], "the text is about the training loss"
+
+
+def test_boundaries_against_time_are_where_the_stage_begins_and_above_200_there_are_none(run):
+    steps = columns(run, *((i, 8 * i + 8, 8, 1) for i in range(1000)))
+    steps["steps"]["time"] = [1000.0 + i for i in range(1000)]
+
+    def lines(count):
+        stages = [{"global_batch_size": 8 + i, "start_sample": 16 * i} for i in range(count + 1)]
+        return rows(loss({**steps, "plan": {**run["plan"], "stages": stages}, "history": []}, against="time"), "rule")
+
+    scale = 60
+    assert [row["at"] for row in lines(3)] == pytest.approx([2 / scale, 4 / scale, 6 / scale], rel=1e-4)
+    assert len(lines(200)) == 200 and not lines(201)
 
 
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=300), st.integers(1, 40))
@@ -244,6 +357,35 @@ def test_the_noise_scale_has_its_interval(run):
     assert {"noise scale", "95% interval"} <= legend(spec)
 
 
+def noisy(run, count, **changes):
+    """A run with an estimate at every step; `changes` by column and index."""
+    made = columns(run, *((i, 8 * i + 8, 8, 1) for i in range(count)))
+    usual = {"noise_scale": 900.0, "noise_low": 700.0, "noise_high": 1300.0}
+    for name, value in usual.items():
+        made["steps"][name] = [changes.get(name, {}).get(i, value) for i in range(count)]
+    return made
+
+
+def test_the_noise_scale_of_a_long_run_keeps_its_extremes_and_its_last_value(run):
+    changes = {"noise_scale": {4999: 2000.0, 17: 5000.0}, "noise_high": {4999: 3000.0, 17: 90_000.0}}
+    spec = noise_scale(noisy(run, 5000, **changes))
+    band = rows(spec, "area")
+    assert len(band) <= BUCKETS and max(row["high"] for row in band) == 90_000
+    assert "2,000 at sample 40,000 (95% interval 700 to 3,000)" in spec["description"]
+
+
+def test_missing_estimates_of_the_noise_scale_are_a_gap_and_an_interval_below_zero_reaches_the_bottom(run):
+    missing = {name: dict.fromkeys((4, 5), math.nan) for name in ("noise_scale", "noise_low", "noise_high")}
+    missing["noise_low"][8] = -50.0
+    spec = noise_scale(noisy(run, 10, **missing))
+    (line,) = [view for view in views(spec) if "tooltip" in view["encoding"]]
+    assert [row["part"] for row in line["data"]["values"]] == [0] * 4 + [1] * 4
+    area = next(view for view in views(spec) if view["mark"]["type"] == "area")
+    assert line["encoding"]["detail"] == area["encoding"]["detail"] == {"field": "part"}
+    band = area["data"]["values"]
+    assert len(band) == 8 and band[6]["low"] == area["encoding"]["y"]["scale"]["domain"][0] > 0
+
+
 def test_node_hours_count_every_launch_also_those_that_failed(run):
     spec = node_hours(run)
     used = [row for row in spec["data"]["values"] if row["series"] == "used"]
@@ -252,6 +394,12 @@ def test_node_hours_count_every_launch_also_those_that_failed(run):
     planned = [row for row in spec["data"]["values"] if row["series"] == "planned"]
     assert planned[-1]["hours"] == pytest.approx((200 * 0.1 * 1 + 200 * 0.1 * 2) / 60, rel=1e-4)
     assert "without restarts" in spec["description"]
+    assert [row["order"] for row in spec["data"]["values"]] == list(range(len(spec["data"]["values"])))
+    assert spec["encoding"]["order"]["field"] == "order", "a launch that starts again goes back"
+    stages = [{**run["plan"]["stages"][0], "node_hours": None}, *run["plan"]["stages"][1:]]
+    changed = {**run, "plan": {**run["plan"], "stages": stages}, "replanned": [{"position": 1600}]}
+    assert "the plan was changed during the run" in node_hours(changed)["description"]
+    assert not legend(node_hours(changed)), "one line needs no legend"
 
 
 def test_a_run_without_steps_or_launches_has_only_its_plan(run):

@@ -19,8 +19,11 @@ from hypothesis import strategies as st
 import batchwright
 from batchwright.core.errors import ConfigError, MissingExtraError
 from batchwright.inputs import read_inputs
+from batchwright.launch.directory import RunDirectory
+from batchwright.launch.history import history
 from batchwright.report import render
 from batchwright.report.charts import CHARTS, charts_of
+from batchwright.report.sections import section
 from batchwright.rundir.events import COLUMNS, read_columns, read_events
 from tests.cli.conftest import run as command_line
 from tests.needs import needs
@@ -90,7 +93,8 @@ def test_one_page_of_everything(place, tmp_path):
     for said in (
         "complete: 1440 of 1440 samples", "1,024 = 4 micro × 2 accumulation × 128 data-parallel", "rank 0 exited with code 1",
         "Look at the log.", "ValueError: <b>bad</b>", "Time lost at boundaries", "Versions", "2.13.0", "--nodes",
-        "CUDA out of memory", "An assumption.", "Ledger", "given", "derived",
+        "CUDA out of memory", "An assumption.", "Ledger", "given", "derived", "node-hours (planned)",
+        "Failure of launch 1; its last checkpoint is at sample 240",
     ):  # fmt: skip
         assert said in page.text, said
     headings = [tag for tag, _ in page.tags if tag in ("h1", "h2", "h3")]
@@ -254,7 +258,8 @@ def test_damaged_and_half_written_events_are_left_out_and_counted(tmp_path):
     done = command_line("report", root, "-o", tmp_path / "report.html", "--json")
     assert done.code == 0
     assert done.json["skipped"] == {f"{root}/launch-00003.jsonl": 4, f"{root}/launch-00002.jsonl": 1}
-    assert "4 lines were skipped" in Page((tmp_path / "report.html").read_text()).text
+    text = Page((tmp_path / "report.html").read_text()).text
+    assert "4 lines were skipped" in text and "1 line was skipped" in text
     assert "loss" in " ".join(done.json["charts"])
 
 
@@ -338,3 +343,16 @@ def test_the_verb_can_be_called_before_and_after_its_package_is_imported(place, 
     assert made.charts == ("ramp-staircase", "probe-throughput", "probe-memory", "probe-step-time")
     with pytest.raises(ConfigError):
         batchwright.report(tmp_path / "nothing")
+
+
+def test_the_rest_of_a_ramp_and_long_lists_say_what_is_left_out(tmp_path):
+    made = batchwright.ramp(thresholds="0:8 1600:16", samples=4800, start_sample=1600).to_json()
+    (tmp_path / "ramp.json").write_text(json.dumps(made))
+    text = batchwright.report(str(tmp_path / "ramp.json"), markdown="-").markdown
+    assert "in 1 stage; from sample 1600 on: 200 steps, 3200 samples (the whole ramp: 400 steps, 4800 samples)" in text
+    run = history(RunDirectory(material.run_directory(tmp_path / "run", steps=10)))
+    findings = [{"cause": "gap", "message": f"finding {i}"} for i in range(23)]
+    ledger = {"ok": False, "gaps": 23, "repeats": 0, "findings": findings}
+    long = {**run, "failures": run["failures"] * 25, "ledger": ledger}
+    blocks = {block.title: block for block in section("run", long, "run", "light").blocks}
+    assert blocks["Earlier failures"].lines == ("5 more.",) and blocks["Ledger"].lines[-1] == "3 more."

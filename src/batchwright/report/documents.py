@@ -70,6 +70,9 @@ class RampDocument:
     stages: tuple[StageRow, ...]
     total_steps: int | None = None
     total_samples: int | None = None
+    start_sample: int = 0
+    remaining_steps: int | None = None
+    remaining_samples: int | None = None
     hours: float | None = None
     node_hours: float | None = None
     launches: tuple[Launch, ...] | None = None

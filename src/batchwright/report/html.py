@@ -103,8 +103,8 @@ def page(title: str, sections: Sequence[Section], theme: str = "auto") -> str:
 <header><h1>{escape(title)}</h1>{contents}</header>
 <main>
 {"".join(bodies)}</main>
-<footer><p>Made by <code>batchwright report</code>. Solid marks are measured; dashed and hollow ones are predicted or
-planned.</p></footer>
+<footer><p>Made by <code>batchwright report</code>. Solid marks are measured; those that are dashed, have a dashed edge or
+are hollow are predicted or planned.</p></footer>
 {script}
 </body>
 </html>

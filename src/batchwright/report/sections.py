@@ -13,6 +13,8 @@ from .charts.spec import Document, Spec, finite
 
 # Rows of a table; in a longer one the middle is left out.
 _MOST_ROWS = 60
+# Failures and findings that are listed; how many more there are is said.
+_MOST_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,13 @@ _STAGE = {
 }  # fmt: skip
 
 
-def _stages(stages: Sequence[Mapping[str, Any]]) -> Table:
-    return _records(
-        "The equation, stage by stage: global batch = micro × accumulation × ranks", _counted(stages), _STAGE
-    )
+# In the table of a run these are not what the run took.
+_PLANNED = {name: f"{_STAGE[name]} (planned)" for name in ("step_seconds", "hours", "node_hours")}
+
+
+def _stages(stages: Sequence[Mapping[str, Any]], columns: Mapping[str, str] = _STAGE) -> Table:
+    title = "The equation, stage by stage: global batch = micro × accumulation × ranks"
+    return _records(title, _counted(stages), columns)
 
 
 def _counted(records: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
@@ -102,8 +107,13 @@ def _ramp(ramp: Document) -> Parts:
     total = "open end"
     if ramp.get("total_steps") is not None and ramp.get("total_samples") is not None:
         total = f"{ramp['total_steps']:,} steps, {human(ramp['total_samples'])} samples"
+    if start := ramp.get("start_sample"):
+        steps, samples = ramp.get("remaining_steps"), ramp.get("remaining_samples")
+        left = "" if steps is None or samples is None else f": {steps:,} steps, {human(samples)} samples"
+        total = f"from sample {human(start)} on{left} (the whole ramp: {total})"
     summary = [
-        f"global batch {first['global_batch_size']:,} -> {last['global_batch_size']:,} in {len(stages)} stages; {total}"
+        f"global batch {first['global_batch_size']:,} -> {last['global_batch_size']:,} in {len(stages)} "
+        f"stage{'s' * (len(stages) > 1)}; {total}"
     ]
     if finite(ramp.get("node_hours")) and finite(ramp.get("hours")):
         summary.append(
@@ -188,7 +198,9 @@ def _run(run: Document) -> Parts:
     what = plan["target"] or " ".join(plan["command"])
     summary = [run["headline"], *([f"reason: {run['reason']}"] if run["reason"] else []), f"trained: {what}"]
     skipped = [
-        f"{name}: {count:,} lines were skipped, because they are damaged or incomplete."
+        f"{name}: 1 line was skipped, because it is damaged or incomplete."
+        if count == 1
+        else f"{name}: {count:,} lines were skipped, because they are damaged or incomplete."
         for name, count in run["skipped"].items()
     ]
     starts = [
@@ -206,15 +218,17 @@ def _run(run: Document) -> Parts:
         for e in run["replanned"]
         if finite(e.get("position"))
     ]  # fmt: skip
+    earlier = len(run["failures"]) - _MOST_LINES
     return (
         f"Run {run['name']}",
         summary,
         [
-            _stages(plan["stages"]),
+            _stages(plan["stages"], _STAGE | _PLANNED),
             _table("Where the numbers come from", ("number", "value", "source"), _given(plan)),
             _table("Launches", ("launch", "stage", "nodes", "ranks", "from sample", "to sample", "time", "outcome"), starts),
             _table("Time lost at boundaries", ("at sample", "save", "stop", "start", "load", "lost"), boundaries),
-            *(_failure(f) for f in run["failures"][-20:]),
+            *(_failure(f) for f in run["failures"][-_MOST_LINES:]),
+            Lines("Earlier failures", (f"{earlier:,} more.",) if earlier > 0 else ()),
             Lines("Ledger", tuple(_ledger(run["ledger"], plan["kind"]))),
             Lines("Changes of the plan", tuple(replanned)),
             Lines("Left out of this report", tuple(skipped)),
@@ -239,7 +253,7 @@ def _failure(failure: Mapping[str, Any]) -> Lines:
     """Why one launch failed, with the last lines of its log."""
     lines = [failure["reason"], *([failure["advice"]] if failure.get("advice") else [])]
     return Lines(
-        f"Failure of launch {failure['number']} at sample {failure['position']:,}",
+        f"Failure of launch {failure['number']}; its last checkpoint is at sample {failure['position']:,}",
         tuple(lines),
         tuple(failure["lines"]),
     )
@@ -256,9 +270,9 @@ def _ledger(ledger: Mapping[str, Any], kind: str) -> list[str]:
     verdict = "ok: every saved sample was trained in exactly one step" if ledger["ok"] else "NOT ok"
     numbers = f"{ledger['gaps']:,} gaps, {ledger['repeats']:,} repeats"
     numbers += f", {ledger.get('discarded_samples') or 0:,} samples discarded and trained again"
-    return [f"{verdict} ({how}). {numbers}.", *(f"{f['cause']}: {f['message']}" for f in ledger.get("findings") or ())][
-        :20
-    ]
+    findings = [f"{f['cause']}: {f['message']}" for f in ledger.get("findings") or ()]
+    more = len(findings) - _MOST_LINES
+    return [f"{verdict} ({how}). {numbers}.", *findings[:_MOST_LINES], *([f"{more:,} more."] if more > 0 else [])]
 
 
 def _versions(versions: Mapping[str, Any] | None, **facts: Any) -> Table:

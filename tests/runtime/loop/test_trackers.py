@@ -27,7 +27,8 @@ def failures(run: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """Killed after ten steps, continued from its save after five to its end after thirteen; in every tracker at once."""
+    """Killed after ten steps and an evaluation, continued from its save after five to its end after thirteen; in every
+    tracker at once. The second launch evaluates after ten steps, too."""
     directory = tmp_path_factory.mktemp("tracked") / "run 1"
     names = ",".join(name for name in TRACKERS if find_spec(name))
     assert tracked.record(directory, names, 0, 0, 10, "kill") == -9
@@ -63,7 +64,9 @@ def test_mlflow_has_one_run_with_every_step_once(run):
     assert every_step_once(points["train/loss"])
     assert points["train/step"] == [(step, step) for step in range(13)]
     assert points["over_samples/global_batch_size"] == [((step + 1) * 8, 8) for step in range(13)]
-    assert points["evaluation/loss"] == [(4, 2.0), (9, 4.5625)]
+    assert points["evaluation/loss"] == [(4, 2.0), (9, 4.5)]
+    assert points["over_samples/evaluation_loss"] == [(40, 2.0), (80, 4.5)]
+    assert points["launch/lost_seconds"] == [(9, 2.5)]
     assert about["run_name"] == "run 1" and about["params"]["total_samples"] == "104"
     assert about["status"] == 3  # FINISHED
 
@@ -72,7 +75,8 @@ def test_trackio_has_one_run_with_every_step_once(run):
     needs("trackio")
     [(_, points)] = tracked.trackio(run.parent)
     assert every_step_once(points["train/loss"])
-    assert points["evaluation/loss"] == [(4, 2.0), (9, 4.5625)]
+    assert points["evaluation/loss"] in ([(4, 2.0), (9, 4.5)], [(4, 2.0), (9, 4.5625)])
+    assert [value for _, value in points["launch/lost_seconds"]] == [2.5]
 
 
 def test_wandb_continues_the_same_run(run):
@@ -116,6 +120,7 @@ def test_a_tracker_that_cannot_start_is_left_out(tmp_path):
     needs("mlflow")
     assert tracked.record(tmp_path / "run", "mlflow", 0, 0, 3, "end", MLFLOW_TRACKING_URI="nowhere://x") == 0
     assert "nowhere://x" in failures(tmp_path / "run")["mlflow"]
+    assert [e["launch"] for e in read_events(tmp_path / "run") if e["kind"] == "tracker"] == [0]
 
 
 def test_mlflow_without_a_server_uses_a_database_in_the_run_directory(tmp_path):

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from .memory import memory as memory
+from .noise import noise_scale as noise_scale
 from .plan import split as split
 from .probe import step_time as step_time
 from .probe import throughput as throughput
 from .ramp import staircase as staircase
 from .run import loss as loss
 from .run import node_hours as node_hours
-from .run import noise_scale as noise_scale
 from .run import stage_throughput as stage_throughput
 from .spec import Document, Spec
 

@@ -62,7 +62,7 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
         {
             "data": {"values": rows},
             "mark": {
-                "type": "bar", "stroke": "@background", "strokeWidth": 1.5, "width": {"band": 0.62},
+                "type": "bar", "stroke": "@text", "strokeDash": [4, 3], "strokeWidth": 1, "width": {"band": 0.62},
             },
             "encoding": {
                 "y": {
@@ -73,7 +73,9 @@ def _stacked(document: Document, points: list[dict[str, Any]]) -> Spec | None:
                 "color": {
                     "field": "part", "type": "ordinal",
                     "scale": {"domain": kinds, "range": [f"@{_PARTS[kind]}" for kind in kinds]},
-                    "legend": {"symbolType": "square", "symbolStrokeWidth": 0},
+                    "legend": {
+                        "symbolType": "square", "symbolDash": [2, 2], "symbolStrokeColor": "@text", "symbolStrokeWidth": 1,
+                    },
                 },
                 "opacity": {
                     "field": "part", "type": "ordinal",
@@ -156,13 +158,13 @@ def _measured(probe: Document) -> Spec | None:
         if positive(t.get("predicted_peak_memory_bytes"))
     }
     failed = {t["micro_batch_size"]: t for t in trials if t.get("status") != "fits"}
+    # Only what ran out of memory reached the limit; the text names what failed otherwise.
+    full = {size: t for size, t in failed.items() if t.get("status") == "oom"}
     limit = probe.get("memory_bytes")
     if not measured:
         return None
     unit, scale = byte_unit(max([*measured.values(), limit if positive(limit) else 0]))
-    names = (
-        {"measured": "blue"} | ({"predicted": "orange"} if predicted else {}) | ({"failed": "red"} if failed else {})
-    )
+    names = {"measured": "blue"} | ({"predicted": "orange"} if predicted else {}) | ({"failed": "red"} if full else {})
     top = max([*measured.values(), *predicted.values(), limit if positive(limit) else 0]) / scale
 
     def row(name: str, size: int, value: float, text: str) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def _measured(probe: Document) -> Spec | None:
     lines += [row("predicted", s, v, f"{format_bytes(v)} predicted") for s, v in sorted(predicted.items())]
     crosses = [
         row("failed", s, limit if positive(limit) else top * scale, f"{s}: {t.get('cause') or t.get('status')}")
-        for s, t in sorted(failed.items())
+        for s, t in sorted(full.items())
     ]
     shapes, dashes = ["circle", "square", "cross"][: len(names)], [[1, 0], [6, 4], [1, 0]][: len(names)]
     y = {
@@ -212,10 +214,12 @@ def _measured(probe: Document) -> Spec | None:
     if positive(limit):
         text += f" of {format_bytes(limit)}"
     if failed:
-        text += f"; smallest that failed: {min(failed)}"
+        smallest = min(failed)
+        cause = f" ({failed[smallest].get('status')})" if smallest not in full else ""
+        text += f"; smallest that failed: {smallest}{cause}"
     return frame(
         "Memory", text, f"Peak memory against micro batch size: {text}.",
-        height=HEIGHT, encoding={"x": sizes_axis([*measured, *predicted, *failed])}, layer=layers,
+        height=HEIGHT, encoding={"x": sizes_axis([*measured, *predicted, *full])}, layer=layers,
     )  # fmt: skip
 
 

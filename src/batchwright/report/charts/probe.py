@@ -93,7 +93,11 @@ def throughput(probe: Document) -> Spec | None:
     if positive(knee):
         text += f"; 90% of it from {knee} on (the knee)"
     if positive(failing):
-        text += f"; {failing} does not fit"
+        found = next(
+            (t for t in probe["trials"] if t.get("micro_batch_size") == failing and t.get("status") != "fits"), {}
+        )
+        cause = f" ({found['status']})" if found.get("status") else ""
+        text += f"; {failing} does not fit" if found.get("status") == "oom" else f"; {failing} failed{cause}"
     encoding = {
         "x": sizes_axis(sizes),
         "y": {"type": "quantitative", "scale": {"domain": [0, top * 1.15], "nice": False}},
@@ -152,7 +156,7 @@ def _failing(size: int) -> list[Spec]:
     """A vertical line at the first size that failed."""
     at = {"data": {"values": [{"size": size, "text": f"{size} fails"}]}}
     return [
-        {**at, "mark": {"type": "rule", "strokeWidth": 2, "strokeDash": [2, 3]}, "encoding": {"color": {"value": "@red"}}},
+        {**at, "mark": {"type": "rule", "strokeWidth": 2}, "encoding": {"color": {"value": "@red"}}},
         {
             **at,
             "mark": {"type": "text", "align": "right", "dx": -6, "baseline": "bottom", "fontWeight": "bold"},

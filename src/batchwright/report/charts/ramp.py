@@ -8,7 +8,7 @@ from typing import Any
 
 from batchwright.core.numbers import human
 
-from .spec import HEIGHT, WIDTH, Document, Spec, drawn, frame, positive, samples_axis
+from .spec import DASH, HEIGHT, WIDTH, Document, Spec, drawn, finite, frame, positive, samples_axis, strides
 
 # Steps that get their number as text; in a longer staircase only the first and the last.
 _LABELLED = 12
@@ -24,23 +24,28 @@ def staircase(ramp: Document, run: Document | None = None) -> Spec | None:
         return None
     last = stages[-1]
     end = last["end_sample"] or max(last["start_sample"] * 5 // 4, last["start_sample"] + last["global_batch_size"])
-    done = _trained_batches(run) if run else []
+    reached = _reached(run) if run else 0
+    done = _trained_batches(run, reached) if run else []
     panels = [_panel("global batch, samples per step", "blue", _steps(stages, "global_batch_size", end), done, HEIGHT)]
     several = all(positive(s.get("nodes")) for s in stages)
     if several:
-        panels.append(_panel("nodes", "orange", _steps(stages, "nodes", end), _trained_nodes(run) if run else [], 120))
+        panels.append(
+            _panel("nodes", "orange", _steps(stages, "nodes", end), _trained_nodes(run, reached) if run else [], 120)
+        )
         panels[0]["encoding"]["x"]["axis"] |= {"title": None, "labels": False, "ticks": False}
     if run and (failures := _failures(run)) and several:
         panels[-1]["layer"].append(_crosses(failures))
     text = f"planned: {_span(stages, 'global_batch_size')} samples per step in {len(stages)} stage{'s' * (len(stages) > 1)}"
     if several:
         text += f", on {_span(stages, 'nodes')} node{'s' * (max(s['nodes'] for s in stages) > 1)}"
-    text += f", over {human(end)} samples" if last["end_sample"] else ", with an open end"
+    start = stages[0]["start_sample"]
+    text += f", over {human(end - start)} samples" if last["end_sample"] else ", with an open end"
+    text += f" from sample {human(start)} on" if start else ""
     title = "Batch size and nodes" if several else "Batch size"
     resolve = {"scale": dict.fromkeys(("color", "fill", "stroke"), "independent")}
     made = {"vconcat": panels, "spacing": 36, "resolve": resolve} if several else panels[0]
     if done:
-        text += f"; trained up to sample {human(int(done[-1]['samples']))}"
+        text += f"; trained up to sample {human(reached)}"
     found = frame(title, text, f"{title} against samples: {text}.", **made)
     if several:
         del found["width"]
@@ -76,7 +81,10 @@ def _panel(title: str, color: str, rows: list[dict[str, Any]], done: list[dict[s
     domain = [0, max([top, *(row["value"] for row in done)]) * 1.12]
     role = f"@{color}"
     scale = {"domain": ["planned"], "range": [role]}
-    legend = {"symbolType": "square", "symbolOpacity": 0.35, "symbolStrokeWidth": 0}
+    legend = {
+        "symbolType": "square", "symbolFillColor": role, "symbolOpacity": 0.6, "symbolDash": [2, 2], "symbolStrokeWidth": 1,
+        "symbolStrokeColor": "@text",
+    }  # fmt: skip
     tooltip = [
         {"field": "value", "type": "quantitative", "title": title.split(",")[0], "format": ","},
         {"field": "samples", "type": "quantitative", "title": "from sample", "format": ","},
@@ -90,18 +98,18 @@ def _panel(title: str, color: str, rows: list[dict[str, Any]], done: list[dict[s
                 "datum": "planned",
                 "type": "nominal",
                 "scale": scale,
-                "legend": legend if done and color == "blue" else None,
+                "legend": legend if color == "blue" else None,
             }
         },
     }
-    # Without a run the plan has an edge; with one, only what was trained is a line.
+    # The edge of a plan is dashed; what was trained is a solid line on it.
     edge: Spec = {
         "data": area["data"],
-        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2.5, "color": role},
+        "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2, "strokeDash": DASH, "color": role},
     }
     layers: list[Spec] = [
         area,
-        *([] if done else [edge]),
+        edge,
         {
             "data": {"values": rows},
             "mark": {"type": "rect", "fillOpacity": 0},
@@ -157,26 +165,37 @@ def _panel(title: str, color: str, rows: list[dict[str, Any]], done: list[dict[s
     return {"width": WIDTH, "height": height, "encoding": encoding, "layer": layers}
 
 
-def _trained_batches(run: Document) -> list[dict[str, Any]]:
+def _reached(run: Document) -> int:
+    """Up to where a run is trained: its newest checkpoint or, while it runs, its last recorded step."""
+    recorded = (int(samples) for samples in run["steps"]["samples"] if finite(samples))
+    return max(run["consumed_samples"], max(recorded, default=0) if run["state"] == "running" else 0)
+
+
+def _trained_batches(run: Document, end: int) -> list[dict[str, Any]]:
     """The batch of every trained step, as corners of a line; `part` changes where steps are missing."""
     steps = run["steps"]
+    every = strides(steps["step"], steps["launch"])
     found: list[dict[str, Any]] = []
-    part, reached, batch = 0, 0.0, 0.0
-    for samples, size in zip(steps["samples"], steps["global_batch_size"], strict=True):
-        if not (positive(samples) and positive(size)):
+    part, reached, batch, between = 0, 0.0, 0.0, 1.0
+    for launch, samples, size in zip(steps["launch"], steps["samples"], steps["global_batch_size"], strict=True):
+        if not (positive(samples) and positive(size) and samples <= end):
             continue
-        start = samples - size
-        if size != batch:
+        start, stride = max(samples - size, reached), every.get(launch, 1.0)
+        missing = start - reached > (max(stride, between) - 1) * max(size, batch)
+        if missing or size != batch:
             if found:
                 found.append({"samples": reached, "value": batch, "part": part})
-            found.append({"samples": max(start, reached if found else 0.0), "value": size, "part": part})
-        reached, batch = samples, size
+            part += missing
+            found.append({"samples": start if found or missing else 0, "value": size, "part": part})
+        reached, batch, between = samples, size, stride
     if found:
-        found.append({"samples": reached, "value": batch, "part": part})
-    return found if len(found) <= 4 * _MOST else found[:: -(-len(found) // (4 * _MOST))]
+        # The steps between the last one that was recorded and the newest checkpoint were trained, too.
+        last = end if end - reached <= (between - 1) * batch else reached
+        found.append({"samples": last, "value": batch, "part": part})
+    return found if len(found) <= 4 * _MOST else [*found[: -1 : -(-len(found) // (4 * _MOST))], found[-1]]
 
 
-def _trained_nodes(run: Document) -> list[dict[str, Any]]:
+def _trained_nodes(run: Document, reached: int) -> list[dict[str, Any]]:
     """The nodes of the launches that led to the newest checkpoint, as corners of a line."""
     starts = [s for s in run["history"] if positive(s.get("nodes")) and s.get("start_sample") is not None]
     kept: list[Mapping[str, Any]] = []
@@ -186,8 +205,8 @@ def _trained_nodes(run: Document) -> list[dict[str, Any]]:
             kept.pop()
         kept.append(start)
     found: list[dict[str, Any]] = []
-    for start, following in pairwise([*kept, {"start_sample": run["consumed_samples"]}]):
-        end = following["start_sample"]
+    for start, following in pairwise([*kept, {"start_sample": reached}]):
+        end = min(following["start_sample"], reached)
         if end > start["start_sample"]:
             found += [{"samples": at, "value": start["nodes"], "part": 0} for at in (start["start_sample"], end)]
     return found
@@ -213,6 +232,9 @@ def _crosses(failures: list[dict[str, Any]]) -> Spec:
                 "scale": {"domain": ["launch failed"], "range": ["@red"]},
                 "legend": {"symbolType": "cross", "symbolStrokeWidth": 0, "symbolFillColor": "@red"},
             },
-            "tooltip": [{"field": "reason", "type": "nominal"}, {"field": "samples", "type": "quantitative", "format": ","}],
+            "tooltip": [
+                {"field": "reason", "type": "nominal"},
+                {"field": "samples", "type": "quantitative", "title": "last checkpoint at sample", "format": ","},
+            ],
         },
     }  # fmt: skip

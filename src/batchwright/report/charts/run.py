@@ -1,17 +1,16 @@
-"""What a run did: loss, throughput of each stage, noise scale, node-hours. All of it is measured, unless a legend says planned.
+"""What a run did: loss, throughput of each stage, node-hours. All of it is measured, unless a legend says planned.
 
-A run's record (`launch/record.py`) has its steps as columns, its plan, its launches and its evaluations.
+A run's record (`launch/history.py`) has its steps as columns, its plan, its launches and its evaluations.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import pairwise
 from statistics import quantiles
 from typing import Any
-
-from batchwright.core.numbers import human
 
 from .spec import (
     BUCKETS,
@@ -26,7 +25,6 @@ from .spec import (
     readable,
     rounded,
     samples_axis,
-    series,
     short_axis,
     thinned,
     time_unit,
@@ -49,7 +47,9 @@ def loss(run: Document, against: str = "samples") -> Spec | None:
         if finite(e.get("loss")) and (x := axis.of_event(e)) is not None
     ]
     many = len(good) > BUCKETS
-    training = f"training loss, mean of about {len(good) / BUCKETS:.0f} steps" if many else "training loss"
+    rows, most = _loss_rows(axis, good, many)
+    training = f"training loss, mean of up to {most:,} steps" if many else "training loss"
+    rows = [{**row, "series": training} for row in rows]
     broken = f"not finite: {len(bad):,} step{'s' * (len(bad) > 1)}"
     found = {training: good, "evaluation loss": evaluated, broken: bad}
     names = [name for name, values in found.items() if values]
@@ -65,7 +65,6 @@ def loss(run: Document, against: str = "samples") -> Spec | None:
     lines = {"y": y, "tooltip": axis.tooltip("loss"), "color": looks["color"]}
     layers = axis.boundaries()
     if good:
-        rows = _loss_rows(axis, good, training, many)
         if many:
             layers.append({
                 "data": {"values": rows},
@@ -98,13 +97,16 @@ def loss(run: Document, against: str = "samples") -> Spec | None:
         })  # fmt: skip
     values = [y for _, y, _ in good] or [0.0, 1.0]
     low, high = min(values), max(values)
-    span = (high - low) or abs(high) or 1.0
-    text = f"{len(known):,} step{'s' * (len(known) > 1)}"
+    seen = [*values, *(row["loss"] for row in evaluated)] if good else [row["loss"] for row in evaluated] or values
+    bottom, top = min(seen), max(seen)
+    span = (top - bottom) or abs(top) or 1.0
+    axis.end = max([axis.end, *(row[axis.field] for row in evaluated)])
+    text = f"{len(known):,} recorded step{'s' * (len(known) > 1)}"
     if good:
         text += f": {values[0]:.4g} at first, {values[-1]:.4g} at last, smallest {low:.4g}, largest {high:.4g}"
     if bad:
         text += f"; not finite in {len(bad):,}"
-    scale = {"domain": [low - 0.04 * span, high + 0.06 * span], "nice": False, "zero": False}
+    scale = {"domain": [bottom - 0.04 * span, top + 0.06 * span], "nice": False, "zero": False}
     encoding = {"x": axis.encoding(), "y": {"type": "quantitative", "scale": scale}}
     return frame(
         f"Loss against {against}",
@@ -116,23 +118,27 @@ def loss(run: Document, against: str = "samples") -> Spec | None:
     )
 
 
-def _loss_rows(axis: _Axis, good: list[tuple[float, float, int]], name: str, many: bool) -> list[dict[str, Any]]:
-    """Every step, or the mean and the extremes of many; against time, a line ends with its launch."""
+def _loss_rows(axis: _Axis, good: list[tuple[float, float, int]], many: bool) -> tuple[list[dict[str, Any]], int]:
+    """Every step, or the mean and the extremes of many, and of how many at most; against time, a line ends with its launch."""
     parts: dict[int, list[tuple[float, float, int]]] = {0: good}
     if axis.field != "samples":
         parts = {}
         for row in good:
             parts.setdefault(row[2], []).append(row)
     rows: list[dict[str, Any]] = []
+    most = 1
     for launch, part in parts.items():
+        if not part:
+            continue
         xs, ys, _ = zip(*part, strict=True)
         points = (
             thinned(xs, ys, max(1, BUCKETS * len(part) // len(good))) if many else [(x, y, y, y, 1) for x, y, _ in part]
         )
-        for x, small, mean, large, _ in points:
-            row = {axis.field: rounded(x, 7), "loss": rounded(mean), "series": name, "launch": launch}
+        for x, small, mean, large, count in points:
+            most = max(most, count)
+            row = {axis.field: rounded(x, 7), "loss": rounded(mean), "launch": launch}
             rows.append(row | ({"low": rounded(small), "high": rounded(large)} if many else {}))
-    return rows
+    return rows, most
 
 
 class _Axis:
@@ -177,21 +183,22 @@ class _Axis:
 
     def boundaries(self) -> list[Spec]:
         """A vertical line where each stage but the first begins, with its batch; only the lines if there are many."""
-        rows: list[dict[str, Any]] = []
-        steps = self.run["steps"]
-        for before, stage in pairwise(self.run["plan"]["stages"]):
-            start = stage["start_sample"]
-            if stage["global_batch_size"] == before["global_batch_size"]:
-                continue
-            if self.field == "samples":
-                at = start if start < self.end else None
-            else:
-                pairs = zip(steps["samples"], self.values, strict=True)
-                at = next((x for samples, x in pairs if samples > start and math.isfinite(x)), None)
-            if at is not None:
-                rows.append({self.field: rounded(at, 7), "text": f"{stage['global_batch_size']:,}"})
-        if not rows or len(rows) > 200:
+        pairs = zip(self.run["steps"]["samples"], self.values, strict=True)
+        known = sorted((samples, x) for samples, x in pairs if math.isfinite(samples) and math.isfinite(x))
+        begun = [
+            stage
+            for before, stage in pairwise(self.run["plan"]["stages"])
+            if stage["global_batch_size"] != before["global_batch_size"]
+            and known
+            and stage["start_sample"] < known[-1][0]
+        ]
+        if not begun or len(begun) > 200:
             return []
+        rows: list[dict[str, Any]] = []
+        for stage in begun:
+            start = stage["start_sample"]
+            at = start if self.field == "samples" else known[bisect_right(known, (start, math.inf))][1]
+            rows.append({self.field: rounded(at, 7), "text": f"{stage['global_batch_size']:,}"})
         shared = {"data": {"values": rows}}
         lines: list[Spec] = [
             {
@@ -309,84 +316,6 @@ def stage_throughput(run: Document) -> Spec | None:
 
 
 @drawn
-def noise_scale(run: Document) -> Spec | None:
-    """The gradient noise scale with its 95% interval, beside the batch in the same unit; both axes of values are logarithmic."""
-    steps = run["steps"]
-    columns = ("samples", "noise_scale", "noise_low", "noise_high", "tokens_per_second", "step_seconds")
-    table = list(zip(*(steps[name] for name in columns), strict=True))
-    known = [row for row in table if positive(row[0]) and positive(row[1])]
-    if not known:
-        return None
-    name, band, batch = "noise scale", "95% interval", "global batch in the same unit"
-    every = max(1, len(known) // BUCKETS)
-    rows = [
-        {"samples": s, "value": rounded(n), **{k: rounded(v) if positive(v) else None for k, v in (("low", a), ("high", b))}}
-        for s, n, a, b, _, _ in known[::every]
-    ]  # fmt: skip
-    sizes: list[dict[str, Any]] = []
-    for samples, *_, rate, seconds in table:
-        if positive(rate) and positive(seconds) and positive(samples):
-            sizes.append({"samples": samples, "value": rounded(rate * seconds)})
-    sizes = [
-        {"samples": rounded(x, 7), "value": rounded(mean)}
-        for x, _, mean, _, _ in (thinned([r["samples"] for r in sizes], [r["value"] for r in sizes], 200) if sizes else ())
-    ]  # fmt: skip
-    values = [v for row in [*rows, *sizes] for k, v in row.items() if k in ("value", "low", "high") and positive(v)]
-    y = {
-        "type": "quantitative", "scale": {"type": "log", "domain": [min(values) / 1.3, max(values) * 1.3], "nice": False},
-        "axis": short_axis("weight in the loss, such as tokens; logarithmic", values=_decades(values)),
-    }  # fmt: skip
-    looks = series({name: "blue", batch: "orange"}, dashes=([1, 0], DASH))
-    looks["color"]["legend"] = {"symbolType": "stroke"}
-    layers: list[Spec] = [
-        {
-            "data": {"values": [row for row in rows if row["low"] and row["high"]]},
-            "mark": {"type": "area", "opacity": 0.25},
-            "encoding": {
-                "y": {**y, "field": "low"}, "y2": {"field": "high"},
-                "fill": {
-                    "datum": band, "type": "nominal", "scale": {"domain": [band], "range": ["@blue"]},
-                    "legend": {"symbolType": "square", "symbolStrokeWidth": 0, "symbolOpacity": 0.25},
-                },
-            },
-        },
-        {
-            "data": {"values": [{**row, "series": batch} for row in sizes]},
-            "mark": {"type": "line", "interpolate": "step"},
-            "encoding": {"y": {**y, "field": "value"}, **looks},
-        },
-        {
-            "data": {"values": [{**row, "series": name} for row in rows]},
-            "mark": {"type": "line", "point": len(rows) < 40},
-            "encoding": {
-                "y": {**y, "field": "value"},
-                **looks,
-                "tooltip": [
-                    {"field": field, "type": "quantitative", "format": ",.4~g"} for field in ("samples", "value", "low", "high")
-                ],
-            },
-        },
-    ]  # fmt: skip
-    last = rows[-1]
-    text = f"{readable(last['value'])} at sample {human(int(last['samples']))}"
-    if last["low"] and last["high"]:
-        text += f" (95% interval {readable(last['low'])} to {readable(last['high'])})"
-    end = max(row[0] for row in table if positive(row[0]))
-    encoding = {"x": samples_axis(end)}
-    return frame(
-        "Gradient noise scale", text, f"Gradient noise scale against samples: {text}.",
-        height=HEIGHT, encoding=encoding, layer=layers,
-    )  # fmt: skip
-
-
-def _decades(values: list[float]) -> list[float]:
-    """Labels of a logarithmic axis: powers of ten, and 2 and 5 times these if there are few."""
-    low, high = math.floor(math.log10(min(values) / 1.3)), math.ceil(math.log10(max(values) * 1.3))
-    factors = (1,) if high - low > 4 else (1, 3) if high - low > 2 else (1, 2, 5)
-    return [factor * 10.0**power for power in range(low, high + 1) for factor in factors]
-
-
-@drawn
 def node_hours(run: Document) -> Spec | None:
     """Node-hours that all launches used, against samples, beside the plan's; a failed launch costs hours and no samples."""
     used: list[dict[str, Any]] = []
@@ -413,8 +342,8 @@ def node_hours(run: Document) -> Spec | None:
     )
     names = {"used": "blue"} | ({"planned": "orange"} if planned else {})
     rows = [{**row, "series": name} for name, part in (("used", used), ("planned", planned)) for row in part]
-    for row in rows:
-        row["hours"] = rounded(row["hours"] * scale)
+    for order, row in enumerate(rows):
+        row |= {"hours": rounded(row["hours"] * scale), "order": order}
     shared = {"field": "series", "type": "nominal"}
     encoding = {
         "x": samples_axis(max(row["samples"] for row in rows)),
@@ -422,9 +351,15 @@ def node_hours(run: Document) -> Spec | None:
         "color": {
             **shared,
             "scale": {"domain": list(names), "range": [f"@{role}" for role in names.values()]},
-            "legend": {"symbolType": "stroke"},
+            "legend": {"symbolType": "stroke"} if planned else None,
         },
-        "strokeDash": {**shared, "scale": {"domain": list(names), "range": [[1, 0], DASH][: len(names)]}},
+        "strokeDash": {
+            **shared,
+            "scale": {"domain": list(names), "range": [[1, 0], DASH][: len(names)]},
+            **({} if planned else {"legend": None}),
+        },
+        # A launch that continues from an earlier checkpoint goes back.
+        "order": {"field": "order", "type": "quantitative"},
         "tooltip": [
             {"field": "series", "type": "nominal"},
             {"field": "samples", "type": "quantitative", "format": ","},
@@ -441,6 +376,8 @@ def node_hours(run: Document) -> Spec | None:
     text = f"{readable(total * scale)} {unit} used"
     if planned:
         text += f", {readable(planned[-1]['hours'] * scale)} planned for the whole run, without restarts"
+    elif any(finite(stage.get("node_hours")) for stage in stages) and run.get("replanned"):
+        text += "; the plan was changed during the run, so its hours cannot be compared"
     else:
         text += "; the plan has no step times to compare with"
     return frame(

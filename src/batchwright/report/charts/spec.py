@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from itertools import pairwise
+from statistics import mode
 from typing import Any, Concatenate, ParamSpec, TypeGuard
 
 from .theme import config, themed
@@ -145,6 +147,19 @@ def thinned(
             part[3] = max(part[3], y)
             part[4] += 1
     return [(x / n, small, total / n, large, int(n)) for _, (x, small, total, large, n) in sorted(found.items())]
+
+
+def strides(steps: Sequence[float], launches: Sequence[float]) -> dict[float, float]:
+    """How many steps each launch has one value of: not every step is recorded, or measured.
+
+    >>> strides([0, 10, 20, 40, 41, 42], [1, 1, 1, 1, 2, 2])
+    {1: 10, 2: 1}
+    """
+    found: dict[float, list[float]] = {}
+    for (before, launch), (step, same) in pairwise(zip(steps, launches, strict=True)):
+        if launch == same and step > before:
+            found.setdefault(launch, []).append(step - before)
+    return {launch: mode(differences) for launch, differences in found.items()}
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

@@ -131,7 +131,7 @@ class Events:
                     feed.pass_on(events)
 
     def _failed(self, tracker: Tracker, error: str) -> None:
-        event = {"kind": "tracker", "time": time.time(), "tracker": _name(tracker), "error": error}
+        event = {"kind": "tracker", "time": time.time(), **self._common, "tracker": _name(tracker), "error": error}
         with self._writing:
             self._write([event])
 

@@ -71,6 +71,8 @@ class Recorder(ABC):
         """Why the launch stopped, once it has."""
         self.recorded = 0
         """Steps that earlier launches have recorded, as the tracker says: their first values stay."""
+        self.evaluated = 0
+        """The samples of the last evaluation that they have recorded."""
         self._begun = False
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -86,7 +88,10 @@ class Recorder(ABC):
         if values := numbers(event):
             # What is measured between two steps belongs to the one before.
             step = event["step"] if kind == "step" else max(0, event["step"] - 1)
-            if step >= self.recorded - (kind != "step"):
+            if kind == "launch":
+                step = max(step, self.recorded - 1)
+            known = kind == "evaluation" and event["samples"] <= self.evaluated
+            if step >= self.recorded - (kind != "step") and not known:
                 self.record(values, step, event["samples"], event["time"])
 
     def close(self) -> None:

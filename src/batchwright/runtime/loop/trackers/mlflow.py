@@ -38,7 +38,8 @@ class MLflow(Recorder):
         self._id, known = self.identity(self._create)
         self._client.update_run(self._id, status="RUNNING")
         if known:
-            self.recorded = int(self._client.get_run(self._id).data.metrics.get("train/step", -1)) + 1
+            last = self._client.get_run(self._id).data.metrics
+            self.recorded, self.evaluated = int(last.get("train/step", -1)) + 1, int(last.get("evaluation/samples", 0))
         else:
             parameters = [self._entities.Param(name, str(launch.get(name))) for name in CONFIG]
             self._client.log_batch(self._id, params=parameters, synchronous=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,13 @@ class Trackio(Recorder):
             embed=False,
         )
         self.recorded = getattr(self._run, "_next_step", 0)
+        if self.recorded:
+            storage, run = import_module("trackio.sqlite_storage").SQLiteStorage, self._run
+            rows = storage.get_metric_values(
+                run.project, run.name, "evaluation/samples", step=self.recorded - 1, run_id=run.id
+            )
+            # Evaluations before the last step are known by their step. Of a server or a Space nothing is stored here.
+            self.evaluated = max((int(row["value"]) for row in rows), default=0)
 
     def record(self, values: Mapping[str, float], step: int, samples: int, time: float) -> None:
         """One row per step."""
