@@ -90,14 +90,25 @@ def detect(
     best, score, by = None, 0, list[str]()
     found = set(keys)
     for dialect in frameworks(kind):
-        programs = [word for word in words if any(program in word for program in dialect.programs)]
+        programs = [word for word in words if any(_starts_program(word, program) for program in dialect.programs)]
         signs = [sign for sign in dialect.signs if sign in found or (sign.endswith(".") and _starts(sign, found))]
         own = [key for key in found if dialect.knows(key)]
         rare = [key for key in own if key not in dialect.common]
-        points = 100 * bool(programs) + 10 * len(signs) + 3 * len(rare) + len(own)
+        # A program of this name without any key of the framework may be another one.
+        points = (100 if own or signs else 1) * bool(programs) + 10 * len(signs) + 3 * len(rare) + len(own)
         if (programs or signs or rare) and points > score:
             best, score, by = dialect, points, sorted({*programs, *signs, *rare})
     return best, by
+
+
+def _starts_program(word: str, program: str) -> bool:
+    """Whether a word of a command line is this program, or a module or script whose name begins with it.
+
+    >>> _starts_program("/opt/trl/bin/python", "trl"), _starts_program("verl.trainer.main_ppo", "verl")
+    (False, True)
+    """
+    name = word.rsplit("/", 1)[-1]
+    return name == program or name.startswith((f"{program}.", f"{program}_", f"{program}-"))
 
 
 def _starts(section: str, keys: Iterable[str]) -> bool:
@@ -130,11 +141,13 @@ def resolve(
     used: list[str] = []
     candidates = _candidates(own, names, main, kind)
     for key, given in entries:
-        dialect = next((d for d in known if key in d.special and (d is main or key not in d.common)), None)
+        # A key of the detected framework has its meaning there, whatever it means in others.
+        readers = (main,) if main is not None and main.reads(key) else known
+        dialect = next((d for d in readers if key in d.special and (d is main or key not in d.common)), None)
         if dialect is not None:
             _put(specials.setdefault(dialect.name, {}), key, given, wrong)
             continue
-        dialect = next((d for d in known if key in d.keys and (d is main or key not in d.common)), None)
+        dialect = next((d for d in readers if key in d.keys and (d is main or key not in d.common)), None)
         if key in own:
             _put(fields, key, given, wrong)
         elif dialect is not None:

@@ -259,7 +259,7 @@ DIALECTS = (
         resolve=_resolve,
         common=_BATCH | {"num_layers"},
         signs=("tensor_model_parallel_size", "num_attention_heads", "train_iters", _TRIPLE, _SCHEDULE),
-        programs=("pretrain_gpt.py", "pretrain_"),
+        programs=tuple(f"pretrain_{model}.py" for model in ("gpt", "bert", "t5", "vlm", "mamba", "hybrid", "retro", "ict")),
         checked=frozenset({"calculate_per_token_loss"}),
         steps={
             "train_iters": "budget",

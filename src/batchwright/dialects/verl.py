@@ -123,7 +123,7 @@ DIALECTS = (
         special=frozenset({_ROUND, _MINI, _MICRO, _OLD, _DYNAMIC}),
         resolve=_resolve,
         signs=("actor_rollout_ref.", "algorithm.adv_estimator", "trainer.n_gpus_per_node"),
-        programs=("verl.",),
+        programs=("verl",),
         checked=frozenset({_BUDGET}),
         steps={
             "trainer.total_training_steps": "budget",
