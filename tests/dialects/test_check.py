@@ -6,6 +6,7 @@ import pytest
 
 from batchwright.core.errors import ConfigError
 from batchwright.dialects.checking import CAUSES, check, equation
+from batchwright.dialects.reading import job
 from tests.dialects.configurations import causes, checked, reading
 
 HF = {"output_dir": "x", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
@@ -255,3 +256,31 @@ def test_keys_of_no_framework_are_an_error_that_lists_the_frameworks():
         checked({"a": 1, "b": {"c": 2}})
     with pytest.raises(ConfigError, match="is not a framework"):
         checked(HF, "nothing")
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({"micro_batch_size": 2, "pipeline_model_parallel_size": 4, "seq_length": 4096}, "megatron-lm"),
+        ({"train": {"micro_batch_size": 2}, "model": {"pipeline_model_parallel_size": 4}}, "megatron-bridge"),
+        ({"train_micro_batch_size_per_gpu": 2, "pipe_parallel_size": 4}, "gpt-neox"),
+        ({"training.local_batch_size": 2, "parallelism.pipeline_parallel_degree": 4}, "torchtitan"),
+    ],
+)
+def test_without_a_batch_a_pipeline_has_one_micro_batch(keys, name):
+    report = checked(keys, name, devices=8)
+    expected = "4 = 1 micro × 2 accumulation × 2 data-parallel" if name == "torchtitan" else ONCE
+    assert report.job is not None and equation(report.job) == expected
+
+
+ONCE = "4 = 2 micro × 1 accumulation × 2 data-parallel"
+
+
+def test_deepspeed_accumulates_once():
+    assert equation(job(reading({"train_micro_batch_size_per_gpu": 2}, "deepspeed", devices=8))).startswith(
+        "16 = 2 micro × 1"
+    )
+
+
+def test_a_key_has_the_meaning_of_the_framework_it_was_found_for():
+    assert not any("NeMo" in note for note in reading(LIGHTNING).notes)

@@ -87,6 +87,7 @@ DIALECTS = (
         checked=frozenset({"elasticity.enabled", "elasticity.ignore_non_elastic_batch_info"}),
         steps={"scheduler.params.warmup_num_steps": "warmup", "steps_per_print": "log"},
         versions=("0.19.7", "0.19.8"),
+        accumulates_once=True,
         check=_check,
         write=_write,
         form="json",

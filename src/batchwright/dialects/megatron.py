@@ -259,7 +259,9 @@ DIALECTS = (
         resolve=_resolve,
         common=_BATCH | {"num_layers"},
         signs=("tensor_model_parallel_size", "num_attention_heads", "train_iters", _TRIPLE, _SCHEDULE),
-        programs=tuple(f"pretrain_{model}.py" for model in ("gpt", "bert", "t5", "vlm", "mamba", "hybrid", "retro", "ict")),
+        programs=tuple(
+            f"pretrain_{model}.py" for model in ("gpt", "bert", "t5", "vlm", "mamba", "hybrid", "retro", "ict")
+        ),
         checked=frozenset({"calculate_per_token_loss"}),
         steps={
             "train_iters": "budget",
@@ -271,6 +273,7 @@ DIALECTS = (
         },
         in_samples=_SAMPLES,
         versions=("0.17", "0.18"),
+        accumulates_once=True,
         check=check,
         write=_write,
         form="dashes",

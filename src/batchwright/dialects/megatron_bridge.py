@@ -110,6 +110,7 @@ DIALECTS = (
             "logger.log_interval": "log",
         },
         versions=("0.3", "0.4"),
+        accumulates_once=True,
         check=_check,
         write=_write,
         form="keys",

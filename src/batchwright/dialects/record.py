@@ -121,8 +121,9 @@ class Dialect:
     after the number; keys `in_samples` have the same roles. Keys that other frameworks have, too, are `common`:
     they do not say which framework it is. `signs` do (a sign that ends with a dot is the beginning of keys), and so do
     `programs` in a command line. `defaults` are the framework's own values of keys that are not given. A framework that
-    `has_world` configures its devices; others leave that to a launcher. Its job may also have a configuration of the
-    frameworks `beside` it.
+    `has_world` configures its devices; others leave that to a launcher. One that `accumulates_once` has one micro batch
+    per step where neither a batch nor the accumulation is given. Its job may also have a configuration of the frameworks
+    `beside` it.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Dialect:
     write: Callable[[Job, Version], dict[str, Any]] | None = None
     form: str = "yaml"
     has_world: bool = False
+    accumulates_once: bool = False
     beside: tuple[str, ...] = ()
     unit: str = "samples"
     source: str = ""

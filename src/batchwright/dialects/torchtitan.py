@@ -155,6 +155,7 @@ DIALECTS = (
         },
         versions=("0.3", "2026-08-20"),
         version_of=_version_of,
+        accumulates_once=True,
         write=_write,
         form="toml",
         unit="tokens",
