@@ -23,7 +23,8 @@ def test_the_verdict_the_keys_and_what_is_left_out(cli, sft):
     assert ran.code == 0
     assert ran.out.startswith("exact: Hugging Face (by ")
     assert "512 = 4 micro × 8 accumulation × 16 data-parallel" in ran.out
-    assert '"train_batch_size": 512' in ran.out and '"warmup_num_steps": 100' in ran.out
+    assert '"train_batch_size": 512' in ran.out
+    assert "warmup_num_steps" not in ran.out and "warmup of 100 steps" in ran.out  # there is no scheduler
     assert "2 other keys passed over" in ran.out
 
 
@@ -223,3 +224,19 @@ def test_the_frameworks_are_listed(cli):
     listed = cli("convert", "--list-frameworks", "--json").json["frameworks"]
     assert len(listed) == 22 and {"name": "verl"}.items() <= next(d for d in listed if d["name"] == "verl").items()
     assert "torchtitan" in cli("convert", "--list-frameworks").out
+
+
+def test_warmup_steps_of_deepspeed_need_a_scheduler(cli, sft, tmp_path):
+    file = tmp_path / "ds.json"
+    for text, there in (('{"scheduler": {"type": "WarmupLR"}}', True), ('{"zero_optimization": {"stage": 1}}', False)):
+        file.write_text(text)
+        assert cli("convert", sft, "--to", "deepspeed", "--devices", "16", "--into", str(file)).code == 0
+        assert ("warmup_num_steps" in file.read_text()) is there
+
+
+def test_an_axolotl_job_that_trains_on_responses_is_not_called_exact(cli, tmp_path):
+    file = tmp_path / "axolotl.yml"
+    file.write_text("base_model: x\nsequence_len: 2048\nrl: grpo\nmicro_batch_size: 4\n")
+    ran = cli("convert", str(file), "--to", "huggingface", "--devices", "8")
+    assert ran.code == 5 and "counts-responses" in ran.out
+    assert "note: counts-responses" in cli("check", str(file), "--devices", "8").out

@@ -275,3 +275,22 @@ def test_every_framework_of_the_list_reads_and_writes():
     assert len({d.name for d in frameworks()}) == 22
     for dialect in frameworks():
         assert dialect.write and dialect.source and dialect.title
+
+
+UPDATES = {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 8, "steps_per_generation": 8,
+    "num_iterations": 2, "max_steps": 800, "save_steps": 100,
+}  # fmt: skip
+
+
+def test_steps_of_reinforcement_learning_become_rounds_and_updates_again():
+    made = convert(reading(UPDATES, "trl-grpo", devices=8), framework("verl"))
+    assert (made.keys["trainer.total_training_steps"], made.job.updates_of_a_round) == (100, 8)
+    assert made.keys["trainer.save_freq"] == 12  # 100 / 8 = 12.5
+    assert [(d.what, d.status) for d in made.differences] == [("trainer.save_freq", DIFFERS)]
+    back = convert(reading(dict(made.keys), "verl"), framework("trl-grpo"))
+    assert {key: back.keys[key] for key in UPDATES} == UPDATES | {"save_steps": 96}
+    again = convert(
+        reading({**UPDATES, "num_iterations": 1, "save_steps": 400}, "trl-grpo", devices=8), framework("nemo-rl")
+    )
+    assert again.keys["grpo.max_num_steps"] == 200 and again.status == EXACT

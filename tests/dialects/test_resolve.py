@@ -108,3 +108,16 @@ def test_a_program_is_a_whole_word(line, name):
 def test_a_program_alone_shows_its_framework():
     dialect, by = detect(["learning_rate"], ["python", "-m", "verl.trainer.main_ppo"])
     assert dialect is not None and (dialect.name, by) == ("verl", ["verl.trainer.main_ppo"])
+
+
+def test_the_keys_of_grpo_together_are_those_of_trl():
+    keys = [
+        "output_dir",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_generations",
+        "logging_steps",
+    ]
+    keys += ["save_steps", "lr_scheduler_type", "beta", "max_prompt_length"]
+    names = [one and one.name for one, _ in (detect(keys), detect([key for key in keys if key != "num_generations"]))]
+    assert names == ["trl-grpo", "huggingface"]

@@ -75,7 +75,8 @@ def command(ctx: click.Context, arguments: tuple[str, ...], list_frameworks: boo
         if flags[name] and into is None:
             raise ConfigError(f"{name} needs --into FILE.", field=name)
     reading = read_configuration(arguments, left_out, flags, flags["from"])
-    made = convert(reading, target, version)
+    present = read_keys(into) if into is not None and into.endswith(FILES) and os.path.isfile(into) else {}
+    made = convert(reading, target, version, present)
     document = _document(made, form)
     lines = render(made, form)
     fine = made.status != NOT_EXPRESSIBLE

@@ -94,10 +94,12 @@ def detect(
         signs = [sign for sign in dialect.signs if sign in found or (sign.endswith(".") and _starts(sign, found))]
         own = [key for key in found if dialect.knows(key)]
         rare = [key for key in own if key not in dialect.common]
+        together = dialect.together if found >= dialect.together else frozenset[str]()
         # A program of this name without any key of the framework may be another one.
-        points = (100 if own or signs else 1) * bool(programs) + 10 * len(signs) + 3 * len(rare) + len(own)
+        shown = 100 * bool(together) + (100 if own or signs else 1) * bool(programs)
+        points = shown + 10 * len(signs) + 3 * len(rare) + len(own)
         if (programs or signs or rare) and points > score:
-            best, score, by = dialect, points, sorted({*programs, *signs, *rare})
+            best, score, by = dialect, points, sorted({*programs, *signs, *rare, *together})
     return best, by
 
 

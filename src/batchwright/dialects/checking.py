@@ -13,7 +13,7 @@ from .record import Finding, Job, Reading, error, note, version_text
 
 # The causes that a configuration can have, besides those of the equation (`batch`, `stage`).
 CAUSES = (
-    "accumulates-twice", "batch", "changes-the-batch", "counts-micro-steps", "counts-steps", "deprecated-key",
+    "accumulates-twice", "batch", "changes-the-batch", "counts-micro-steps", "counts-responses", "counts-steps", "deprecated-key",
     "excluded-key", "float-boundary", "grows-by-epoch", "ignored-key", "mean-of-means", "misspelt-key", "missing-key",
     "not-changed-with-the-batch", "one-generation", "padded-batch", "ramp-with-accumulation", "ramp-with-pipeline",
     "rows-of-a-micro-batch", "splits-a-group", "stage", "steps-of-the-first-batch", "unknown-key", "value",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +47,8 @@ class Conversion:
         return NOT_EXPRESSIBLE if NOT_EXPRESSIBLE in found else DIFFERS if found else EXACT
 
 
-def convert(reading: Reading, target: Dialect, version: Version = NEWEST) -> Conversion:
-    """The batch of a configuration in the keys of another framework.
+def convert(reading: Reading, target: Dialect, version: Version = NEWEST, present: Collection[str] = ()) -> Conversion:
+    """The batch of a configuration in the keys of another framework; `present` are those that its file already has.
 
     The keys are read back as the other framework reads them, and what they mean is compared with the source.
     """
@@ -68,7 +68,7 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST) -> Con
         if wrong.field in ("devices", "sequence_length"):
             raise  # it can be written when they are given
         return _nothing(reading, made, target, version, Difference(wrong.field or "batch", NOT_EXPRESSIBLE, str(wrong)))
-    left_out = _steps(made, target, keys)
+    left_out, rounded = _steps(made, target, keys, present)
     back = read_back(keys, target, version, made)
     try:
         again = job(back)
@@ -77,7 +77,7 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST) -> Con
         again = Job(made.kind, {name: given.value for name, given in back.fields.items() if name in PARALLEL_FIELDS})
         differences = (*_lost(made, again, target), Difference("batch", NOT_EXPRESSIBLE, str(wrong)))
         return Conversion(reading, made, target, version, keys, differences, tuple(left_out + _unread(reading)), ())
-    differences = (*compare(made, again, target), *_wrong(back))
+    differences = (*compare(made, again, target), *_wrong(back), *_responses(reading), *rounded)
     left_out += _beside(made, again, target)
     left_out += _unread(reading)
     notes = list(reading.notes)
@@ -126,6 +126,12 @@ def _wrong(back: Reading) -> list[Difference]:
     """Rules of the target that the written keys break."""
     found = [f for f in check(back).findings if f.severity == "error"]
     return [Difference(f.key or f.cause, NOT_EXPRESSIBLE, f.message) for f in found]
+
+
+def _responses(reading: Reading) -> list[Difference]:
+    """A source that trains on responses, of which only the batch in samples is read."""
+    found = [f for f in check(reading).findings if f.cause == "counts-responses"]
+    return [Difference(f.cause, NOT_EXPRESSIBLE, f"{f.message} The keys here count samples.") for f in found]
 
 
 _RL = (
@@ -201,20 +207,39 @@ def _compare_rounds(made: Job, again: Job, target: Dialect) -> list[Difference]:
     return found
 
 
-def _steps(made: Job, target: Dialect, keys: dict[str, Any]) -> list[str]:
-    """Add the keys that count optimizer steps: a step has the same samples. Returns those that the target lacks."""
+def _steps(
+    made: Job, target: Dialect, keys: dict[str, Any], present: Collection[str]
+) -> tuple[list[str], list[Difference]]:
+    """Add the keys that count optimizer steps: a step has the same samples. Returns those that the target lacks.
+
+    Where the target counts rounds, a number of steps may be no whole number of them: a difference.
+    """
     missing: list[str] = []
+    rounded: list[Difference] = []
+    each = made.updates_of_a_round if target.counts_rounds else 1
     for role, number in made.steps.items():
         if any(role in (target.steps.get(key), target.in_samples.get(key)) for key in keys):
             continue
-        key = next((key for key, one in target.steps.items() if one == role), None)
+        fits = (
+            key for key, one in target.steps.items() if one == role and target.needs.get(key, key) in {key, *present}
+        )
+        key = next(fits, None)
         if key is None:
             missing.append(
                 f"{role} every {number} steps" if role in ("save", "eval", "log") else f"{role} of {number} steps"
             )
         else:
+            if number % each:
+                near = max(1, round(number / each))
+                message = (
+                    f"{role} of {number} updates is {number / each:.2f} rounds of {each} updates, and {target.title} counts "
+                    f"rounds: {key}={near} is {near * each} updates."
+                )
+                rounded.append(Difference(key, DIFFERS, message))
+                number = near * each
+            number //= each
             keys[key] = f"{number}{target.steps_unit}" if target.steps_unit else number
-    return missing
+    return missing, rounded
 
 
 def _beside(made: Job, again: Job, target: Dialect) -> list[str]:

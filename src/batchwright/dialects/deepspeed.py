@@ -86,6 +86,7 @@ DIALECTS = (
         signs=("zero_optimization.", "bf16.enabled", "fp16.enabled", "steps_per_print", "wall_clock_breakdown"),
         checked=frozenset({"elasticity.enabled", "elasticity.ignore_non_elastic_batch_info"}),
         steps={"scheduler.params.warmup_num_steps": "warmup", "steps_per_print": "log"},
+        needs={"scheduler.params.warmup_num_steps": "scheduler.type"},
         versions=("0.19.7", "0.19.8"),
         accumulates_once=True,
         check=_check,

@@ -143,7 +143,10 @@ def job(reading: Reading) -> Job:
     steps = _steps(reading)
     values = {name: given.value for name, given in reading.fields.items()}
     if reading.dialect.kind == "rl":
-        return Job("rl", _rl_numbers(values), steps=steps)
+        made = Job("rl", _rl_numbers(values), steps=steps)
+        if not reading.dialect.counts_rounds:
+            return made
+        return replace(made, steps={role: n * made.updates_of_a_round for role, n in steps.items()})
     request = read_request({name: value for name, value in values.items() if name in READERS})
     wanted = {name: values[name] for name in RAMP if name in values}
     rule: Rule | None = None

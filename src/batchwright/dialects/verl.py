@@ -125,6 +125,7 @@ DIALECTS = (
         signs=("actor_rollout_ref.", "algorithm.adv_estimator", "trainer.n_gpus_per_node"),
         programs=("verl",),
         checked=frozenset({_BUDGET}),
+        counts_rounds=True,
         steps={
             "trainer.total_training_steps": "budget",
             "trainer.save_freq": "save",
