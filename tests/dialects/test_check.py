@@ -105,7 +105,7 @@ NEMO_RL = {
         (FLAT, {"devices": 4}, "openrlhf",
          "128 responses per update = 16 prompts × 8 generations; a round has 128 prompts and 8 updates, on 4 ranks"),
         (NEMO_RL, {}, "nemo-rl",
-         "512 responses per update = 32 prompts × 16 generations; a round has 32 prompts and 1 updates, on 8 ranks"),
+         "512 responses per update = 32 prompts × 16 generations; a round has 32 prompts and 1 update, on 8 ranks"),
         (HF, {"devices": 8}, "huggingface", "256 = 4 micro × 8 accumulation × 8 data-parallel"),
         (HF, {}, "huggingface", "global batch = 4 micro × 8 accumulation × data-parallel; the number of devices is not given"),
         (DS, {"devices": 16}, "deepspeed", "256 = 4 micro × 4 accumulation × 16 data-parallel"),
@@ -117,7 +117,7 @@ NEMO_RL = {
         (LIGHTNING, {}, "lightning", "64 = 8 micro × 2 accumulation × 4 data-parallel"),
         (SFT, {"devices": 2}, "trl", "16 = 2 micro × 4 accumulation × 2 data-parallel"),
         (GRPO, {"devices": 4}, "trl-grpo",
-         "128 responses per update = 16 prompts × 8 generations; a round has 16 prompts and 1 updates, on 4 ranks"),
+         "128 responses per update = 16 prompts × 8 generations; a round has 16 prompts and 1 update, on 4 ranks"),
         (VERL, {}, "verl",
          "1024 responses per update = 128 prompts × 8 generations; a round has 512 prompts and 4 updates, on 16 ranks"),
     ],
@@ -284,3 +284,15 @@ def test_deepspeed_accumulates_once():
 
 def test_a_key_has_the_meaning_of_the_framework_it_was_found_for():
     assert not any("NeMo" in note for note in reading(LIGHTNING).notes)
+
+
+def test_a_ramp_that_is_ignored_has_one_finding_and_no_stages():
+    triple = {**MEGATRON, "rampup_batch_size": [100, 77, 10**6]}  # stages that fit no ranks
+    report = checked(triple, devices=16)
+    assert [f.cause for f in report.findings if f.severity == "error"] == ["ignored-key"]
+    assert report.job is not None and equation(report.job) == "1024 = 4 micro × 32 accumulation × 8 data-parallel"
+
+
+def test_one_update_of_one_rank_is_singular():
+    made = job(reading({"per_device_train_batch_size": 8, "num_generations": 8}, "trl-grpo", devices=1))
+    assert equation(made).endswith("= 1 prompt × 8 generations; a round has 1 prompt and 1 update, on 1 rank")

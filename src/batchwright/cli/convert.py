@@ -34,8 +34,8 @@ class ConvertCommand(PasteCommand):
     cls=ConvertCommand,
     epilog="\b\nExamples:\n  batchwright convert sft.yaml --to deepspeed --devices 16\n"
     "  batchwright convert base.yml --to megatron-lm@0.18 --devices 64 --into args.yaml --dry-run\n"
-    "  batchwright convert --to levanter torchrun --nproc-per-node 8 pretrain_gpt.py --micro-batch-size 2 \\\n"
-    "      --global-batch-size 128 --rampup-batch-size 32 32 100000",
+    "  batchwright convert --from megatron-lm@0.17 --to levanter torchrun --nproc-per-node 8 pretrain_gpt.py \\\n"
+    "      --micro-batch-size 2 --global-batch-size 128 --rampup-batch-size 32 32 100000",
 )
 @click.argument("arguments", nargs=-1, metavar="CONFIG [KEY=VALUE]...", shell_complete=complete)
 @click.option("--list-frameworks", is_flag=True, help="Print the frameworks that are read and written.")

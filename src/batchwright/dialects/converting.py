@@ -69,6 +69,7 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST, presen
             raise  # it can be written when they are given
         return _nothing(reading, made, target, version, Difference(wrong.field or "batch", NOT_EXPRESSIBLE, str(wrong)))
     left_out, rounded = _steps(made, target, keys, present)
+    rounded += _gradient(reading, target, keys)
     back = read_back(keys, target, version, made)
     try:
         again = job(back)
@@ -77,10 +78,11 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST, presen
         again = Job(made.kind, {name: given.value for name, given in back.fields.items() if name in PARALLEL_FIELDS})
         differences = (*_lost(made, again, target), Difference("batch", NOT_EXPRESSIBLE, str(wrong)))
         return Conversion(reading, made, target, version, keys, differences, tuple(left_out + _unread(reading)), ())
-    differences = (*compare(made, again, target), *_wrong(back), *_responses(reading), *rounded)
+    differences = (*compare(made, again, target), *_wrong(back), *_doubtful(reading, back), *rounded)
     left_out += _beside(made, again, target)
     left_out += _unread(reading)
     notes = list(reading.notes)
+    notes += [f.message for f in check(reading).findings if f.severity == "error" and f.cause == "ignored-key"]
     notes += [f.message for f in check(back).findings if f.severity == "note" and f.cause == "mean-of-means"]
     if not target.has_world and "devices" in made.numbers:
         notes.insert(0, f"{target.title} gets its devices from the launcher: {_devices(made)}.")
@@ -94,7 +96,7 @@ def _nothing(reading: Reading, made: Job, target: Dialect, version: Version, why
 def _devices(made: Job) -> str:
     nodes, each = made.get("nodes"), made.get("devices_per_node")
     devices = f"{made.get('devices')} device{'s' * (made.get('devices') > 1)}"
-    return f"{devices} ({nodes} nodes × {each})" if nodes and each else devices
+    return f"{devices} ({nodes} node{'s' * (nodes > 1)} × {each})" if nodes and each else devices
 
 
 def read_back(keys: Mapping[str, Any], target: Dialect, version: Version, made: Job) -> Reading:
@@ -128,10 +130,31 @@ def _wrong(back: Reading) -> list[Difference]:
     return [Difference(f.key or f.cause, NOT_EXPRESSIBLE, f.message) for f in found]
 
 
-def _responses(reading: Reading) -> list[Difference]:
-    """A source that trains on responses, of which only the batch in samples is read."""
-    found = [f for f in check(reading).findings if f.cause == "counts-responses"]
-    return [Difference(f.cause, NOT_EXPRESSIBLE, f"{f.message} The keys here count samples.") for f in found]
+def _doubtful(reading: Reading, back: Reading) -> list[Difference]:
+    """What is read in one way and may run in another: responses as samples, and MaxText's ramp with accumulation."""
+    found = [
+        Difference(f.cause, NOT_EXPRESSIBLE, f"{f.message} The keys here count samples.")
+        for f in check(reading).findings
+        if f.cause == "counts-responses"
+    ]
+    ramps = [f for one in (reading, back) for f in check(one).findings if f.cause == "ramp-with-accumulation"]
+    return found + [Difference(f.cause, DIFFERS, f.message) for f in dict.fromkeys(ramps)]
+
+
+def _gradient(reading: Reading, target: Dialect, keys: dict[str, Any]) -> list[Difference]:
+    """Add the keys that change what the gradient is a mean of; a difference where the target does not have them."""
+    found: list[Difference] = []
+    for key, default in reading.dialect.gradient.items():
+        on = reading.on(key, default)
+        same = next((one for one in target.gradient if one.split(".")[-1] == key.split(".")[-1]), None)
+        if on == default:
+            continue
+        if same is not None:
+            keys[same] = on
+            continue
+        message = f"{key}={str(on).lower()} changes what the gradient is a mean of, and {target.title} has no such key."
+        found.append(Difference(key, DIFFERS, message))
+    return found
 
 
 _RL = (
@@ -225,9 +248,12 @@ def _steps(
         )
         key = next(fits, None)
         if key is None:
-            missing.append(
-                f"{role} every {number} steps" if role in ("save", "eval", "log") else f"{role} of {number} steps"
-            )
+            needed = [
+                f"{k} needs {target.needs[k]}" for k, one in target.steps.items() if one == role and k in target.needs
+            ]
+            why = f" ({needed[0]}, which is not there)" if needed else ""
+            every = role in ("save", "eval", "log")
+            missing.append(f"{role} {'every' if every else 'of'} {number} steps{why}")
         else:
             if number % each:
                 near = max(1, round(number / each))
@@ -271,6 +297,7 @@ def _unread(reading: Reading) -> list[str]:
         if key not in reading.dialect.keys
         and key not in reading.dialect.steps
         and key not in used
+        and key not in reading.dialect.gradient
         and str(given.value).strip().lower() not in neutral
     ]
 

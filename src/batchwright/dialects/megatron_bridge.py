@@ -110,6 +110,8 @@ DIALECTS = (
             "logger.log_interval": "log",
         },
         versions=("0.3", "0.4"),
+        ignores_triple=_IGNORED,
+        gradient={"model.calculate_per_token_loss": False},
         accumulates_once=True,
         check=_check,
         write=_write,

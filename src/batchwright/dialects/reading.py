@@ -110,6 +110,8 @@ def read(
         ours = {*WORLD_FIELDS, *PARALLEL_FIELDS, "sequence_length"} - set(given)
         resolved = resolve(taken, own=ours, lenient=True, kind=dialect.kind, framework=dialect)
         fields, notes = resolved.fields, resolved.notes
+        if dialect.ignores_triple and version >= dialect.ignores_triple:
+            fields.pop("linear", None)  # the batch stays constant
         if defaults and dialect.accumulates_once and not set(_COUNTED) & set(fields):
             fields["accumulation_steps"] = Given(1, f"{dialect.title}'s default", _DEFAULT)
     except PlanError as wrong:

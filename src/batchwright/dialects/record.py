@@ -133,7 +133,8 @@ class Dialect:
     framework has `together`. `defaults` are the framework's own values of keys that are not given. A framework that
     `has_world` configures its devices; others leave that to a launcher. One that `accumulates_once` has one micro batch
     per step where neither a batch nor the accumulation is given. Its job may also have a configuration of the frameworks
-    `beside` it.
+    `beside` it. Versions from `ignores_triple` on accept [start, increment, samples] and keep the batch constant. Keys in
+    `gradient` change what the gradient is a mean of; each has its default.
     """
 
     name: str
@@ -155,6 +156,8 @@ class Dialect:
     in_samples: Mapping[str, str] = field(default_factory=dict[str, str])
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     versions: tuple[str, ...] = ()
+    ignores_triple: Version | None = None
+    gradient: Mapping[str, bool] = field(default_factory=dict[str, bool])
     version_of: Callable[[Collection[str]], Version] | None = None
     check: Callable[[Reading], list[Finding]] | None = None
     write: Callable[[Job, Version], dict[str, Any]] | None = None

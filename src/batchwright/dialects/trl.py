@@ -129,6 +129,7 @@ DIALECTS = (
         signs=("assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing", "padding_free"),
         programs=("trl", "sft.py"),
         checked=huggingface.CHECKED,
+        gradient=huggingface.GRADIENT,
         steps=huggingface.STEPS,
         defaults={_MICRO: 8, _STEPS: 1},
         beside=("deepspeed", "accelerate"),
