@@ -52,8 +52,20 @@ def _named(path: str) -> list[tuple[str, Given]]:
 
 
 def _entries(path: str) -> list[tuple[str, Given]]:
-    keys = read_keys(path).items()
-    return [(key, Given(scalar(value), f"{path}: {key}", 0)) for key, value in keys if value not in (None, "auto")]
+    keys = read_keys(path)
+    found = [
+        # DeepSpeed's configuration inside another one has DeepSpeed's keys.
+        (key.removeprefix(_DEEPSPEED), Given(scalar(value), f"{path}: {key}", 0))
+        for key, value in keys.items()
+        if value not in (None, "auto")
+    ]
+    named = keys.get("deepspeed")
+    if isinstance(named, str) and (beside := os.path.join(os.path.dirname(path), named)) != path:
+        found += _named(beside if os.path.isfile(beside) else named)
+    return found
+
+
+_DEEPSPEED = "deepspeed."
 
 
 def heading(reading: Reading) -> str:

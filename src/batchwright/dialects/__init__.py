@@ -87,8 +87,8 @@ def detect(
     >>> detect(["train_micro_batch_size_per_gpu", "zero_optimization.stage"])[0].name
     'deepspeed'
     """
-    best, score, by = None, 0, list[str]()
     found = set(keys)
+    ranked: list[tuple[int, Dialect, list[str]]] = []
     for dialect in frameworks(kind):
         programs = [word for word in words if any(_starts_program(word, program) for program in dialect.programs)]
         signs = [sign for sign in dialect.signs if sign in found or (sign.endswith(".") and _starts(sign, found))]
@@ -98,9 +98,19 @@ def detect(
         # A program of this name without any key of the framework may be another one.
         shown = 100 * bool(together) + (100 if own or signs else 1) * bool(programs)
         points = shown + 10 * len(signs) + 3 * len(rare) + len(own)
-        if (programs or signs or rare) and points > score:
-            best, score, by = dialect, points, sorted({*programs, *signs, *rare, *together})
-    return best, by
+        if programs or signs or rare:
+            ranked.append((points, dialect, sorted({*programs, *signs, *rare, *together})))
+    if not ranked:
+        return None, []
+    best = max(ranked, key=lambda one: one[0])
+    # A configuration beside another framework's, such as DeepSpeed's, may have more keys than that one.
+    hosts = [
+        one
+        for one in ranked
+        if best[1].name in one[1].beside
+        and any(one[1].reads(k) and not best[1].knows(k) for k in found - one[1].common)
+    ]
+    return max(hosts or [best], key=lambda one: one[0])[1:]
 
 
 def _starts_program(word: str, program: str) -> bool:
