@@ -24,3 +24,16 @@ def test_a_configuration_of_deepspeed_must_agree_with_the_one_that_names_it(cli,
     (tmp_path / "ds.json").write_text(DEEPSPEED.replace("2,", "4,"))
     if not inline:
         assert cli("check", str(file), "--devices", "8").code == 0
+
+
+def test_nearest_values_are_in_the_unit_of_the_key_that_is_named(cli, tmp_path):
+    file = tmp_path / "titan.toml"
+    file.write_text(
+        "[training]\nlocal_batch_size = 8\nseq_len = 4096\n[parallelism]\ndata_parallel_replicate_degree = 2\n"
+        "data_parallel_shard_degree = 4\ntensor_parallel_degree = 2\n"
+    )
+    said = " ".join(cli("check", str(file), "--devices", "24").out.split())
+    assert "data_parallel_size=8 contradicts 24 devices" in said and "shard_degree=12" not in said
+    tokens = ["training.num_tokens_per_microbatch_per_dp_rank=8192", "training.num_tokens_per_train_step=122880"]
+    said = " ".join(cli("check", *tokens, "training.max_context_length=4096", "--devices", "8").out.split())
+    assert "per_dp_rank 2 " not in said and "Nearest: 16" in said and "allow_ragged" not in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,10 +131,13 @@ def spelled(reading: Reading, message: str, field: str | None = None) -> str:
     for name, one in reading.fields.items():
         keys = _keys_of(reading, one)
         written = one.origin if one.origin.startswith("--") else keys[0] if len(keys) == 1 else None
-        if written and name in READERS:
+        # A key in another unit (tokens, all devices) keeps our name: a value of ours would be wrong in it.
+        alike = not keys or str(reading.given[keys[0]].value) == str(one.value)
+        if written and alike and name in READERS:
             flags[name] = written
             given[name] = (one.value, written)
-    return Names(flags, given).spell(message, field)
+    # No framework has batches whose shares differ.
+    return Names(flags, given).spell(re.sub(r" Or give allow_ragged\b[^.]*\.", "", message), field)
 
 
 def passed_over(reading: Reading) -> list[str]:
