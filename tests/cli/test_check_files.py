@@ -37,3 +37,25 @@ def test_nearest_values_are_in_the_unit_of_the_key_that_is_named(cli, tmp_path):
     tokens = ["training.num_tokens_per_microbatch_per_dp_rank=8192", "training.num_tokens_per_train_step=122880"]
     said = " ".join(cli("check", *tokens, "training.max_context_length=4096", "--devices", "8").out.split())
     assert "per_dp_rank 2 " not in said and "Nearest: 16" in said and "allow_ragged" not in said
+
+
+@pytest.mark.parametrize(
+    "words", ["--nproc_per_node gpu", "--nproc_per_node 8 --nnodes $NNODES", "--nproc_per_node 8 --nnodes 1:4"]
+)
+def test_devices_that_are_known_only_at_run_time_count_as_not_given(cli, words):
+    line = f"torchrun {words} train.py --per_device_train_batch_size 4"
+    ran = cli("check", *line.split())
+    assert ran.code == 0 and "the number of devices is not given" in ran.out
+    assert "is known only when the job runs" in " ".join(ran.out.split())
+    assert "32 = 4 micro" in cli("check", "--devices", "8", *line.split()).out
+
+
+def test_the_default_of_an_environment_variable_and_a_deleted_key(cli, tmp_path):
+    file = tmp_path / "nemo.yaml"
+    file.write_text(
+        "trainer: {devices: '${oc.env:GPUS,8}', num_nodes: 1, accumulate_grad_batches: 2}\nexp_manager: {name: x}\n"
+        "model: {micro_batch_size: 2, global_batch_size: 64}\n"
+    )
+    assert "accumulates-twice" in cli("check", str(file)).out
+    ran = cli("check", str(file), "~trainer.accumulate_grad_batches")
+    assert ran.code == 0 and "64 = 2 micro × 4 accumulation × 8 data-parallel" in ran.out

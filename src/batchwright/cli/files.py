@@ -117,6 +117,8 @@ def _flag_keys(words: list[str]) -> dict[str, Any]:
 def _referenced(key: str, value: Any, keys: Mapping[str, Any]) -> Any:
     """The value that OmegaConf's `${a.b}`, `${.b}` or `${oc.select:a.b,default}` stands for; others stay as they are."""
     for _ in range(8):
+        if isinstance(value, str) and (variable := re.fullmatch(r"\$\{oc\.env:\w+,\s*([^{}]*?)\s*\}", value)):
+            return variable[1]  # the default of an environment variable
         match = (
             re.fullmatch(r"\$\{(oc\.select:)?(\.*)([\w.]+)(?:,([^{}]*))?\}", value) if isinstance(value, str) else None
         )

@@ -26,8 +26,10 @@ def read_configuration(
     entries: list[tuple[str, Given]] = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
+        if argument.startswith("~"):
+            continue
         if equals and not os.path.exists(argument):
-            key = key.strip().lstrip("+~")
+            key = key.strip().lstrip("+")
             if value.strip().lower() not in ("", "null", "none", "~", "auto"):
                 entries += _named(value.strip())
                 plain = value.strip().strip("'\"")
@@ -38,6 +40,9 @@ def read_configuration(
             entries += _entries(argument)
     for argument in left_out:
         entries += _named(argument.rpartition("=")[2])
+    # Hydra's ~ deletes a key, or all keys below it.
+    deleted = [one[1:].partition("=")[0] for one in (*arguments, *left_out) if one.startswith("~")]
+    entries = [(key, one) for key, one in entries if not any(f"{key}.".startswith(f"{name}.") for name in deleted)]
     world = {n: Given(flags[n], f"--{n.replace('_', '-')}", 2) for n in DEVICES if flags.get(n) is not None}
     return read(entries, words=left_out, name=name, world=world)
 

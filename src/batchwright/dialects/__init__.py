@@ -7,6 +7,7 @@ framework that the keys belong to (`detect`) says what they mean.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -152,10 +153,14 @@ def resolve(
         known = (main, *(d for d in known if d is not main))
     used: list[str] = []
     candidates = _candidates(own, names, main, kind)
+    later: dict[str, str] = {}
     for key, given in entries:
         # A key of the detected framework has its meaning there, whatever it means in others.
         readers = (main,) if main is not None and main.reads(key) else known
         dialect = next((d for d in readers if key in d.special and (d is main or key not in d.common)), None)
+        if _is_later(key, given, next((d.keys[key] for d in readers if key in d.keys), key)):
+            later[key] = f"{key}={given.value} is known only when the job runs: it counts as not given."
+            continue
         if dialect is not None:
             _put(specials.setdefault(dialect.name, {}), key, given, wrong)
             continue
@@ -171,10 +176,12 @@ def resolve(
             else:
                 wrong.append(unknown_key(key, given.value, candidates))
     raise_violations(ConfigError, wrong)
-    notes: list[str] = []
-    if kind == "rl" and (ranks := ranks_of(fields)):
+    notes = list(later.values())
+    if kind == "rl" and not later and (ranks := ranks_of(fields)):
         fields["data_parallel_size"] = ranks
     for dialect in known:
+        if later and dialect is known[-1]:
+            continue  # a number of nodes that is known later is not the launcher's default
         if dialect.resolve and (dialect is framework or dialect.name in specials or dialect.name in used):
             derived, more = dialect.resolve(specials.get(dialect.name, {}), fields)
             notes.extend(more)
@@ -182,6 +189,17 @@ def resolve(
                 _put(fields, name, given, wrong)
     raise_violations(ConfigError, wrong)
     return Resolved(fields, tuple(notes), tuple(ignored))
+
+
+def _is_later(key: str, given: Given, field: str) -> bool:
+    """Whether a number of devices is known only when the job runs: $VAR, ${...}, gpu, auto, -1, or a range N:M."""
+    text = str(given.value).strip()
+    if given.level > 1 or not (field in WORLD_FIELDS or key.endswith(".devices")):
+        return False
+    return text.startswith("$") or (key not in WORLD_FIELDS and field in WORLD_FIELDS and _LATER(text) is not None)
+
+
+_LATER = re.compile(r"gpu|cpu|xpu|auto|-1|\d+:\d+").fullmatch
 
 
 def ranks_of(fields: Fields) -> Given | None:
