@@ -138,10 +138,21 @@ def test_into_a_new_file_and_through_a_link(cli, sft, tmp_path):
 def test_keys_of_the_file_that_mean_another_batch_are_said(cli, sft, tmp_path):
     file = tmp_path / "nemo.yaml"
     file.write_text("data:\n  rampup_batch_size: [64, 64, 10000]\n")
-    ran = cli("convert", sft, "--to", "nemo", "--devices", "16", "--into", file)
-    assert "as a whole means another batch" in ran.out and "the batch is constant, and grows" in " ".join(
-        ran.out.split()
-    )
+    argv = ["convert", sft, "--to", "nemo", "--devices", "16", "--into", file]
+    for more in ([], ["--dry-run"]):
+        ran = cli(*argv, *more)
+        assert ran.code == 5 and ran.out.startswith("differs: ") and file.read_text().count("\n") == 2
+        said = " ".join(ran.out.split())
+        assert "as a whole means another batch" in said and "the batch is constant, and grows" in said
+    assert cli(*argv, "--partial").code == 0 and "global_batch_size: 512" in file.read_text()
+
+
+def test_line_ends_stay(cli, sft, tmp_path):
+    file = tmp_path / "axolotl.yml"
+    file.write_bytes(b"base_model: x\r\nmicro_batch_size: 1\r\n")
+    assert cli("convert", sft, "--to", "axolotl", "--devices", "16", "--into", file).code == 0
+    content = file.read_bytes()
+    assert content.count(b"\n") == content.count(b"\r\n") > 2 and b"\r\r" not in content
 
 
 def test_a_file_is_not_changed_by_half(cli, tmp_path):

@@ -44,14 +44,14 @@ def read_text(path: str) -> str:
         ) from None
 
 
-def read_keys(path: str) -> dict[str, Any]:
-    """The dotted keys of a file: nested keys, a list of flags (`--key value`), or `key=value` lines.
+def read_keys(path: str, text: str | None = None) -> dict[str, Any]:
+    """The dotted keys of a file, or of a `text` for it: nested keys, a list of flags (`--key value`), or `key=value` lines.
 
     Keys of flags are written with underscores, and OmegaConf's references to other keys (`${model.length}`) are resolved.
     """
     from batchwright.dialects import flatten
 
-    text = read_text(path)
+    text = read_text(path) if text is None else text
     tree: Any = ""
     if path.endswith(FILES) or not _has_flags(text):
         tree = _parse(path, text)

@@ -43,8 +43,16 @@ def read_configuration(
     # Hydra's ~ deletes a key, or all keys below it.
     deleted = [one[1:].partition("=")[0] for one in (*arguments, *left_out) if one.startswith("~")]
     entries = [(key, one) for key, one in entries if not any(f"{key}.".startswith(f"{name}.") for name in deleted)]
-    world = {n: Given(flags[n], f"--{n.replace('_', '-')}", 2) for n in DEVICES if flags.get(n) is not None}
-    return read(entries, words=left_out, name=name, world=world)
+    return read(entries, words=left_out, name=name, world=_world(flags))
+
+
+def read_text_as(path: str, text: str, flags: Mapping[str, Any], name: str) -> Reading:
+    """A text that is not yet in its file, as a framework reads it."""
+    return read(_entries(path, text), name=name, world=_world(flags))
+
+
+def _world(flags: Mapping[str, Any]) -> dict[str, Given]:
+    return {n: Given(flags[n], f"--{n.replace('_', '-')}", 2) for n in DEVICES if flags.get(n) is not None}
 
 
 def _named(path: str) -> list[tuple[str, Given]]:
@@ -57,8 +65,8 @@ def _named(path: str) -> list[tuple[str, Given]]:
         return []  # data, for example
 
 
-def _entries(path: str) -> list[tuple[str, Given]]:
-    keys = read_keys(path)
+def _entries(path: str, text: str | None = None) -> list[tuple[str, Given]]:
+    keys = read_keys(path, text)
     found = [
         # DeepSpeed's configuration inside another one has DeepSpeed's keys.
         (key.removeprefix(_DEEPSPEED), Given(scalar(value), f"{path}: {key}", 0))
