@@ -59,3 +59,26 @@ def test_the_default_of_an_environment_variable_and_a_deleted_key(cli, tmp_path)
     assert "accumulates-twice" in cli("check", str(file)).out
     ran = cli("check", str(file), "~trainer.accumulate_grad_batches")
     assert ran.code == 0 and "64 = 2 micro × 4 accumulation × 8 data-parallel" in ran.out
+
+
+def test_keys_that_may_be_about_the_batch_are_named_when_they_are_passed_over(cli):
+    said = cli("check", "per_device_train_batch_size=4", "output_dir=x", "my_batch_rows=3").out
+    assert "2 other keys passed over" in said and "may be about the batch: my_batch_rows" in " ".join(said.split())
+
+
+def test_flags_as_keys_of_a_section(cli, tmp_path):
+    file = tmp_path / "model.yaml"
+    file.write_text(
+        "MODEL_ARGS:\n  --micro-batch-size: 4\n  --global-batch-size: 32\n  --tensor-model-parallel-size: 2\n"
+    )
+    assert "32 = 4 micro × 2 accumulation × 4 data-parallel" in cli("check", str(file), "--devices", "8").out
+
+
+def test_each_goes_on_after_a_file_of_no_framework(cli, tmp_path):
+    other, file = tmp_path / "other.yaml", tmp_path / "sft.yaml"
+    other.write_text("hello: world\n")
+    file.write_text(HF)
+    ran = cli("check", "--each", str(other), str(file), "--devices", "8")
+    assert ran.code == 0 and f"{other}: no framework" in ran.out and "256 = 4 micro" in ran.out
+    found = cli("check", "--each", str(other), str(file), "--devices", "8", "--json").json
+    assert found["no_framework"] == [str(other)] and len(found["configurations"]) == 1

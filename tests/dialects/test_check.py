@@ -296,3 +296,15 @@ def test_a_ramp_that_is_ignored_has_one_finding_and_no_stages():
 def test_one_update_of_one_rank_is_singular():
     made = job(reading({"per_device_train_batch_size": 8, "num_generations": 8}, "trl-grpo", devices=1))
     assert equation(made).endswith("= 1 prompt × 8 generations; a round has 1 prompt and 1 update, on 1 rank")
+
+
+@pytest.mark.parametrize(
+    ("keys", "batch"),
+    [
+        ({"megatron_lm_config": {"megatron_lm_tp_degree": 2, "megatron_lm_num_micro_batches": 4}}, "64 = 4 micro × 4"),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 2}}, "8 = 4 micro × 1"),
+    ],
+)
+def test_accelerate_splits_replicas_and_steps(keys, batch):
+    report = checked({"compute_environment": "LOCAL", "num_processes": 8, "batch_size": 4, **keys})
+    assert report.job is not None and equation(report.job).startswith(f"{batch} accumulation")

@@ -92,7 +92,8 @@ def _is_flag(word: Any) -> bool:
 
 
 def _underscored(key: str) -> str:
-    """A key as it is, or a flag (`--micro-batch-size`) as a key."""
+    """A key as it is, or a flag (`--micro-batch-size`, also in a section such as MODEL_ARGS) as a key."""
+    key = key[key.rfind(".--") + 1 :]
     return ".".join(part.removeprefix("--").replace("-", "_") if "-" in part else part for part in key.split("."))
 
 

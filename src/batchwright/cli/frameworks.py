@@ -9,6 +9,7 @@ from typing import Any
 
 from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError
+from batchwright.dialects import is_about_a_batch
 from batchwright.dialects.checking import Report, equation
 from batchwright.dialects.reading import read
 from batchwright.dialects.record import Given, Reading, version_text
@@ -156,4 +157,8 @@ def spelled(reading: Reading, message: str, field: str | None = None) -> str:
 def passed_over(reading: Reading) -> list[str]:
     """How many keys do not concern the batch."""
     count = len(reading.passed_over)
-    return ["", f"{count} other key{'s' * (count > 1)} passed over: not about the batch"] if count else []
+    if not count:
+        return []
+    doubtful = [key for key in reading.passed_over if is_about_a_batch(key)][:5]
+    named = f"; these may be about the batch: {', '.join(doubtful)}" if doubtful else ": not about the batch"
+    return ["", *text.fitted([f"{count} other key{'s' * (count > 1)} passed over{named}"])]
