@@ -145,7 +145,8 @@ def ignored_triple(reading: Reading, key: str, target: str, instead: str, ignore
         error(
             "ignored-key",
             f"{key}={_shown(reading.value(key))} is accepted and ignored by Megatron-core 0.18 and later: the batch is "
-            f"{ramp.target} from the first step, not {ramp.start}. {same} If the job has an older version, name it: --from {reading.dialect.name}@{reading.dialect.versions[0]}.",
+            f"{ramp.target} from the first step, not {ramp.start}. {same} If the job has an older "
+            f"version, name it: --from {reading.dialect.name}@{reading.dialect.versions[0]}.",
             key,
         )
     ]
