@@ -168,14 +168,14 @@ def _configurations(
     wrong += unknown_causes(allow, CAUSES)
     raise_violations(ConfigError, wrong)
     reports: dict[str, Report] = {}
-    others: list[str] = []
+    unknown: list[str] = []
     for file in files:
         try:
             reading = read_configuration(file, left_out, flags, flags["from"])
-        except ConfigError as unknown:
-            if len(files) == 1 or unknown.field != "from" or flags["from"] is not None:
+        except ConfigError as wrong_file:
+            if len(files) == 1 or wrong_file.field != "from" or flags["from"] is not None:
                 raise
-            others.append(" ".join(file))
+            unknown.append(" ".join(file))
             continue
         earlier = None
         if flags["against"] is not None:
@@ -187,10 +187,10 @@ def _configurations(
     elif as_json:
         found = [{"file": name, **report.to_json()} for name, report in reports.items()]
         ok = all(report.ok for report in reports.values())
-        print_json({"schema": SCHEMA, "ok": ok, "configurations": found, "no_framework": others})
+        print_json({"schema": SCHEMA, "ok": ok, "configurations": found, "no_framework": unknown})
     else:
         parts = [[f"{name}:", *lines_of(report)] if several else lines_of(report) for name, report in reports.items()]
-        parts += [[f"{name}: no framework that batchwright knows; not checked"] for name in others]
+        parts += [[f"{name}: no framework that batchwright knows; not checked"] for name in unknown]
         click.echo("\n\n".join("\n".join(part) for part in parts))
     return 0 if all(report.ok for report in reports.values()) else RunError.exit_code
 

@@ -80,9 +80,8 @@ def command(ctx: click.Context, arguments: tuple[str, ...], list_frameworks: boo
             raise ConfigError(f"{name} needs --into FILE.", field=name)
     reading = read_configuration(arguments, left_out, flags, flags["from"])
     before = "" if into is None else _text(into)
-    made = convert(
-        reading, target, version, read_keys(into) if before.strip() else ()
-    )  # limits what a file may contain
+    present = read_keys(into) if into is not None and before.strip() else ()  # limits what a file may contain
+    made = convert(reading, target, version, present)
     after, others = before, list[str]()
     if into is not None and made.keys:
         after = _edited(before, made, into)
