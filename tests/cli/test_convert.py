@@ -23,7 +23,8 @@ def test_the_verdict_the_keys_and_what_is_left_out(cli, sft):
     assert ran.code == 0
     assert ran.out.startswith("exact: Hugging Face (by ")
     assert "512 = 4 micro × 8 accumulation × 16 data-parallel" in ran.out
-    assert '"train_batch_size": 512' in ran.out and '"warmup_num_steps": 100' in ran.out
+    assert '"train_batch_size": 512' in ran.out
+    assert '"warmup_num_steps"' not in ran.out and "warmup of 100 steps" in ran.out  # there is no scheduler
     assert "2 other keys passed over" in ran.out
 
 
@@ -137,10 +138,21 @@ def test_into_a_new_file_and_through_a_link(cli, sft, tmp_path):
 def test_keys_of_the_file_that_mean_another_batch_are_said(cli, sft, tmp_path):
     file = tmp_path / "nemo.yaml"
     file.write_text("data:\n  rampup_batch_size: [64, 64, 10000]\n")
-    ran = cli("convert", sft, "--to", "nemo", "--devices", "16", "--into", file)
-    assert "as a whole means another batch" in ran.out and "the batch is constant, and grows" in " ".join(
-        ran.out.split()
-    )
+    argv = ["convert", sft, "--to", "nemo", "--devices", "16", "--into", file]
+    for more in ([], ["--dry-run"]):
+        ran = cli(*argv, *more)
+        assert ran.code == 5 and ran.out.startswith("differs: ") and file.read_text().count("\n") == 2
+        said = " ".join(ran.out.split())
+        assert "as a whole means another batch" in said and "the batch is constant, and grows" in said
+    assert cli(*argv, "--partial").code == 0 and "global_batch_size: 512" in file.read_text()
+
+
+def test_line_ends_stay(cli, sft, tmp_path):
+    file = tmp_path / "axolotl.yml"
+    file.write_bytes(b"base_model: x\r\nmicro_batch_size: 1\r\n")
+    assert cli("convert", sft, "--to", "axolotl", "--devices", "16", "--into", file).code == 0
+    content = file.read_bytes()
+    assert content.count(b"\n") == content.count(b"\r\n") > 2 and b"\r\r" not in content
 
 
 def test_a_file_is_not_changed_by_half(cli, tmp_path):
@@ -223,3 +235,19 @@ def test_the_frameworks_are_listed(cli):
     listed = cli("convert", "--list-frameworks", "--json").json["frameworks"]
     assert len(listed) == 22 and {"name": "verl"}.items() <= next(d for d in listed if d["name"] == "verl").items()
     assert "torchtitan" in cli("convert", "--list-frameworks").out
+
+
+def test_warmup_steps_of_deepspeed_need_a_scheduler(cli, sft, tmp_path):
+    file = tmp_path / "ds.json"
+    for text, there in (('{"scheduler": {"type": "WarmupLR"}}', True), ('{"zero_optimization": {"stage": 1}}', False)):
+        file.write_text(text)
+        assert cli("convert", sft, "--to", "deepspeed", "--devices", "16", "--into", str(file)).code == 0
+        assert ("warmup_num_steps" in file.read_text()) is there
+
+
+def test_an_axolotl_job_that_trains_on_responses_is_not_called_exact(cli, tmp_path):
+    file = tmp_path / "axolotl.yml"
+    file.write_text("base_model: x\nsequence_len: 2048\nrl: grpo\nmicro_batch_size: 4\n")
+    ran = cli("convert", str(file), "--to", "huggingface", "--devices", "8")
+    assert ran.code == 5 and "counts-responses" in ran.out
+    assert "note: counts-responses" in cli("check", str(file), "--devices", "8").out

@@ -143,3 +143,9 @@ def test_megatrons_triple_is_read_in_every_way_it_is_written(cli, triple):
 def test_a_batch_that_shrinks_in_megatron_is_rounded_down(cli):
     line = "python pretrain_gpt.py --micro-batch-size 4 --global-batch-size 30 --decrease-batch-size-if-needed"
     assert cli("plan", *line.split(), "--devices", "3", "--json").json["global_batch_size"] == 24
+
+
+def test_a_negative_number_is_the_value_of_the_flag_before_it():
+    line = "python train.py --max_steps -1 --lr -0.5 --bf16 -x --per_device_train_batch_size 4"
+    kept, _ = unpaste(line.split(), {}, lambda key: False, everything=True)
+    assert kept == ["max_steps=-1", "lr=-0.5", "bf16=true", "per_device_train_batch_size=4"]

@@ -6,6 +6,7 @@ import pytest
 
 from batchwright.core.errors import ConfigError
 from batchwright.dialects.checking import CAUSES, check, equation
+from batchwright.dialects.reading import job
 from tests.dialects.configurations import causes, checked, reading
 
 HF = {"output_dir": "x", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
@@ -104,7 +105,7 @@ NEMO_RL = {
         (FLAT, {"devices": 4}, "openrlhf",
          "128 responses per update = 16 prompts × 8 generations; a round has 128 prompts and 8 updates, on 4 ranks"),
         (NEMO_RL, {}, "nemo-rl",
-         "512 responses per update = 32 prompts × 16 generations; a round has 32 prompts and 1 updates, on 8 ranks"),
+         "512 responses per update = 32 prompts × 16 generations; a round has 32 prompts and 1 update, on 8 ranks"),
         (HF, {"devices": 8}, "huggingface", "256 = 4 micro × 8 accumulation × 8 data-parallel"),
         (HF, {}, "huggingface", "global batch = 4 micro × 8 accumulation × data-parallel; the number of devices is not given"),
         (DS, {"devices": 16}, "deepspeed", "256 = 4 micro × 4 accumulation × 16 data-parallel"),
@@ -116,7 +117,7 @@ NEMO_RL = {
         (LIGHTNING, {}, "lightning", "64 = 8 micro × 2 accumulation × 4 data-parallel"),
         (SFT, {"devices": 2}, "trl", "16 = 2 micro × 4 accumulation × 2 data-parallel"),
         (GRPO, {"devices": 4}, "trl-grpo",
-         "128 responses per update = 16 prompts × 8 generations; a round has 16 prompts and 1 updates, on 4 ranks"),
+         "128 responses per update = 16 prompts × 8 generations; a round has 16 prompts and 1 update, on 4 ranks"),
         (VERL, {}, "verl",
          "1024 responses per update = 128 prompts × 8 generations; a round has 512 prompts and 4 updates, on 16 ranks"),
     ],
@@ -255,3 +256,55 @@ def test_keys_of_no_framework_are_an_error_that_lists_the_frameworks():
         checked({"a": 1, "b": {"c": 2}})
     with pytest.raises(ConfigError, match="is not a framework"):
         checked(HF, "nothing")
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({"micro_batch_size": 2, "pipeline_model_parallel_size": 4, "seq_length": 4096}, "megatron-lm"),
+        ({"train": {"micro_batch_size": 2}, "model": {"pipeline_model_parallel_size": 4}}, "megatron-bridge"),
+        ({"train_micro_batch_size_per_gpu": 2, "pipe_parallel_size": 4}, "gpt-neox"),
+        ({"training.local_batch_size": 2, "parallelism.pipeline_parallel_degree": 4}, "torchtitan"),
+    ],
+)
+def test_without_a_batch_a_pipeline_has_one_micro_batch(keys, name):
+    report = checked(keys, name, devices=8)
+    expected = "4 = 1 micro × 2 accumulation × 2 data-parallel" if name == "torchtitan" else ONCE
+    assert report.job is not None and equation(report.job) == expected
+
+
+ONCE = "4 = 2 micro × 1 accumulation × 2 data-parallel"
+
+
+def test_deepspeed_accumulates_once():
+    assert equation(job(reading({"train_micro_batch_size_per_gpu": 2}, "deepspeed", devices=8))).startswith(
+        "16 = 2 micro × 1"
+    )
+
+
+def test_a_key_has_the_meaning_of_the_framework_it_was_found_for():
+    assert not any("NeMo" in note for note in reading(LIGHTNING).notes)
+
+
+def test_a_ramp_that_is_ignored_has_one_finding_and_no_stages():
+    triple = {**MEGATRON, "rampup_batch_size": [100, 77, 10**6]}  # stages that fit no ranks
+    report = checked(triple, devices=16)
+    assert [f.cause for f in report.findings if f.severity == "error"] == ["ignored-key"]
+    assert report.job is not None and equation(report.job) == "1024 = 4 micro × 32 accumulation × 8 data-parallel"
+
+
+def test_one_update_of_one_rank_is_singular():
+    made = job(reading({"per_device_train_batch_size": 8, "num_generations": 8}, "trl-grpo", devices=1))
+    assert equation(made).endswith("= 1 prompt × 8 generations; a round has 1 prompt and 1 update, on 1 rank")
+
+
+@pytest.mark.parametrize(
+    ("keys", "batch"),
+    [
+        ({"megatron_lm_config": {"megatron_lm_tp_degree": 2, "megatron_lm_num_micro_batches": 4}}, "64 = 4 micro × 4"),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 2}}, "8 = 4 micro × 1"),
+    ],
+)
+def test_accelerate_splits_replicas_and_steps(keys, batch):
+    report = checked({"compute_environment": "LOCAL", "num_processes": 8, "batch_size": 4, **keys})
+    assert report.job is not None and equation(report.job).startswith(f"{batch} accumulation")

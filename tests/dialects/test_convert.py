@@ -174,7 +174,7 @@ TRIPLE = {
 }
 
 
-def converted(to: str, keys=TRIPLE, source="megatron-lm", **world):
+def converted(to: str, keys=TRIPLE, source="megatron-lm@0.17", **world):
     name, _, version = to.partition("@")
     target = framework(name)
     return convert(reading(keys, source, **world), target, parse_version(version) if version else NEWEST)
@@ -234,7 +234,9 @@ def test_what_is_left_out_is_said():
     flags = {**TRIPLE, "calculate_per_token_loss": True, "train_samples": 2048 * 100}
     del flags["rampup_batch_size"]
     made = converted("huggingface", flags, devices=64)
-    assert "calculate_per_token_loss=True" in made.left_out and "samples=204800 (100 steps)" in made.left_out
+    assert [d.what for d in made.differences] == [
+        "calculate_per_token_loss"
+    ] and "samples=204800 (100 steps)" in made.left_out
 
 
 def test_a_replica_that_the_target_cannot_split_is_not_expressible_and_keeps_its_ranks():
@@ -275,3 +277,45 @@ def test_every_framework_of_the_list_reads_and_writes():
     assert len({d.name for d in frameworks()}) == 22
     for dialect in frameworks():
         assert dialect.write and dialect.source and dialect.title
+
+
+UPDATES = {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 8, "steps_per_generation": 8,
+    "num_iterations": 2, "max_steps": 800, "save_steps": 100,
+}  # fmt: skip
+
+
+def test_steps_of_reinforcement_learning_become_rounds_and_updates_again():
+    made = convert(reading(UPDATES, "trl-grpo", devices=8), framework("verl"))
+    assert (made.keys["trainer.total_training_steps"], made.job.updates_of_a_round) == (100, 8)
+    assert made.keys["trainer.save_freq"] == 12  # 100 / 8 = 12.5
+    assert [(d.what, d.status) for d in made.differences] == [("trainer.save_freq", DIFFERS)]
+    back = convert(reading(dict(made.keys), "verl"), framework("trl-grpo"))
+    assert {key: back.keys[key] for key in UPDATES} == UPDATES | {"save_steps": 96}
+    again = convert(
+        reading({**UPDATES, "num_iterations": 1, "save_steps": 400}, "trl-grpo", devices=8), framework("nemo-rl")
+    )
+    assert again.keys["grpo.max_num_steps"] == 200 and again.status == EXACT
+
+
+def test_a_ramp_that_the_version_ignores_is_not_converted():
+    made = convert(reading(TRIPLE, "megatron-lm", devices=64), framework("nemo"))
+    assert made.job.schedule is None and "data.rampup_batch_size" not in made.keys and made.status == EXACT
+    assert any("--from megatron-lm@0.17" in note for note in made.notes)
+
+
+def test_a_ramp_of_maxtext_with_accumulation_is_not_called_exact():
+    keys = {
+        "per_device_batch_size": 4, "enable_rampup_batch_size": True, "per_device_batch_size_start": 2,
+        "per_device_batch_size_increment": 1, "global_rampup_samples": 1000, "gradient_accumulation_steps": 4,
+    }  # fmt: skip
+    made = convert(reading(keys, "maxtext", devices=8), framework("nemo"))
+    assert ("ramp-with-accumulation", DIFFERS) in [(d.what, d.status) for d in made.differences]
+
+
+def test_a_key_that_changes_the_gradient_is_written_or_a_difference():
+    keys = {"micro_batch_size": 2, "global_batch_size": 32, "calculate_per_token_loss": True}
+    source = reading(keys, "megatron-lm", devices=8)
+    bridge, nemo = (convert(source, framework(name)) for name in ("megatron-bridge", "nemo"))
+    assert bridge.keys["model.calculate_per_token_loss"] is True and bridge.status == EXACT
+    assert [(d.what, d.status) for d in nemo.differences] == [("calculate_per_token_loss", DIFFERS)]

@@ -7,7 +7,7 @@ import pytest
 import batchwright
 from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError
-from batchwright.dialects import Given, dialects, flatten, is_foreign, resolve
+from batchwright.dialects import Given, detect, dialects, flatten, is_foreign, resolve
 
 
 def test_the_stronger_level_wins_and_keeps_its_origin():
@@ -87,3 +87,37 @@ def test_a_misspelt_key_of_the_used_framework_is_refused():
     maxtext = [("per_device_batch_size", Given(2)), ("model_nam", Given("default"))]
     with pytest.raises(ConfigError, match="Did you mean model_name"):
         resolve(maxtext, lenient=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("torchrun run_train.py", "huggingface"),
+        ("/opt/nemo/bin/python train.py", "huggingface"),
+        ("python /data/verl.runs/pretrain_adapter.py", "huggingface"),
+        ("nemo train.py", "huggingface"),  # a program of this name, and no key of NeMo
+        ("python grpo.py", "trl-grpo"),
+        ("trl grpo", "trl-grpo"),
+    ],
+)
+def test_a_program_is_a_whole_word(line, name):
+    dialect, _ = detect(["per_device_train_batch_size"], line.split())
+    assert dialect is not None and dialect.name == name
+
+
+def test_a_program_alone_shows_its_framework():
+    dialect, by = detect(["learning_rate"], ["python", "-m", "verl.trainer.main_ppo"])
+    assert dialect is not None and (dialect.name, by) == ("verl", ["verl.trainer.main_ppo"])
+
+
+def test_the_keys_of_grpo_together_are_those_of_trl():
+    keys = [
+        "output_dir",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_generations",
+        "logging_steps",
+    ]
+    keys += ["save_steps", "lr_scheduler_type", "beta", "max_prompt_length"]
+    names = [one and one.name for one, _ in (detect(keys), detect([key for key in keys if key != "num_generations"]))]
+    assert names == ["trl-grpo", "huggingface"]

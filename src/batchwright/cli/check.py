@@ -168,20 +168,29 @@ def _configurations(
     wrong += unknown_causes(allow, CAUSES)
     raise_violations(ConfigError, wrong)
     reports: dict[str, Report] = {}
+    unknown: list[str] = []
     for file in files:
-        reading = read_configuration(file, left_out, flags, flags["from"])
+        try:
+            reading = read_configuration(file, left_out, flags, flags["from"])
+        except ConfigError as wrong_file:
+            if len(files) == 1 or wrong_file.field != "from" or flags["from"] is not None:
+                raise
+            unknown.append(" ".join(file))
+            continue
         earlier = None
         if flags["against"] is not None:
             earlier = read_configuration((flags["against"],), (), flags, flags["from"] or reading.dialect.name)
         reports[" ".join(file)] = check(reading, earlier, allow)
-    several = len(reports) > 1
+    several = len(files) > 1
     if as_json and not several:
         print_json({"schema": SCHEMA, **next(iter(reports.values())).to_json()})
     elif as_json:
         found = [{"file": name, **report.to_json()} for name, report in reports.items()]
-        print_json({"schema": SCHEMA, "ok": all(report.ok for report in reports.values()), "configurations": found})
+        ok = all(report.ok for report in reports.values())
+        print_json({"schema": SCHEMA, "ok": ok, "configurations": found, "no_framework": unknown})
     else:
         parts = [[f"{name}:", *lines_of(report)] if several else lines_of(report) for name, report in reports.items()]
+        parts += [[f"{name}: no framework that batchwright knows; not checked"] for name in unknown]
         click.echo("\n\n".join("\n".join(part) for part in parts))
     return 0 if all(report.ok for report in reports.values()) else RunError.exit_code
 

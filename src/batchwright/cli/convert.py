@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -10,7 +12,7 @@ import click
 from batchwright.core.codec import SCHEMA
 from batchwright.core.errors import ConfigError, RunError
 from batchwright.dialects.checking import equation
-from batchwright.dialects.converting import NOT_EXPRESSIBLE, Conversion, compare, convert
+from batchwright.dialects.converting import DIFFERS, NOT_EXPRESSIBLE, Conversion, Difference, compare, convert
 from batchwright.dialects.editing import FORMS, edited, written
 from batchwright.dialects.reading import job, named
 from batchwright.dialects.record import version_text
@@ -18,7 +20,7 @@ from batchwright.dialects.record import version_text
 from . import text
 from .config import PasteCommand
 from .files import read_keys, read_text
-from .frameworks import heading, passed_over, read_configuration, spelled
+from .frameworks import heading, passed_over, read_configuration, read_text_as, spelled
 from .options import CONFIGURATION_FLAGS, FILES, FRAMEWORK, complete, devices_options, json_option, number, print_json
 
 
@@ -34,8 +36,8 @@ class ConvertCommand(PasteCommand):
     cls=ConvertCommand,
     epilog="\b\nExamples:\n  batchwright convert sft.yaml --to deepspeed --devices 16\n"
     "  batchwright convert base.yml --to megatron-lm@0.18 --devices 64 --into args.yaml --dry-run\n"
-    "  batchwright convert --to levanter torchrun --nproc-per-node 8 pretrain_gpt.py --micro-batch-size 2 \\\n"
-    "      --global-batch-size 128 --rampup-batch-size 32 32 100000",
+    "  batchwright convert --from megatron-lm@0.17 --to levanter torchrun --nproc-per-node 8 pretrain_gpt.py \\\n"
+    "      --micro-batch-size 2 --global-batch-size 128 --rampup-batch-size 32 32 100000",
 )
 @click.argument("arguments", nargs=-1, metavar="CONFIG [KEY=VALUE]...", shell_complete=complete)
 @click.option("--list-frameworks", is_flag=True, help="Print the frameworks that are read and written.")
@@ -45,7 +47,9 @@ class ConvertCommand(PasteCommand):
 @number("--format", f"{' | '.join(FORMS[:-1])}.  [default: the framework's own]", "NAME")
 @number("--into", "Set the keys in this YAML, JSON or TOML file; comments and order stay.", "FILE")
 @click.option("--dry-run", is_flag=True, help="With --into: print the changes as a diff, and write nothing.")
-@click.option("--partial", is_flag=True, help="With --into: write also if something cannot be expressed.")
+@click.option(
+    "--partial", is_flag=True, help="With --into: write also if something cannot be expressed or means another batch."
+)
 @json_option
 @click.pass_context
 def command(ctx: click.Context, arguments: tuple[str, ...], list_frameworks: bool, as_json: bool, **flags: Any) -> None:
@@ -53,7 +57,7 @@ def command(ctx: click.Context, arguments: tuple[str, ...], list_frameworks: boo
 
     The keys that are written are read back as that framework reads them, and compared with the source. The conversion is
     exact, differs (by how many steps or samples, and where), or cannot express something. What it leaves out is listed.
-    Exits with 5 if something cannot be expressed.
+    Exits with 5 if something cannot be expressed, or if the file of --into as a whole would mean another batch.
     """
     left_out: tuple[str, ...] = ctx.meta["left_out"]
     if list_frameworks:
@@ -75,15 +79,22 @@ def command(ctx: click.Context, arguments: tuple[str, ...], list_frameworks: boo
         if flags[name] and into is None:
             raise ConfigError(f"{name} needs --into FILE.", field=name)
     reading = read_configuration(arguments, left_out, flags, flags["from"])
-    made = convert(reading, target, version)
+    before = "" if into is None else _text(into)
+    present = read_keys(into) if into is not None and before.strip() else ()  # limits what a file may contain
+    made = convert(reading, target, version, present)
+    after, others = before, list[str]()
+    if into is not None and made.keys:
+        after = _edited(before, made, into)
+        others = _other_batch(made, into, after)
+        whole = [Difference("whole file", DIFFERS, f"{into} as a whole means another batch: {one}") for one in others]
+        made = replace(made, differences=(*made.differences, *whole))
     document = _document(made, form)
     lines = render(made, form)
-    fine = made.status != NOT_EXPRESSIBLE
+    fine = (made.status != NOT_EXPRESSIBLE and not others) or (flags["partial"] and bool(made.keys))
     if into is not None:
-        more, changed = _into(made, into, dry_run=flags["dry_run"], write=fine or flags["partial"])
+        more, changed = _into(into, before, after, dry_run=flags["dry_run"], write=fine)
         lines += ["", *more]
-        document |= changed
-        fine = fine or (flags["partial"] and bool(made.keys))
+        document |= changed | ({"whole_file": others} if others else {})
     if as_json:
         print_json({"schema": SCHEMA, **document})
     else:
@@ -143,17 +154,24 @@ def render(made: Conversion, form: str) -> list[str]:
     return [*lines, *passed_over(made.reading)]
 
 
-def _into(made: Conversion, path: str, *, dry_run: bool, write: bool) -> tuple[list[str], dict[str, Any]]:
-    """Set the keys in a file, or show the diff; and say where the whole file means another batch."""
-    form = {".json": "json", ".toml": "toml"}.get(os.path.splitext(path)[1], "yaml")
+def _text(path: str) -> str:
+    """The text of the file that is edited; a new file has none."""
     if not path.endswith(FILES):
         raise ConfigError(
             f"{path[:80]!r}: --into writes files that end with {', '.join(FILES)}.", field="into", given=path[:80]
         )
-    before = read_text(path) if os.path.exists(path) else ""
-    if before.strip():
-        read_keys(path)  # limits what a file may contain
-    after = edited(before, form, made.keys, path) if made.keys else before
+    return read_text(path) if os.path.exists(path) else ""
+
+
+def _edited(before: str, made: Conversion, path: str) -> str:
+    """The text with the keys set, and with the line ends that it had."""
+    form = {".json": "json", ".toml": "toml"}.get(os.path.splitext(path)[1], "yaml")
+    after = edited(before, form, made.keys, path)
+    return re.sub(r"\r?\n", "\r\n", after) if before.count("\n") == before.count("\r\n") > 0 else after
+
+
+def _into(path: str, before: str, after: str, *, dry_run: bool, write: bool) -> tuple[list[str], dict[str, Any]]:
+    """Write the edited text into a file, or show the diff."""
     record: dict[str, Any] = {"into": path, "written": False, "backup": None, "diff": None}
     if dry_run:
         import difflib
@@ -178,19 +196,16 @@ def _into(made: Conversion, path: str, *, dry_run: bool, write: bool) -> tuple[l
     atomic.write(target, after, mode=mode)
     record["written"] = True
     said.insert(0, f"wrote {path}")
-    if problem := _other_batch(made, path):
-        said += ["", f"{path} as a whole means another batch:", *text.bullets(problem)]
-        record["whole_file"] = problem
     return said, record
 
 
-def _other_batch(made: Conversion, path: str) -> list[str]:
+def _other_batch(made: Conversion, path: str, text: str) -> list[str]:
     """How the batch of the edited file differs from the one that was written: by keys that were in it before."""
     version = version_text(made.version)
     name = f"{made.target.name}@{version}" if version else made.target.name
     world = {} if made.target.has_world else {n: made.job.get(n) for n in ("devices", "nodes", "devices_per_node")}
     try:
-        whole = job(read_configuration((path,), (), world, name))
+        whole = job(read_text_as(path, text, world, name))
     except ConfigError as wrong:
         return [str(wrong)]
     known = {d.what for d in made.differences}

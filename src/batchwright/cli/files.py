@@ -44,14 +44,14 @@ def read_text(path: str) -> str:
         ) from None
 
 
-def read_keys(path: str) -> dict[str, Any]:
-    """The dotted keys of a file: nested keys, a list of flags (`--key value`), or `key=value` lines.
+def read_keys(path: str, text: str | None = None) -> dict[str, Any]:
+    """The dotted keys of a file, or of a `text` for it: nested keys, a list of flags (`--key value`), or `key=value` lines.
 
     Keys of flags are written with underscores, and OmegaConf's references to other keys (`${model.length}`) are resolved.
     """
     from batchwright.dialects import flatten
 
-    text = read_text(path)
+    text = read_text(path) if text is None else text
     tree: Any = ""
     if path.endswith(FILES) or not _has_flags(text):
         tree = _parse(path, text)
@@ -92,7 +92,8 @@ def _is_flag(word: Any) -> bool:
 
 
 def _underscored(key: str) -> str:
-    """A key as it is, or a flag (`--micro-batch-size`) as a key."""
+    """A key as it is, or a flag (`--micro-batch-size`, also in a section such as MODEL_ARGS) as a key."""
+    key = key[key.rfind(".--") + 1 :]
     return ".".join(part.removeprefix("--").replace("-", "_") if "-" in part else part for part in key.split("."))
 
 
@@ -117,6 +118,8 @@ def _flag_keys(words: list[str]) -> dict[str, Any]:
 def _referenced(key: str, value: Any, keys: Mapping[str, Any]) -> Any:
     """The value that OmegaConf's `${a.b}`, `${.b}` or `${oc.select:a.b,default}` stands for; others stay as they are."""
     for _ in range(8):
+        if isinstance(value, str) and (variable := re.fullmatch(r"\$\{oc\.env:\w+,\s*([^{}]*?)\s*\}", value)):
+            return variable[1]  # the default of an environment variable
         match = (
             re.fullmatch(r"\$\{(oc\.select:)?(\.*)([\w.]+)(?:,([^{}]*))?\}", value) if isinstance(value, str) else None
         )

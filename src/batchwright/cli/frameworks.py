@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError
+from batchwright.dialects import is_about_a_batch
 from batchwright.dialects.checking import Report, equation
 from batchwright.dialects.reading import read
 from batchwright.dialects.record import Given, Reading, version_text
@@ -25,8 +27,10 @@ def read_configuration(
     entries: list[tuple[str, Given]] = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
+        if argument.startswith("~"):
+            continue
         if equals and not os.path.exists(argument):
-            key = key.strip().lstrip("+~")
+            key = key.strip().lstrip("+")
             if value.strip().lower() not in ("", "null", "none", "~", "auto"):
                 entries += _named(value.strip())
                 plain = value.strip().strip("'\"")
@@ -37,8 +41,19 @@ def read_configuration(
             entries += _entries(argument)
     for argument in left_out:
         entries += _named(argument.rpartition("=")[2])
-    world = {n: Given(flags[n], f"--{n.replace('_', '-')}", 2) for n in DEVICES if flags.get(n) is not None}
-    return read(entries, words=left_out, name=name, world=world)
+    # Hydra's ~ deletes a key, or all keys below it.
+    deleted = [one[1:].partition("=")[0] for one in (*arguments, *left_out) if one.startswith("~")]
+    entries = [(key, one) for key, one in entries if not any(f"{key}.".startswith(f"{name}.") for name in deleted)]
+    return read(entries, words=left_out, name=name, world=_world(flags))
+
+
+def read_text_as(path: str, text: str, flags: Mapping[str, Any], name: str) -> Reading:
+    """A text that is not yet in its file, as a framework reads it."""
+    return read(_entries(path, text), name=name, world=_world(flags))
+
+
+def _world(flags: Mapping[str, Any]) -> dict[str, Given]:
+    return {n: Given(flags[n], f"--{n.replace('_', '-')}", 2) for n in DEVICES if flags.get(n) is not None}
 
 
 def _named(path: str) -> list[tuple[str, Given]]:
@@ -51,9 +66,21 @@ def _named(path: str) -> list[tuple[str, Given]]:
         return []  # data, for example
 
 
-def _entries(path: str) -> list[tuple[str, Given]]:
-    keys = read_keys(path).items()
-    return [(key, Given(scalar(value), f"{path}: {key}", 0)) for key, value in keys if value not in (None, "auto")]
+def _entries(path: str, text: str | None = None) -> list[tuple[str, Given]]:
+    keys = read_keys(path, text)
+    found = [
+        # DeepSpeed's configuration inside another one has DeepSpeed's keys.
+        (key.removeprefix(_DEEPSPEED), Given(scalar(value), f"{path}: {key}", 0))
+        for key, value in keys.items()
+        if value not in (None, "auto")
+    ]
+    named = keys.get("deepspeed")
+    if isinstance(named, str) and (beside := os.path.join(os.path.dirname(path), named)) != path:
+        found += _named(beside if os.path.isfile(beside) else named)
+    return found
+
+
+_DEEPSPEED = "deepspeed."
 
 
 def heading(reading: Reading) -> str:
@@ -118,13 +145,20 @@ def spelled(reading: Reading, message: str, field: str | None = None) -> str:
     for name, one in reading.fields.items():
         keys = _keys_of(reading, one)
         written = one.origin if one.origin.startswith("--") else keys[0] if len(keys) == 1 else None
-        if written and name in READERS:
+        # A key in another unit (tokens, all devices) keeps our name: a value of ours would be wrong in it.
+        alike = not keys or str(reading.given[keys[0]].value) == str(one.value)
+        if written and alike and name in READERS:
             flags[name] = written
             given[name] = (one.value, written)
-    return Names(flags, given).spell(message, field)
+    # No framework has batches whose shares differ.
+    return Names(flags, given).spell(re.sub(r" Or give allow_ragged\b[^.]*\.", "", message), field)
 
 
 def passed_over(reading: Reading) -> list[str]:
     """How many keys do not concern the batch."""
     count = len(reading.passed_over)
-    return ["", f"{count} other key{'s' * (count > 1)} passed over: not about the batch"] if count else []
+    if not count:
+        return []
+    doubtful = [key for key in reading.passed_over if is_about_a_batch(key)][:5]
+    named = f"; these may be about the batch: {', '.join(doubtful)}" if doubtful else ": not about the batch"
+    return ["", *text.fitted([f"{count} other key{'s' * (count > 1)} passed over{named}"])]

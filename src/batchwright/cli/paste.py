@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 
 # The programs whose command lines are recognised by their first argument.
@@ -59,7 +60,7 @@ def unpaste(
         at += 1
         flag, equals, value = argument.partition("=")
         after = arguments[at] if at < len(arguments) else "-"
-        takes_next = not equals and not after.startswith("-") and "=" not in after and not _is_command(after)
+        takes_next = not equals and _is_value(after)
         if flag in own_flags and not (pasted and everything and flag not in inside):
             kept.append(argument)
             if own_flags[flag] and not equals and at < len(arguments):
@@ -137,6 +138,13 @@ def unpaste(
         else:
             kept.append(argument)
     return kept, tuple(left)
+
+
+def _is_value(word: str) -> bool:
+    """Whether a word can be the value of the flag before it: no flag (but a negative number), key=value or command."""
+    if word.startswith("-"):
+        return re.fullmatch(r"-\d+(\.\d+)?", word) is not None
+    return "=" not in word and not _is_command(word)
 
 
 def _program(argument: str) -> str:

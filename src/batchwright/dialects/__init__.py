@@ -7,6 +7,7 @@ framework that the keys belong to (`detect`) says what they mean.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -87,17 +88,40 @@ def detect(
     >>> detect(["train_micro_batch_size_per_gpu", "zero_optimization.stage"])[0].name
     'deepspeed'
     """
-    best, score, by = None, 0, list[str]()
     found = set(keys)
+    ranked: list[tuple[int, Dialect, list[str]]] = []
     for dialect in frameworks(kind):
-        programs = [word for word in words if any(program in word for program in dialect.programs)]
+        programs = [word for word in words if any(_starts_program(word, program) for program in dialect.programs)]
         signs = [sign for sign in dialect.signs if sign in found or (sign.endswith(".") and _starts(sign, found))]
         own = [key for key in found if dialect.knows(key)]
         rare = [key for key in own if key not in dialect.common]
-        points = 100 * bool(programs) + 10 * len(signs) + 3 * len(rare) + len(own)
-        if (programs or signs or rare) and points > score:
-            best, score, by = dialect, points, sorted({*programs, *signs, *rare})
-    return best, by
+        together = dialect.together if found >= dialect.together else frozenset[str]()
+        # A program of this name without any key of the framework may be another one.
+        shown = 100 * bool(together) + (100 if own or signs else 1) * bool(programs)
+        points = shown + 10 * len(signs) + 3 * len(rare) + len(own)
+        if programs or signs or rare:
+            ranked.append((points, dialect, sorted({*programs, *signs, *rare, *together})))
+    if not ranked:
+        return None, []
+    best = max(ranked, key=lambda one: one[0])
+    # A configuration beside another framework's, such as DeepSpeed's, may have more keys than that one.
+    hosts = [
+        one
+        for one in ranked
+        if best[1].name in one[1].beside
+        and any(one[1].reads(k) and not best[1].knows(k) for k in found - one[1].common)
+    ]
+    return max(hosts or [best], key=lambda one: one[0])[1:]
+
+
+def _starts_program(word: str, program: str) -> bool:
+    """Whether a word of a command line is this program, or a module or script whose name begins with it.
+
+    >>> _starts_program("/opt/trl/bin/python", "trl"), _starts_program("verl.trainer.main_ppo", "verl")
+    (False, True)
+    """
+    name = word.rsplit("/", 1)[-1]
+    return name == program or name.startswith((f"{program}.", f"{program}_", f"{program}-"))
 
 
 def _starts(section: str, keys: Iterable[str]) -> bool:
@@ -129,12 +153,18 @@ def resolve(
         known = (main, *(d for d in known if d is not main))
     used: list[str] = []
     candidates = _candidates(own, names, main, kind)
+    later: dict[str, str] = {}
     for key, given in entries:
-        dialect = next((d for d in known if key in d.special and (d is main or key not in d.common)), None)
+        # A key of the detected framework has its meaning there, whatever it means in others.
+        readers = (main,) if main is not None and main.reads(key) else known
+        dialect = next((d for d in readers if key in d.special and (d is main or key not in d.common)), None)
+        if _is_later(key, given, next((d.keys[key] for d in readers if key in d.keys), key)):
+            later[key] = f"{key}={given.value} is known only when the job runs: it counts as not given."
+            continue
         if dialect is not None:
             _put(specials.setdefault(dialect.name, {}), key, given, wrong)
             continue
-        dialect = next((d for d in known if key in d.keys and (d is main or key not in d.common)), None)
+        dialect = next((d for d in readers if key in d.keys and (d is main or key not in d.common)), None)
         if key in own:
             _put(fields, key, given, wrong)
         elif dialect is not None:
@@ -146,10 +176,12 @@ def resolve(
             else:
                 wrong.append(unknown_key(key, given.value, candidates))
     raise_violations(ConfigError, wrong)
-    notes: list[str] = []
-    if kind == "rl" and (ranks := ranks_of(fields)):
+    notes = list(later.values())
+    if kind == "rl" and not later and (ranks := ranks_of(fields)):
         fields["data_parallel_size"] = ranks
     for dialect in known:
+        if later and dialect is known[-1]:
+            continue  # a number of nodes that is known later is not the launcher's default
         if dialect.resolve and (dialect is framework or dialect.name in specials or dialect.name in used):
             derived, more = dialect.resolve(specials.get(dialect.name, {}), fields)
             notes.extend(more)
@@ -157,6 +189,17 @@ def resolve(
                 _put(fields, name, given, wrong)
     raise_violations(ConfigError, wrong)
     return Resolved(fields, tuple(notes), tuple(ignored))
+
+
+def _is_later(key: str, given: Given, field: str) -> bool:
+    """Whether a number of devices is known only when the job runs: $VAR, ${...}, gpu, auto, -1, or a range N:M."""
+    text = str(given.value).strip()
+    if given.level > 1 or not (field in WORLD_FIELDS or key.endswith(".devices")):
+        return False
+    return text.startswith("$") or (key not in WORLD_FIELDS and field in WORLD_FIELDS and _LATER(text) is not None)
+
+
+_LATER = re.compile(r"gpu|cpu|xpu|auto|-1|\d+:\d+").fullmatch
 
 
 def ranks_of(fields: Fields) -> Given | None:

@@ -81,6 +81,9 @@ _KEYS = {
     "deepspeed_config.gradient_accumulation_steps": "accumulation_steps",
     "megatron_lm_config.megatron_lm_tp_degree": "tensor_parallel",
     "megatron_lm_config.megatron_lm_pp_degree": "pipeline_parallel",
+    "megatron_lm_config.megatron_lm_num_micro_batches": "accumulation_steps",
+    "parallelism_config.parallelism_config_tp_size": "tensor_parallel",
+    "parallelism_config.parallelism_config_cp_size": "context_parallel",
 }
 
 DIALECTS = (

@@ -65,6 +65,13 @@ def _check(reading: Reading) -> list[Finding]:
             )
         )
     if reading.value("rl") == "grpo":
+        found.append(
+            note(
+                "counts-responses",
+                f"rl=grpo: Axolotl trains on the responses to prompts, so {_MICRO} and the batch count responses.",
+                "rl",
+            )
+        )
         found += _grpo(reading)
     if reading.on("auto_find_batch_size"):
         found.append(

@@ -13,7 +13,7 @@ from .record import Finding, Job, Reading, error, note, version_text
 
 # The causes that a configuration can have, besides those of the equation (`batch`, `stage`).
 CAUSES = (
-    "accumulates-twice", "batch", "changes-the-batch", "counts-micro-steps", "counts-steps", "deprecated-key",
+    "accumulates-twice", "batch", "changes-the-batch", "counts-micro-steps", "counts-responses", "counts-steps", "deprecated-key",
     "excluded-key", "float-boundary", "grows-by-epoch", "ignored-key", "mean-of-means", "misspelt-key", "missing-key",
     "not-changed-with-the-batch", "one-generation", "padded-batch", "ramp-with-accumulation", "ramp-with-pipeline",
     "rows-of-a-micro-batch", "splits-a-group", "stage", "steps-of-the-first-batch", "unknown-key", "value",
@@ -171,9 +171,11 @@ def equation(made: Job) -> str:
     if made.kind == "rl":
         prompts, group, updates = made.get("prompts"), made.get("generations"), made.get("updates", 1)
         part = prompts // updates
+        numbers = {"prompt": prompts, "update": made.updates_of_a_round, "rank": made.get("data_parallel_size", 1)}
+        whole, passes, ranks = (f"{n} {word}{'s' * (n != 1)}" for word, n in numbers.items())
         return (
-            f"{part * group} responses per update = {part} prompts × {group} generations; a round has {prompts} prompts "
-            f"and {updates * made.get('iterations', 1)} updates, on {made.get('data_parallel_size', 1)} ranks"
+            f"{part * group} responses per update = {part} prompt{'s' * (part != 1)} × {group} "
+            f"generation{'s' * (group != 1)}; a round has {whole} and {passes}, on {ranks}"
         )
     names = {"micro_batch_size": "micro", "accumulation_steps": "accumulation", "data_parallel_size": "data-parallel"}
     parts = [f"{made.get(name)} {word}" if name in made.numbers else word for name, word in names.items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +47,8 @@ class Conversion:
         return NOT_EXPRESSIBLE if NOT_EXPRESSIBLE in found else DIFFERS if found else EXACT
 
 
-def convert(reading: Reading, target: Dialect, version: Version = NEWEST) -> Conversion:
-    """The batch of a configuration in the keys of another framework.
+def convert(reading: Reading, target: Dialect, version: Version = NEWEST, present: Collection[str] = ()) -> Conversion:
+    """The batch of a configuration in the keys of another framework; `present` are those that its file already has.
 
     The keys are read back as the other framework reads them, and what they mean is compared with the source.
     """
@@ -68,7 +68,8 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST) -> Con
         if wrong.field in ("devices", "sequence_length"):
             raise  # it can be written when they are given
         return _nothing(reading, made, target, version, Difference(wrong.field or "batch", NOT_EXPRESSIBLE, str(wrong)))
-    left_out = _steps(made, target, keys)
+    left_out, rounded = _steps(made, target, keys, present)
+    rounded += _gradient(reading, target, keys)
     back = read_back(keys, target, version, made)
     try:
         again = job(back)
@@ -77,10 +78,11 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST) -> Con
         again = Job(made.kind, {name: given.value for name, given in back.fields.items() if name in PARALLEL_FIELDS})
         differences = (*_lost(made, again, target), Difference("batch", NOT_EXPRESSIBLE, str(wrong)))
         return Conversion(reading, made, target, version, keys, differences, tuple(left_out + _unread(reading)), ())
-    differences = (*compare(made, again, target), *_wrong(back))
+    differences = (*compare(made, again, target), *_wrong(back), *_doubtful(reading, back), *rounded)
     left_out += _beside(made, again, target)
     left_out += _unread(reading)
     notes = list(reading.notes)
+    notes += [f.message for f in check(reading).findings if f.severity == "error" and f.cause == "ignored-key"]
     notes += [f.message for f in check(back).findings if f.severity == "note" and f.cause == "mean-of-means"]
     if not target.has_world and "devices" in made.numbers:
         notes.insert(0, f"{target.title} gets its devices from the launcher: {_devices(made)}.")
@@ -94,7 +96,7 @@ def _nothing(reading: Reading, made: Job, target: Dialect, version: Version, why
 def _devices(made: Job) -> str:
     nodes, each = made.get("nodes"), made.get("devices_per_node")
     devices = f"{made.get('devices')} device{'s' * (made.get('devices') > 1)}"
-    return f"{devices} ({nodes} nodes × {each})" if nodes and each else devices
+    return f"{devices} ({nodes} node{'s' * (nodes > 1)} × {each})" if nodes and each else devices
 
 
 def read_back(keys: Mapping[str, Any], target: Dialect, version: Version, made: Job) -> Reading:
@@ -126,6 +128,33 @@ def _wrong(back: Reading) -> list[Difference]:
     """Rules of the target that the written keys break."""
     found = [f for f in check(back).findings if f.severity == "error"]
     return [Difference(f.key or f.cause, NOT_EXPRESSIBLE, f.message) for f in found]
+
+
+def _doubtful(reading: Reading, back: Reading) -> list[Difference]:
+    """What is read in one way and may run in another: responses as samples, and MaxText's ramp with accumulation."""
+    found = [
+        Difference(f.cause, NOT_EXPRESSIBLE, f"{f.message} The keys here count samples.")
+        for f in check(reading).findings
+        if f.cause == "counts-responses"
+    ]
+    ramps = [f for one in (reading, back) for f in check(one).findings if f.cause == "ramp-with-accumulation"]
+    return found + [Difference(f.cause, DIFFERS, f.message) for f in dict.fromkeys(ramps)]
+
+
+def _gradient(reading: Reading, target: Dialect, keys: dict[str, Any]) -> list[Difference]:
+    """Add the keys that change what the gradient is a mean of; a difference where the target does not have them."""
+    found: list[Difference] = []
+    for key, default in reading.dialect.gradient.items():
+        on = reading.on(key, default)
+        same = next((one for one in target.gradient if one.split(".")[-1] == key.split(".")[-1]), None)
+        if on == default:
+            continue
+        if same is not None:
+            keys[same] = on
+            continue
+        message = f"{key}={str(on).lower()} changes what the gradient is a mean of, and {target.title} has no such key."
+        found.append(Difference(key, DIFFERS, message))
+    return found
 
 
 _RL = (
@@ -201,20 +230,42 @@ def _compare_rounds(made: Job, again: Job, target: Dialect) -> list[Difference]:
     return found
 
 
-def _steps(made: Job, target: Dialect, keys: dict[str, Any]) -> list[str]:
-    """Add the keys that count optimizer steps: a step has the same samples. Returns those that the target lacks."""
+def _steps(
+    made: Job, target: Dialect, keys: dict[str, Any], present: Collection[str]
+) -> tuple[list[str], list[Difference]]:
+    """Add the keys that count optimizer steps: a step has the same samples. Returns those that the target lacks.
+
+    Where the target counts rounds, a number of steps may be no whole number of them: a difference.
+    """
     missing: list[str] = []
+    rounded: list[Difference] = []
+    each = made.updates_of_a_round if target.counts_rounds else 1
     for role, number in made.steps.items():
         if any(role in (target.steps.get(key), target.in_samples.get(key)) for key in keys):
             continue
-        key = next((key for key, one in target.steps.items() if one == role), None)
+        fits = (
+            key for key, one in target.steps.items() if one == role and target.needs.get(key, key) in {key, *present}
+        )
+        key = next(fits, None)
         if key is None:
-            missing.append(
-                f"{role} every {number} steps" if role in ("save", "eval", "log") else f"{role} of {number} steps"
-            )
+            needed = [
+                f"{k} needs {target.needs[k]}" for k, one in target.steps.items() if one == role and k in target.needs
+            ]
+            why = f" ({needed[0]}, which is not there)" if needed else ""
+            every = role in ("save", "eval", "log")
+            missing.append(f"{role} {'every' if every else 'of'} {number} steps{why}")
         else:
+            if number % each:
+                near = max(1, round(number / each))
+                message = (
+                    f"{role} of {number} updates is {number / each:.2f} rounds of {each} updates, and {target.title} counts "
+                    f"rounds: {key}={near} is {near * each} updates."
+                )
+                rounded.append(Difference(key, DIFFERS, message))
+                number = near * each
+            number //= each
             keys[key] = f"{number}{target.steps_unit}" if target.steps_unit else number
-    return missing
+    return missing, rounded
 
 
 def _beside(made: Job, again: Job, target: Dialect) -> list[str]:
@@ -246,6 +297,7 @@ def _unread(reading: Reading) -> list[str]:
         if key not in reading.dialect.keys
         and key not in reading.dialect.steps
         and key not in used
+        and key not in reading.dialect.gradient
         and str(given.value).strip().lower() not in neutral
     ]
 

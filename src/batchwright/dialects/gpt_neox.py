@@ -49,6 +49,7 @@ DIALECTS = (
             "eval_interval": "eval",
             "log_interval": "log",
         },
+        accumulates_once=True,
         check=_check,
         write=_write,
         has_world=True,

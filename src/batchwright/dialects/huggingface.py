@@ -25,6 +25,7 @@ CHECKED = frozenset(
 )
 
 
+GRADIENT = {"average_tokens_across_devices": True}
 _AVERAGED: Version = (4, 54)  # the first version in which average_tokens_across_devices is true by default
 
 
@@ -90,6 +91,7 @@ DIALECTS = (
         checked=CHECKED,
         steps=STEPS,
         defaults={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        gradient=GRADIENT,
         versions=("4.53", "4.54"),
         beside=("deepspeed", "accelerate"),
         check=check,

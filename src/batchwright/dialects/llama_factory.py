@@ -46,6 +46,7 @@ DIALECTS = (
         programs=("llamafactory", "llama_factory"),
         checked=huggingface.CHECKED,
         steps=huggingface.STEPS,
+        gradient=huggingface.GRADIENT,
         versions=("0", "1"),
         version_of=_version_of,
         beside=("deepspeed", "accelerate"),

@@ -145,7 +145,8 @@ def ignored_triple(reading: Reading, key: str, target: str, instead: str, ignore
         error(
             "ignored-key",
             f"{key}={_shown(reading.value(key))} is accepted and ignored by Megatron-core 0.18 and later: the batch is "
-            f"{ramp.target} from the first step, not {ramp.start}. {same}",
+            f"{ramp.target} from the first step, not {ramp.start}. {same} If the job has an older "
+            f"version, name it: --from {reading.dialect.name}@{reading.dialect.versions[0]}.",
             key,
         )
     ]
@@ -259,7 +260,9 @@ DIALECTS = (
         resolve=_resolve,
         common=_BATCH | {"num_layers"},
         signs=("tensor_model_parallel_size", "num_attention_heads", "train_iters", _TRIPLE, _SCHEDULE),
-        programs=("pretrain_gpt.py", "pretrain_"),
+        programs=tuple(
+            f"pretrain_{model}.py" for model in ("gpt", "bert", "t5", "vlm", "mamba", "hybrid", "retro", "ict")
+        ),
         checked=frozenset({"calculate_per_token_loss"}),
         steps={
             "train_iters": "budget",
@@ -271,6 +274,9 @@ DIALECTS = (
         },
         in_samples=_SAMPLES,
         versions=("0.17", "0.18"),
+        ignores_triple=STEPPED,
+        gradient={"calculate_per_token_loss": False},
+        accumulates_once=True,
         check=check,
         write=_write,
         form="dashes",

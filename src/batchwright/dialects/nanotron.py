@@ -38,7 +38,7 @@ DIALECTS = (
         title="Nanotron",
         keys=_KEYS,
         signs=("tokens.", "parallelism.dp", "parallelism.tp", "parallelism.pp"),
-        programs=("nanotron", "run_train.py"),
+        programs=("nanotron",),
         steps={
             "tokens.train_steps": "budget",
             "optimizer.learning_rate_scheduler.lr_warmup_steps": "warmup",

@@ -124,6 +124,7 @@ DIALECTS = (
         signs=("grpo.", "policy.train_global_batch_size", "cluster.gpus_per_node"),
         programs=("run_grpo",),
         checked=frozenset({_LOGPROB, "grpo.batch_multiplier", "grpo.use_dynamic_sampling"}),
+        counts_rounds=True,
         steps={"grpo.max_num_steps": "budget", "grpo.val_period": "eval", "checkpointing.save_period": "save"},
         check=_check,
         write=_write,

@@ -125,6 +125,7 @@ DIALECTS = (
         signs=("rollout.batch_size", "rollout_batch_size", "micro_rollout_batch_size", "actor.num_gpus_per_node"),
         programs=("openrlhf", "train_ppo_ray"),
         checked=frozenset({*_MICRO, *_OVER, *_ESTIMATOR}),
+        counts_rounds=True,
         steps={"ckpt.save_steps": "save", "save_steps": "save", "eval.steps": "eval", "eval_steps": "eval"},
         defaults={
             "rollout.batch_size": 1024,

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _DEFAULT = -2  # the level of a framework's default
 RULES = ("linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling")  # of a ramp
 RAMP = (*RULES, "allow_falling")
+# Any of these says how many micro batches a step has.
+_COUNTED = ("global_batch_size", "global_batch_size_tokens", "accumulation_steps", *RULES)
 
 
 def named(text: str) -> tuple[Dialect, Version]:
@@ -108,6 +110,10 @@ def read(
         ours = {*WORLD_FIELDS, *PARALLEL_FIELDS, "sequence_length"} - set(given)
         resolved = resolve(taken, own=ours, lenient=True, kind=dialect.kind, framework=dialect)
         fields, notes = resolved.fields, resolved.notes
+        if dialect.ignores_triple and version >= dialect.ignores_triple:
+            fields.pop("linear", None)  # the batch stays constant
+        if defaults and dialect.accumulates_once and not set(_COUNTED) & set(fields):
+            fields["accumulation_steps"] = Given(1, f"{dialect.title}'s default", _DEFAULT)
     except PlanError as wrong:
         findings += [error("value", v.message, v.field, v.nearest) for v in wrong.violations]
     return Reading(dialect, version, tuple(by), given, fields, notes, tuple(passed_over), tuple(findings))
@@ -139,7 +145,10 @@ def job(reading: Reading) -> Job:
     steps = _steps(reading)
     values = {name: given.value for name, given in reading.fields.items()}
     if reading.dialect.kind == "rl":
-        return Job("rl", _rl_numbers(values), steps=steps)
+        made = Job("rl", _rl_numbers(values), steps=steps)
+        if not reading.dialect.counts_rounds:
+            return made
+        return replace(made, steps={role: n * made.updates_of_a_round for role, n in steps.items()})
     request = read_request({name: value for name, value in values.items() if name in READERS})
     wanted = {name: values[name] for name in RAMP if name in values}
     rule: Rule | None = None

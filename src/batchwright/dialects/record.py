@@ -110,6 +110,15 @@ class Job:
         """
         return {key: self.numbers[name] for key, name in keys.items() if name in self.numbers}
 
+    @property
+    def updates_of_a_round(self) -> int:
+        """The optimizer steps of a round.
+
+        >>> Job("rl", {"updates": 4, "iterations": 2}).updates_of_a_round
+        8
+        """
+        return self.get("updates", 1) * self.get("iterations", 1)
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Dialect:
@@ -117,12 +126,15 @@ class Dialect:
 
     `keys` have the meaning of a field. `special` keys need a calculation: `resolve(special, fields)` gets those that are
     given and all fields known so far, and returns derived fields and notes. `checked` keys do not change the batch;
-    `check` looks at them. `steps` count optimizer steps, by role, with `steps_unit`
-    after the number; keys `in_samples` have the same roles. Keys that other frameworks have, too, are `common`:
-    they do not say which framework it is. `signs` do (a sign that ends with a dot is the beginning of keys), and so do
-    `programs` in a command line. `defaults` are the framework's own values of keys that are not given. A framework that
-    `has_world` configures its devices; others leave that to a launcher. Its job may also have a configuration of the
-    frameworks `beside` it.
+    `check` looks at them. `steps` count optimizer steps, or rounds with `counts_rounds`, by role, with `steps_unit` after
+    the number; some have an effect only beside another key, which they need (`needs`). Keys `in_samples` have the same
+    roles. Keys that other frameworks have, too, are `common`: they do not say which framework it is. `signs` do (a sign
+    that ends with a dot is the beginning of keys), and so do `programs` in a command line, and keys that only this
+    framework has `together`. `defaults` are the framework's own values of keys that are not given. A framework that
+    `has_world` configures its devices; others leave that to a launcher. One that `accumulates_once` has one micro batch
+    per step where neither a batch nor the accumulation is given. Its job may also have a configuration of the frameworks
+    `beside` it. Versions from `ignores_triple` on accept [start, increment, samples] and keep the batch constant. Keys in
+    `gradient` change what the gradient is a mean of; each has its default.
     """
 
     name: str
@@ -135,17 +147,23 @@ class Dialect:
     common: frozenset[str] = frozenset()
     signs: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
+    together: frozenset[str] = frozenset()
     checked: frozenset[str] = frozenset()
     steps: Mapping[str, str] = field(default_factory=dict[str, str])
     steps_unit: str = ""
+    counts_rounds: bool = False
+    needs: Mapping[str, str] = field(default_factory=dict[str, str])
     in_samples: Mapping[str, str] = field(default_factory=dict[str, str])
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     versions: tuple[str, ...] = ()
+    ignores_triple: Version | None = None
+    gradient: Mapping[str, bool] = field(default_factory=dict[str, bool])
     version_of: Callable[[Collection[str]], Version] | None = None
     check: Callable[[Reading], list[Finding]] | None = None
     write: Callable[[Job, Version], dict[str, Any]] | None = None
     form: str = "yaml"
     has_world: bool = False
+    accumulates_once: bool = False
     beside: tuple[str, ...] = ()
     unit: str = "samples"
     source: str = ""

@@ -37,7 +37,8 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     if shard and str(shard.value) != "-1":
         copies = special.get(_REPLICATE)
         ranks = count(shard.value, _SHARD) * (count(copies.value, _REPLICATE) if copies else 1)
-        found["data_parallel_size"] = Given(ranks, shard.origin, shard.level)
+        origin = " and ".join(one.origin for one in (shard, copies) if one)
+        found["data_parallel_size"] = Given(ranks, origin, shard.level)
     return found, []
 
 
@@ -155,6 +156,7 @@ DIALECTS = (
         },
         versions=("0.3", "2026-08-20"),
         version_of=_version_of,
+        accumulates_once=True,
         write=_write,
         form="toml",
         unit="tokens",

@@ -123,8 +123,9 @@ DIALECTS = (
         special=frozenset({_ROUND, _MINI, _MICRO, _OLD, _DYNAMIC}),
         resolve=_resolve,
         signs=("actor_rollout_ref.", "algorithm.adv_estimator", "trainer.n_gpus_per_node"),
-        programs=("verl.",),
+        programs=("verl",),
         checked=frozenset({_BUDGET}),
+        counts_rounds=True,
         steps={
             "trainer.total_training_steps": "budget",
             "trainer.save_freq": "save",
