@@ -38,7 +38,8 @@ THIRD_PARTY = {
     "rundir": set(),
     "processes": set(),
     "dialects": {"yaml"},
-    "runtime": {"torch", "numpy", "rich", "tensorboard"},  # the last two where a bar or a tracker is asked for
+    # rich and tensorboard where a bar or a tracker is asked for; fsspec and pyarrow in the sources
+    "runtime": {"torch", "numpy", "rich", "tensorboard", "fsspec", "pyarrow"},
     "launch": {"rich"},
 }
 # One framework per adapter; what they share imports none.

@@ -12,8 +12,8 @@ import stat
 from pathlib import Path
 
 
-def write(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -> None:
-    """Replace the content of `path` by `text`: a reader sees the old file or the new one, also after a power failure.
+def write(path: Path, content: str | bytes, *, mode: int = 0o666, sync: bool = True) -> None:
+    """Replace the content of `path` by `content`: a reader sees the old file or the new one, also after a power failure.
 
     `mode` is that of `os.open`: the umask applies. Without `sync` the write is atomic, but not durable.
     """
@@ -21,8 +21,8 @@ def write(path: Path, text: str, *, mode: int = 0o666, sync: bool = True) -> Non
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         # A path in the text may contain bytes that are not UTF-8: they stay as they are.
-        with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
+        with open(descriptor, "wb") as file:
+            file.write(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
             file.flush()
             if sync:
                 os.fsync(file.fileno())
