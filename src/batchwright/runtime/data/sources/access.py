@@ -183,46 +183,43 @@ class Attempts:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in a few words, with its HTTP status where it has one."""
+    """An exception in a few words, with its HTTP status where that is what failed."""
     if isinstance(error, TimeoutError) and not str(error):
         return "no answer within the time-out"
-    status = _status(error)
+    status = next((_status(one) for one in _chain(error) if _judge(one) is not None), None)
     text = " ".join(str(error).split())[:300]
     return f"HTTP {status} ({type(error).__name__})" if status else f"{type(error).__name__}: {text}"
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another try may succeed.
+    """Whether another try may succeed: what the first exception that is known says, from the error to its causes.
 
     >>> is_transient(TimeoutError()), is_transient(ConnectionResetError()), is_transient(FileNotFoundError())
     (True, True, False)
     """
-    status = _status(error)
-    if status is not None:
+    return next((known for one in _chain(error) if (known := _judge(one)) is not None), False)
+
+
+def _judge(error: BaseException) -> bool | None:
+    """Whether this exception, without its causes, may pass; None if it says nothing."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & _PERMANENT_NAMES or isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+        return False
+    # Before the status: the cause of a body that ends early is an error 400 of aiohttp's own.
+    if names & _TRANSIENT_NAMES or isinstance(error, TimeoutError | ConnectionError | Truncated | EOFError):
+        return True
+    if (status := _status(error)) is not None:
         return status >= 500 or status in _TRANSIENT_STATUS
-    for one in _chain(error):
-        names = {kind.__name__ for kind in type(one).__mro__}
-        if names & _PERMANENT_NAMES or isinstance(one, FileNotFoundError | PermissionError | IsADirectoryError):
-            return False
-        if isinstance(one, TimeoutError | ConnectionError | Truncated | EOFError) or names & _TRANSIENT_NAMES:
-            return True
-        if isinstance(one, OSError) and one.errno in _TRANSIENT_ERRNO:
-            return True
-    return False
+    return True if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO else None
 
 
 def _status(error: BaseException) -> int | None:
     """The HTTP status that an exception of aiohttp, gcsfs or botocore carries."""
-    for one in _chain(error):
-        response: Any = getattr(one, "response", None)
-        found: Any = (
-            getattr(one, "status", None) or getattr(one, "code", None) or getattr(response, "status_code", None)
-        )
-        if isinstance(response, Mapping):
-            found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # pyright: ignore
-        if isinstance(found, int | str) and str(found).isdigit() and 400 <= int(found) < 600:
-            return int(found)
-    return None
+    response: Any = getattr(error, "response", None)
+    found: Any = getattr(error, "status", None) or getattr(error, "code", None) or getattr(response, "status_code", None)
+    if isinstance(response, Mapping):
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # pyright: ignore
+    return int(found) if isinstance(found, int | str) and str(found).isdigit() and 400 <= int(found) < 600 else None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

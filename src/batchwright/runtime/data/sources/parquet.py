@@ -17,6 +17,7 @@ from batchwright.core.errors import MissingExtraError, PlanError, RunError, did_
 
 from .access import Access
 from .source import Int64s, Place, Source
+from .store import RangeFile
 
 
 class Parquet(Source):
@@ -49,8 +50,8 @@ class Parquet(Source):
         self.cached_row_groups = cached_row_groups
 
     @cached_property
-    def _opened(self) -> list[Any]:
-        """A ParquetFile for each file; its footer is read once."""
+    def _opened(self) -> list[tuple[RangeFile, Any]]:
+        """Each file, and as pyarrow's ParquetFile; the footer is read once."""
         try:
             import pyarrow.parquet as pq  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as error:
@@ -60,12 +61,12 @@ class Parquet(Source):
                 given="pyarrow",
                 nearest=("batchwright[data]",),
             ) from error
-        opened: list[Any] = []
+        opened: list[tuple[RangeFile, Any]] = []
         for url, stat in zip(self.files, self._stats, strict=True):
-            with self._named(url, "its footer"):
-                file = self._store.file(url, stat.size, "Parquet")
-                opened.append(cast(Any, pq).ParquetFile(file, pre_buffer=True))
-            self._check_columns(url, opened[0].schema_arrow, opened[-1].schema_arrow)
+            file = self._store.file(url, stat.size, "its footer")
+            with self._named(file, url):
+                opened.append((file, cast(Any, pq).ParquetFile(file, pre_buffer=True)))
+            self._check_columns(url, opened[0][1].schema_arrow, opened[-1][1].schema_arrow)
         return opened
 
     def _check_columns(self, url: str, first: Any, schema: Any) -> None:
@@ -93,11 +94,11 @@ class Parquet(Source):
     @cached_property
     def _group_ends(self) -> list[Int64s]:
         """For each file, the number of rows up to the end of each row group."""
-        counts = [[f.metadata.row_group(g).num_rows for g in range(f.num_row_groups)] for f in self._opened]
+        counts = [[f.metadata.row_group(g).num_rows for g in range(f.num_row_groups)] for _, f in self._opened]
         return [np.cumsum(c, dtype=np.int64) for c in counts]
 
     def _count(self, file: int) -> int:
-        return int(self._opened[file].metadata.num_rows)
+        return int(self._opened[file][1].metadata.num_rows)
 
     def _rows(self, places: Sequence[Place]) -> list[Any]:
         groups: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -129,20 +130,22 @@ class Parquet(Source):
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-            with self._named(self.files[file], f"row group {group} (row {row:,})"):
+            raw, opened = self._opened[file]
+            raw.what = f"row group {group:,}, row {row:,}"
+            with self._named(raw, self.files[file]):
                 # One thread: rows are few, and loader workers are the parallel part.
-                table = self._opened[file].read_row_group(group, columns=self.columns, use_threads=False)
+                table = opened.read_row_group(group, columns=self.columns, use_threads=False)
             self._cache[key] = table
             while len(self._cache) > self.cached_row_groups:
                 self._cache.popitem(last=False)
             return table
 
     @contextmanager
-    def _named(self, url: str, what: str) -> Generator[None]:
+    def _named(self, file: RangeFile, url: str) -> Generator[None]:
         """Errors of pyarrow get the file and the part."""
         import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
 
         try:
             yield
         except (cast(Any, pa).ArrowException, OSError) as error:
-            raise RunError(f"{url}: {what} cannot be read as Parquet: {error}", field="path") from error
+            raise RunError(f"{url} ({file.what}) cannot be read as Parquet: {error}", field="path") from error

@@ -105,7 +105,9 @@ def indexed(dataset: Any, *, rows: Sequence[int] | Literal["count"] | None = Non
     """
     kind = f"{type(dataset).__module__.split('.')[0]}.{type(dataset).__name__}"
     if not kind.startswith("datasets.Iterable"):
-        if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not hasattr(dataset, "__next__"):
+        # By name, so that torch is not imported. Its streams have `__getitem__` and may have `__len__`.
+        stream = any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
+        if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not stream:
             return dataset
         better = (
             "read the same tar files with TarShards"

@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -220,10 +221,9 @@ class Store:
         system, size = self.system(request.url), request.end - request.start
 
         async def ranged() -> bytes:
-            arguments = request.url, request.start, request.end
-            body = await (
-                system._cat_file(*arguments) if system.async_impl else asyncio.to_thread(system.cat_file, *arguments)
-            )
+            # By name: file systems differ in the order of their parameters.
+            read = system._cat_file if system.async_impl else partial(asyncio.to_thread, system.cat_file)
+            body = await read(request.url, start=request.start, end=request.end)
             if len(body) < size:
                 raise Truncated(f"{len(body):,} of {size:,} bytes arrived")
             if len(body) > size:
@@ -239,7 +239,8 @@ class RangeFile(io.RawIOBase):
     """A file for libraries that want one, such as pyarrow and tarfile. Every read is a request of the store."""
 
     def __init__(self, store: Store, url: str, size: int, what: str) -> None:
-        self._store, self._url, self._size, self._what, self._at = store, url, size, what, 0
+        self._store, self._url, self._size, self._at = store, url, size, 0
+        self.what = what  # named in errors
 
     def readable(self) -> bool:
         """Always."""
@@ -268,7 +269,7 @@ class RangeFile(io.RawIOBase):
         end = min(self._size, self._at + len(view))
         if end <= self._at:
             return 0
-        body = self._store.read([Span(self._url, self._at, end, self._what)])[0]
+        body = self._store.read([Span(self._url, self._at, end, self.what)])[0]
         view[: len(body)] = body
         self._at = end
         return len(body)
