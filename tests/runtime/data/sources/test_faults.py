@@ -124,7 +124,9 @@ def test_a_hang_is_bounded(tmp_path):
     with serving(FILES, lambda n, again: "hang" if n > 1 else None) as server:
         source = JsonLines(f"{server.url}/a.jsonl", index_folder=tmp_path, access=Access(tries=2, timeout=0.2, **QUICK))
         len(source)
-        with pytest.raises(RunError, match=r"try 1 .*no answer within the time-out; try 2 .*no answer within the time-out"):
+        with pytest.raises(
+            RunError, match=r"try 1 .*no answer within the time-out; try 2 .*no answer within the time-out"
+        ):
             source.__getitems__([0, 5, 9])
         assert len(server.gets) == 3
 

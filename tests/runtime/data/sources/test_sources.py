@@ -52,7 +52,10 @@ CASES = {
     "tar": (lambda f, a: TarShards([f / "a.tar", f / "b.tar"], access=a), TARS),
     "npy": (lambda f, a: TokenFile(f / "a.npy", sequence_length=10, access=a), windows(10, 0)),
     "npy table": (lambda f, a: TokenFile(f / "table.npy", access=a), TOKENS[:1000].reshape(50, 20).tolist()),
-    "raw": (lambda f, a: TokenFile(f / "raw.bin", dtype="uint16", sequence_length=7, overlap=1, access=a), windows(7, 1)),
+    "raw": (
+        lambda f, a: TokenFile(f / "raw.bin", dtype="uint16", sequence_length=7, overlap=1, access=a),
+        windows(7, 1),
+    ),
     "megatron": (lambda f, a: TokenFile(f / "m", access=a), [s.tolist() for s in SEQUENCES]),
 }
 
@@ -166,7 +169,9 @@ def test_files_that_cannot_be_read_are_named(name, body, options, message, tmp_p
     path = tmp_path / name
     if body is not None:
         path.write_bytes(body)
-    kind = {"npy": TokenFile, "bin": TokenFile, "tar": TarShards, "parquet": Parquet, "jsonl": JsonLines}[name.split(".")[1]]
+    kind = {"npy": TokenFile, "bin": TokenFile, "tar": TarShards, "parquet": Parquet, "jsonl": JsonLines}[
+        name.split(".")[1]
+    ]
     with pytest.raises((PlanError, RunError), match=message):
         len(kind(path, **options))
 
@@ -203,7 +208,17 @@ def test_columns_of_several_parquet_files_must_agree(tmp_path):
 
 def test_tar_members_that_are_no_rows_are_left_out(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as file:
-        for name in ("folder", "README", ".hidden.txt", "a.txt", "folder2", "a.cls", "b.txt", "LICENSE", "x" * 150 + ".txt"):
+        for name in (
+            "folder",
+            "README",
+            ".hidden.txt",
+            "a.txt",
+            "folder2",
+            "a.cls",
+            "b.txt",
+            "LICENSE",
+            "x" * 150 + ".txt",
+        ):
             info = tarfile.TarInfo(name)
             info.type = tarfile.DIRTYPE if name.startswith("folder") else tarfile.REGTYPE
             file.addfile(info)

@@ -216,7 +216,9 @@ def _judge(error: BaseException) -> bool | None:
 def _status(error: BaseException) -> int | None:
     """The HTTP status that an exception of aiohttp, gcsfs or botocore carries."""
     response: Any = getattr(error, "response", None)
-    found: Any = getattr(error, "status", None) or getattr(error, "code", None) or getattr(response, "status_code", None)
+    found: Any = (
+        getattr(error, "status", None) or getattr(error, "code", None) or getattr(response, "status_code", None)
+    )
     if isinstance(response, Mapping):
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # pyright: ignore
     return int(found) if isinstance(found, int | str) and str(found).isdigit() and 400 <= int(found) < 600 else None

@@ -23,6 +23,10 @@ from batchwright.rundir import atomic
 
 from .access import Access, Attempts, Reads, Truncated
 
+# File systems of fsspec by process, protocol and options. None is ever dropped: in a forked worker, fsspec would wait a second
+# for the thread of the parent to close each of the parent's connections.
+_systems: dict[tuple[int, str, str], Any] = {}
+
 
 class Span(NamedTuple):
     """Bytes `start` to `end` (exclusive) of a file; `row` is named in errors."""
@@ -83,11 +87,6 @@ class Store:
     def __init__(self, access: Access) -> None:
         self.access = access
         self.reads = Reads()
-        self._systems: dict[str, Any] = {}
-        self._process = os.getpid()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_systems": {}}
 
     def stat(self, urls: Sequence[str]) -> list[Stat]:
         """Size and version of each file."""
@@ -143,22 +142,21 @@ class Store:
 
     def system(self, url: str) -> Any:
         """The fsspec file system of a URL, opened in this process."""
-        if self._process != os.getpid():
-            self._systems, self._process = {}, os.getpid()
         protocol = url.split("://", 1)[0]
-        if protocol not in self._systems:
+        options = dict(self.access.storage_options)
+        key = os.getpid(), protocol, repr(sorted(options.items()))
+        if key not in _systems:
             fsspec = _fsspec(url)
-            options = dict(self.access.storage_options)
             if protocol in ("http", "https"):
                 # A server that compresses what it sends cannot send a range of the file.
                 options["headers"] = {"Accept-Encoding": "identity", **options.get("headers", {})}
             try:
-                self._systems[protocol] = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+                _systems.setdefault(key, fsspec.filesystem(protocol, skip_instance_cache=True, **options))
             except ImportError as error:
                 raise _missing(url, error) from error
             except ValueError as error:
                 raise PlanError(f"cannot read {url}: {error}.", field="path", given=url) from error
-        return self._systems[protocol]
+        return _systems[key]
 
     def _run(self, work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Run coroutines on fsspec's thread, `connections` at a time. The first error ends the others."""

@@ -96,7 +96,9 @@ def _build(store: Store, url: str, size: int) -> RowIndex:
                 # tarfile takes a damaged or missing header for the end; the real end is a block of zeros.
                 file.seek(int(cast(Any, tar).offset))
                 if file.read(_BLOCK) != bytes(_BLOCK):
-                    raise tarfile.ReadError(f"after byte {cast(Any, tar).offset:,} it is damaged, or it is not complete")
+                    raise tarfile.ReadError(
+                        f"after byte {cast(Any, tar).offset:,} it is damaged, or it is not complete"
+                    )
         except (tarfile.TarError, EOFError) as error:
             raise PlanError(
                 f"{url} cannot be read as an uncompressed tar file: {error}. A compressed one cannot be read row by row: "
