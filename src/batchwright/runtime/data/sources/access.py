@@ -70,7 +70,7 @@ class Access:
     """Rows that are at most so many bytes apart are read in one request; 0 merges neighbours only."""
     largest_request: int = 32 * 1024 * 1024
     """Rows are not merged beyond so many bytes; a longer row is read in one request."""
-    storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
     """What fsspec gets: credentials, an endpoint, headers."""
 
     def __post_init__(self) -> None:
@@ -157,8 +157,8 @@ class Truncated(OSError):
 class Attempts:
     """The failures of one request: says how long to pause, or raises the error that names them all."""
 
-    def __init__(self, access: Access, reads: Reads, what: Callable[[], str]) -> None:
-        self.access, self.reads, self.what = access, reads, what
+    def __init__(self, access: Access, reads: Reads, url: str, what: Callable[[], str]) -> None:
+        self.access, self.reads, self.url, self.what = access, reads, url, what
         self.failures: list[str] = []
         self._begun = time.monotonic()
         reads.add(requests=1)
@@ -175,11 +175,26 @@ class Attempts:
                 if again
                 else ("This does not pass with time, so it was not tried again.")
             )
-            raise RunError(f"{self.what()} failed: {listed}. {end}", field="source") from error
+            message = f"{self.what()} failed: {listed}. {end}".replace(self.url, shown(self.url))
+            raise RunError(message, field="source") from error
         pause = self.access.pause(len(self.failures))
         self._begun = now + pause
         self.reads.add(requests=1, retries=1)
         return pause
+
+
+def shown(url: str) -> str:
+    """A URL as errors name it: without a password and without the query, which may be a signature.
+
+    >>> shown("https://me:word@host/a.jsonl?signature=1"), shown("data/a?.jsonl")
+    ('https://host/a.jsonl?…', 'data/a?.jsonl')
+    """
+    if "://" not in url:
+        return url
+    protocol, rest = url.split("://", 1)
+    host, slash, path = rest.partition("/")
+    path, query, _ = path.partition("?") if protocol in ("http", "https") else (path, "", "")
+    return f"{protocol}://{host.rpartition('@')[2]}{slash}{path}{'?…' if query else ''}"
 
 
 def describe(error: BaseException) -> str:
@@ -187,6 +202,8 @@ def describe(error: BaseException) -> str:
     if isinstance(error, TimeoutError) and not str(error):
         return "no answer within the time-out"
     status = next((_status(one) for one in _chain(error) if _judge(one) is not None), None)
+    if isinstance(error, FileNotFoundError) and is_transient(error) and error.__cause__ is not None:
+        return describe(error.__cause__)
     text = " ".join(str(error).split())[:300]
     return f"HTTP {status} ({type(error).__name__})" if status else f"{type(error).__name__}: {text}"
 
@@ -197,7 +214,9 @@ def is_transient(error: BaseException) -> bool:
     >>> is_transient(TimeoutError()), is_transient(ConnectionResetError()), is_transient(FileNotFoundError())
     (True, True, False)
     """
-    return next((known for one in _chain(error) if (known := _judge(one)) is not None), False)
+    judged = [known for one in _chain(error) if (known := _judge(one)) is not None]
+    # fsspec's HTTP says "file not found" also when the server is busy. The cause knows better.
+    return judged[-1 if isinstance(error, FileNotFoundError) else 0] if judged else False
 
 
 def _judge(error: BaseException) -> bool | None:

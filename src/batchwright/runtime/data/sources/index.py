@@ -42,8 +42,7 @@ def find_or_build(
     """The index of a file: the stored one if it is of this version of the file, else a new one, which is stored."""
     # Without a version, a changed file of the same size would not be noticed: nothing is kept.
     candidates = list(_candidates(url, folder)) if stat.version else []
-    expected = {"schema": _SCHEMA, "kind": kind, "url": url if local_path(url) is None else None, "size": stat.size}
-    expected["version"] = stat.version
+    expected = {"schema": _SCHEMA, "kind": kind, "size": stat.size, "version": stat.version}
     for path in candidates:
         if (found := _load(path, expected)) is not None:
             return found

@@ -12,7 +12,7 @@ import numpy as np
 
 from batchwright.core.errors import PlanError, RunError
 
-from .access import Access
+from .access import Access, shown
 from .index import RowIndex, find_or_build
 from .source import Int64s, Place, SpanSource
 from .store import Span, Store
@@ -83,8 +83,8 @@ class JsonLines(SpanSource):
             elif isinstance(error, UnicodeDecodeError):
                 at = f", at byte {start + error.start:,}"
             raise RunError(
-                f"{self.files[place.file]}, line {number:,} (bytes {start:,} to {start + len(line):,}, row {place.number:,}) "
-                f"is not valid JSON{at}: {error}. It begins with {line[:60]!r}.",
+                f"{shown(self.files[place.file])}, line {number:,} (bytes {start:,} to {start + len(line):,}, row "
+                f"{place.number:,}) is not valid JSON{at}: {error}. It begins with {line[:60]!r}.",
                 field="path",
             ) from error
 
@@ -134,8 +134,8 @@ def _refuse_other(url: str, head: bytes) -> None:
     for magic, what in _OTHER.items():
         if head.startswith(magic):
             raise PlanError(
-                f"{url} is {what}, so its lines cannot be read one by one. Convert it once to plain UTF-8 lines"
+                f"{shown(url)} is {what}, so its lines cannot be read one by one. Convert it once to plain UTF-8 lines"
                 f"{' or read it with Parquet' if magic == b'PAR1' else ''}.",
                 field="path",
-                given=url,
+                given=shown(url),
             )

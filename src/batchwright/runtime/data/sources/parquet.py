@@ -15,7 +15,7 @@ import numpy as np
 
 from batchwright.core.errors import MissingExtraError, PlanError, RunError, did_you_mean
 
-from .access import Access
+from .access import Access, shown
 from .source import Int64s, Place, Source
 from .store import RangeFile
 
@@ -75,7 +75,7 @@ class Parquet(Source):
             if name not in names:
                 near = get_close_matches(name, names, 3)
                 raise PlanError(
-                    f"{url} has no column {name!r}: it has {', '.join(names)}.{did_you_mean(near)}",
+                    f"{shown(url)} has no column {name!r}: it has {', '.join(names)}.{did_you_mean(near)}",
                     field="columns",
                     given=name,
                     nearest=near,
@@ -85,10 +85,10 @@ class Parquet(Source):
         extra = [n for n in names if n not in first.names] if self.columns is None else []
         if differing or extra:
             raise PlanError(
-                f"{url} has other columns than {self.files[0]}: {', '.join([*differing, *extra])}. Files of one source have the "
-                "same names and types; columns= selects the common ones.",
+                f"{shown(url)} has other columns than {shown(self.files[0])}: {', '.join([*differing, *extra])}. "
+                "Files of one source have the same names and types; columns= selects the common ones.",
                 field="columns",
-                given=url,
+                given=shown(url),
             )
 
     @cached_property
@@ -148,4 +148,4 @@ class Parquet(Source):
         try:
             yield
         except (cast(Any, pa).ArrowException, OSError) as error:
-            raise RunError(f"{url} ({file.what}) cannot be read as Parquet: {error}", field="path") from error
+            raise RunError(f"{shown(url)} ({file.what}) cannot be read as Parquet: {error}", field="path") from error

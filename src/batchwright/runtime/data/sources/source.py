@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from batchwright.core.errors import RunError
 
-from .access import Access, Reads
+from .access import Access, Reads, shown
 from .store import Span, Stat, Store, paths
 
 Int64s = npt.NDArray[np.int64]
@@ -76,8 +76,9 @@ class Source(ABC):
         for url, old, new in zip(self._watched(), self._seen or found, found, strict=True):
             if old != new:
                 raise RunError(
-                    f"{url} has changed since the source was opened: {old.size:,} bytes then (version {old.version or '-'}), "
-                    f"{new.size:,} now (version {new.version or '-'}). Open the source anew in the main process.",
+                    f"{shown(url)} has changed since the source was opened: {old.size:,} bytes then (version "
+                    f"{old.version or '-'}), {new.size:,} now (version {new.version or '-'}). "
+                    "Open the source anew in the main process.",
                     field="path",
                 )
         self._seen = found
@@ -97,7 +98,7 @@ class Source(ABC):
 
     def __getitems__(self, indexes: Sequence[int], /) -> list[Any]:
         """The rows at `indexes`, in that order. Rows that lie close together are read in one request."""
-        rows = self._rows(locate(indexes, self._ends, self.files[0]))
+        rows = self._rows(locate(indexes, self._ends, shown(self.files[0])))
         self.reads.add(rows=len(rows))
         return rows
 
@@ -115,7 +116,7 @@ class Source(ABC):
 
     def __repr__(self) -> str:
         first, *others = self.files
-        return f"{type(self).__name__}({first!r}{f' and {len(others):,} more' if others else ''})"
+        return f"{type(self).__name__}({shown(first)!r}{f' and {len(others):,} more' if others else ''})"
 
 
 class SpanSource(Source):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 from batchwright.core.errors import MissingExtraError, PlanError, RunError
 from batchwright.rundir import atomic
 
-from .access import Access, Attempts, Reads, Truncated
+from .access import Access, Attempts, Reads, Truncated, shown
 
 # File systems of fsspec by process, protocol and options. None is ever dropped: in a forked worker, fsspec would wait a second
 # for the thread of the parent to close each of the parent's connections.
@@ -124,7 +124,7 @@ class Store:
         return Stat(found.st_size, f"{found.st_mtime_ns}")
 
     def _pread(self, request: Request, spans: Sequence[Span]) -> bytes:
-        attempts = Attempts(self.access, self.reads, lambda: _what(request, spans))
+        attempts = Attempts(self.access, self.reads, request.url, lambda: _what(request, spans))
         while True:
             try:
                 descriptor = atomic.regular(cast(str, local_path(request.url)))
@@ -155,7 +155,7 @@ class Store:
             except ImportError as error:
                 raise _missing(url, error) from error
             except ValueError as error:
-                raise PlanError(f"cannot read {url}: {error}.", field="path", given=url) from error
+                raise PlanError(f"cannot read {shown(url)}: {error}.", field="path", given=shown(url)) from error
         return _systems[key]
 
     def _run(self, work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -186,9 +186,11 @@ class Store:
 
         return asyn.sync(asyn.get_loop(), all_of)
 
-    async def _attempt(self, size: int, what: Callable[[], str], call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _attempt(
+        self, url: str, size: int, what: Callable[[], str], call: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> Any:
         """Await `call` until it succeeds, within the limits of `access`."""
-        attempts = Attempts(self.access, self.reads, what)
+        attempts = Attempts(self.access, self.reads, url, what)
         while True:
             try:
                 return await asyncio.wait_for(call(), self.access.seconds(size))
@@ -205,13 +207,13 @@ class Store:
             found = await (system._info(url) if system.async_impl else asyncio.to_thread(system.info, url))
             if found.get("size") is None:
                 raise RunError(
-                    f"{url}: the server does not say how long the file is, so parts of it cannot be read. Copy the file to a "
-                    "server that answers with Content-Length.",
+                    f"{shown(url)}: the server does not say how long the file is, so parts of it cannot be read. Copy the file "
+                    "to a server that answers with Content-Length.",
                     field="path",
                 )
             return found
 
-        found = await self._attempt(0, lambda: f"asking for the size of {url}", info)
+        found = await self._attempt(url, 0, lambda: f"asking for the size of {url}", info)
         keys = ("ETag", "etag", "generation", "Last-Modified", "LastModified", "mtime", "updated", "last_modified")
         return Stat(int(found["size"]), next((str(found[key]) for key in keys if found.get(key)), ""))
 
@@ -228,7 +230,7 @@ class Store:
                 raise OSError(f"{len(body):,} bytes arrived instead of {size:,}: the server ignores ranges")
             return bytes(body)
 
-        body = await self._attempt(size, lambda: _what(request, spans), ranged)
+        body = await self._attempt(request.url, size, lambda: _what(request, spans), ranged)
         self.reads.add(bytes=size)
         return body
 
@@ -328,7 +330,7 @@ def _fsspec(url: str) -> Any:
 
 def _missing(url: str, error: ImportError) -> MissingExtraError:
     return MissingExtraError(
-        f"{url} needs a package that is not installed ({error}): pip install 'batchwright[data]'.",
+        f"{shown(url)} needs a package that is not installed ({error}): pip install 'batchwright[data]'.",
         field="extra",
         given=error.name,
         nearest=("batchwright[data]",),

@@ -14,7 +14,7 @@ import numpy as np
 
 from batchwright.core.errors import PlanError, RunError
 
-from .access import Access
+from .access import Access, shown
 from .index import RowIndex, find_or_build
 from .source import Place, SpanSource
 from .store import Store
@@ -70,7 +70,7 @@ class TarShards(SpanSource):
         except (tarfile.TarError, EOFError) as error:
             start, end = self._span(place)
             raise RunError(
-                f"{self.files[place.file]}, bytes {start:,} to {end:,} (row {place.number:,}) is not valid tar: {error}.",
+                f"{shown(self.files[place.file])}, bytes {start:,} to {end:,} (row {place.number:,}) is not valid tar: {error}.",
                 field="path",
             ) from error
         return {"__key__": key, **fields}
@@ -101,10 +101,10 @@ def _build(store: Store, url: str, size: int) -> RowIndex:
                     )
         except (tarfile.TarError, EOFError) as error:
             raise PlanError(
-                f"{url} cannot be read as an uncompressed tar file: {error}. A compressed one cannot be read row by row: "
+                f"{shown(url)} cannot be read as an uncompressed tar file: {error}. A compressed one cannot be read row by row: "
                 "unpack it once.",
                 field="path",
-                given=url,
+                given=shown(url),
             ) from error
     return RowIndex(np.array([*bounds, end], np.int64), np.empty(0, np.int64))
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from batchwright.core.errors import PlanError
 
-from .access import Access
+from .access import Access, shown
 from .source import Int64s, Place, SpanSource
 from .store import Span, Stat, local_path, paths
 
@@ -108,7 +108,7 @@ class TokenFile(SpanSource):
             raise PlanError(f"dtype={self.dtype} is not a type of tokens.", field="dtype", given=str(self.dtype))
         if size % self.dtype.itemsize:
             raise PlanError(
-                f"{url} has {size:,} bytes, which is not a whole number of tokens of dtype={self.dtype}: {size:,} / "
+                f"{shown(url)} has {size:,} bytes, which is not a whole number of tokens of dtype={self.dtype}: {size:,} / "
                 f"{self.dtype.itemsize} = {size / self.dtype.itemsize:,.2f}. The file is not complete, or dtype is another one.",
                 field="dtype",
                 given=str(self.dtype),
@@ -118,7 +118,7 @@ class TokenFile(SpanSource):
     def _windows(self, url: str, dtype: np.dtype[Any], offset: int, tokens: int) -> _Windows:
         if self.sequence_length is None:
             raise PlanError(
-                f"{url} has {tokens:,} tokens in one line: sequence_length says how many of them are a row.",
+                f"{shown(url)} has {tokens:,} tokens in one line: sequence_length says how many of them are a row.",
                 field="sequence_length",
             )
         rows = max(0, (tokens - self.overlap) // self.sequence_length)
@@ -133,7 +133,7 @@ class TokenFile(SpanSource):
                 shape, fortran, dtype, offset = _numpy_header(self._head(url, size, 1 << 20))
             except ValueError as error:
                 raise PlanError(
-                    f"{url} is not a .npy file that can be read: {error}.", field="path", given=url
+                    f"{shown(url)} is not a .npy file that can be read: {error}.", field="path", given=shown(url)
                 ) from error
         expected = offset + int(np.prod(shape, dtype=object)) * dtype.itemsize
         if dtype.hasobject or fortran or not shape or size != expected:
@@ -143,7 +143,7 @@ class TokenFile(SpanSource):
                 else "it holds a single number" if not shape
                 else f"it has {size:,} bytes, and shape {shape} of {dtype} needs {expected:,}"
             )  # fmt: skip
-            raise PlanError(f"{url} cannot be read row by row: {why}.", field="path", given=url)
+            raise PlanError(f"{shown(url)} cannot be read row by row: {why}.", field="path", given=shown(url))
         if self.sequence_length is not None or len(shape) == 1:
             return self._windows(url, dtype, offset, int(np.prod(shape, dtype=object)))
         return _Windows(dtype, shape[0], 0, shape[1:], offset, int(np.prod(shape[1:], dtype=object)), 0)
@@ -178,8 +178,12 @@ class TokenFile(SpanSource):
                 end = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize if sequences else 0
                 if end == size:
                     return _Sequences(dtype, sequences, 0, (), pointers, lengths, starts)
-                problem = f"its last sequence ends at byte {end:,}, and {url} has {size:,}: one of them is not complete"
-        raise PlanError(f"{index_url} is not an index of Megatron for {url}: {problem}.", field="path", given=index_url)
+                problem = f"its last sequence ends at byte {end:,}, and {shown(url)} has {size:,}: one of them is not complete"
+        raise PlanError(
+            f"{shown(index_url)} is not an index of Megatron for {shown(url)}: {problem}.",
+            field="path",
+            given=shown(index_url),
+        )
 
     def _count(self, file: int) -> int:
         return self._layouts[file].rows
@@ -257,8 +261,8 @@ class _Sequences(_Layout):
         ends = self.pointers + self.lengths.astype(np.int64) * self.dtype.itemsize
         if self.rows and (self.pointers[0] or not np.array_equal(ends[:-1], self.pointers[1:])):
             raise PlanError(
-                f"the sequences of {url} do not follow each other, so it cannot be cut into rows of sequence_length. Leave "
-                "sequence_length out: a row is then a sequence.",
+                f"the sequences of {shown(url)} do not follow each other, so it cannot be cut into rows of sequence_length. "
+                "Leave sequence_length out: a row is then a sequence.",
                 field="sequence_length",
             )
         return int(self.lengths.sum(dtype=np.int64))
