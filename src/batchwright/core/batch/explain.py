@@ -111,6 +111,8 @@ def _pipeline(request: BatchRequest, plan: BatchPlan, rule: PipelineRule | None)
 
 def _loading(request: BatchRequest, plan: BatchPlan) -> dict[str, tuple[str, str]]:
     load, batch = plan.loading, plan.global_batch_size
+    times = f" × {load.read_ahead}" * (load.read_ahead > 1)
+    real = batch * load.read_ahead
     hosts, readers, factor = load.hosts, load.loading_hosts, load.expansion_factor
     one_each = "derived", "one per node"
 
@@ -123,15 +125,16 @@ def _loading(request: BatchRequest, plan: BatchPlan) -> dict[str, tuple[str, str
         "expansion_factor": ("default", "every host reads"),
         "load_batch_size": (
             "derived",
-            "global_batch_size" if factor <= 1 else f"{batch} × {factor}" + up(batch * factor),
+            "global_batch_size" + times if factor <= 1 else f"{batch} × {factor}{times}" + up(real * factor),
         ),
         "rows_per_loading_host": (
             "derived",
-            f"{batch} / {readers}" + up(Fraction(batch, readers)) * request.equal_rows,
+            f"{batch}{times} / {readers}" + up(Fraction(real, readers)) * request.equal_rows,
         ),
-        "placeholder_rows": ("derived", f"{load.load_batch_size} - {batch}"),
+        "read_ahead": _given(request, "read_ahead") if "read_ahead" in request.given else ("default", "one step"),
+        "placeholder_rows": ("derived", f"{load.load_batch_size} - {real}"),
         "rows_read": ("derived", f"all of {readers} hosts"),
-        "read_amplification": ("derived", f"{load.rows_read} / {batch}"),
+        "read_amplification": ("derived", f"{load.rows_read} / {real}"),
     }
     if request.loading_hosts is not None:
         found["loading_hosts"] = _given(request, "loading_hosts")
