@@ -53,9 +53,7 @@ def test_a_host_of_every_rank_has_no_gaps() -> None:
 
 
 @settings(deadline=None, max_examples=many(200))
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)
-)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
 def test_rows_are_read_once_and_reach_the_ranks_that_train_on_them(sizes, ranks, readers, parts) -> None:
     steps, at = [], 100
     for number, size in enumerate(sizes):
@@ -107,7 +105,11 @@ def test_every_number_of_ranks_and_readers(run_ranks, ranks: int) -> None:
 
 @pytest.mark.slow
 def test_lists_factors_and_hosts_of_several_ranks(run_ranks) -> None:
-    made = [{}, {"loading_hosts": Fraction(2), "ranks_per_host": 2}, {"loading_hosts": [1], "ranks_per_host": (0, 0, 1, 1)}]
+    made = [
+        {},
+        {"loading_hosts": Fraction(2), "ranks_per_host": 2},
+        {"loading_hosts": [1], "ranks_per_host": (0, 0, 1, 1)},
+    ]
     results = run_ranks(reader_ranks.sequences, 4, 4, made)
     check(results, 4)
     assert [[read for _, read in of_rank[1:]] for of_rank in results] == [[ROWS, 0], [0, 0], [0, ROWS], [0, 0]]
@@ -115,7 +117,10 @@ def test_lists_factors_and_hosts_of_several_ranks(run_ranks) -> None:
 
 @pytest.mark.slow
 def test_an_iteration_may_end_early_and_start_again(run_ranks) -> None:
-    (first, second), plain = run_ranks(reader_ranks.abandoned, 2, 2), run_ranks(reader_ranks.sequences, 2, 2, [{"collate": None}])
+    (first, second), plain = (
+        run_ranks(reader_ranks.abandoned, 2, 2),
+        run_ranks(reader_ranks.sequences, 2, 2, [{"collate": None}]),
+    )
     assert first[2][0] == plain[0][0][0] and second[2][0] == plain[1][0][0]
     assert first[2][1] == ROWS and second[2][1] == 0
 

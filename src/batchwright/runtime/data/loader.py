@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data import default_collate as _untyped_collate  # pyright: ignore[reportUnknownVariableType]
+from torch.utils.data._utils import signal_handling
 
 from batchwright.core.batch.loading import share
 from batchwright.core.errors import PlanError
@@ -203,7 +204,7 @@ class Loader:
         )
         rows: list[Any] = []
         last: list[Any] = []
-        complete = ended = False
+        ended = True
         with _workers_of(self._loader, read, lambda: ended):
             try:
                 for part, ids in self._slices:
@@ -221,9 +222,14 @@ class Loader:
                     data = pinned(data) if self._pin else data
                     self.waited_seconds += perf_counter() - before
                     yield Micro(part.step, part.index, part.count, part.positions, part.filler, ids=ids, data=data)
-                complete = True
-            finally:
-                ended = exchange.close(complete=complete)
+                exchange.complete()
+            except GeneratorExit:
+                ended = exchange.stop()
+                raise
+            except BaseException:
+                ended = exchange.stop(wait=False)
+                _kill_workers(read)
+                raise
 
 
 @contextmanager
@@ -327,6 +333,20 @@ def _end_workers(iterator: ref[Any]) -> None:
     """End the workers of an iterator that is still referenced, for example by a traceback."""
     if (held := iterator()) is not None:
         held.__del__()  # torch ends the workers there; a second call is allowed
+
+
+def _kill_workers(iterator: Any) -> None:
+    """Kill the workers of an iterator after a failure: one may hang in a read, and workers ignore SIGTERM."""
+    if iterator is None:
+        return
+    # torch's handler of SIGCHLD would raise in the middle of anything.
+    signal_handling._remove_worker_pids(id(iterator))  # pyright: ignore[reportPrivateUsage]
+    iterator._worker_pids_set, iterator._shutdown = False, True
+    for worker in iterator._workers:
+        worker.kill()
+    for queue in iterator._index_queues:
+        queue.cancel_join_thread()
+        queue.close()
 
 
 def _unchanged(data: Any) -> Any:

@@ -167,15 +167,20 @@ class Exchange:
             self._room.release()
         return rows
 
-    def close(self, *, complete: bool) -> bool:
-        """End the threads; False if one still runs. After a complete iteration wait until every rank has its rows.
+    def complete(self) -> None:
+        """Wait until every rank has the rows that this rank has read for it."""
+        for thread in self._threads:
+            thread.join()
 
-        After one that was left, a read or a message under way may outlast this: its thread ends after it, or with the process.
+    def stop(self, wait: bool = True) -> bool:
+        """Ask for no more rows; False if a thread still runs.
+
+        A read or a message under way may outlast this: the thread ends after it, or with the process.
         """
-        self._stopped = not complete
+        self._stopped = True
         self._room.release()
         for thread in self._threads:
-            thread.join(None if complete else _CLOSING_SECONDS)
+            thread.join(_CLOSING_SECONDS if wait else 0)
         return not any(thread.is_alive() for thread in self._threads)
 
     def _late(self) -> str:

@@ -21,7 +21,6 @@ from batchwright.runtime.task import Task
 
 from .process import ThisProcess, collectives
 
-
 _OFFERED = ("__getitems__", "describe", "retries_itself")
 
 

@@ -184,7 +184,9 @@ class Settings:
             message = f"read_timeout={self.read_timeout}: must be above 0, in seconds."
             found.append(Violation(message, "read_timeout", self.read_timeout))
         if self.read_ahead > 1 and hosts is None:
-            message = f"read_ahead={self.read_ahead} needs loading_hosts: without it every rank reads for itself. Nearest: 1."
+            message = (
+                f"read_ahead={self.read_ahead} needs loading_hosts: without it every rank reads for itself. Nearest: 1."
+            )
             found.append(Violation(message, "read_ahead", self.read_ahead, (1,)))
         if self.max_tokens is not None and not self.max_tokens > 0:
             message = f"max_tokens={self.max_tokens}: must be above 0; None sets no limit."

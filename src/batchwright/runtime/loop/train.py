@@ -374,7 +374,9 @@ class _Loop(Session):
             self._save(wait=True)
         self.times["stop_seconds"] = time.time() - ended
         status = self.status("complete" if reason in ("end", "tokens") else "stopped", reason)
-        self.emit("stop", reason=reason, step=self.step, samples=self.position, next_stage=status.next_stage, **self.loading)
+        self.emit(
+            "stop", reason=reason, step=self.step, samples=self.position, next_stage=status.next_stage, **self.loading
+        )
         if self.process.rank == 0:
             self.write_status(status)
         self.process.maximum(0)  # no rank exits before the status is written
