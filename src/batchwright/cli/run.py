@@ -46,7 +46,9 @@ _world_options = stack(
     number("--devices", "Number of processes in total, instead of --nodes and --devices-per-node."),
 )
 _loading_options = stack(
-    number("--loading-hosts", "Nodes that read data and send the others their rows, at most.  [default: every rank reads]"),
+    number(
+        "--loading-hosts", "Nodes that read data and send the others their rows, at most.  [default: every rank reads]"
+    ),
     number("--expansion-factor", "All nodes / reading nodes, instead of --loading-hosts.", "F"),
     number("--read-ahead", "With --loading-hosts: steps whose rows are read at once.  [default: 1]"),
 )

@@ -97,7 +97,13 @@ def test_a_reader_and_a_trainer_are_killed_and_no_sample_is_lost(tmp_path) -> No
 
 
 def test_settings_of_reading_hosts_are_checked() -> None:
-    wrong = {"loading_hosts": 0}, {"loading_hosts": (0, -1)}, {"read_ahead": 2}, {"read_timeout": 0.0}, {"read_retries": -1}
+    wrong = (
+        {"loading_hosts": 0},
+        {"loading_hosts": (0, -1)},
+        {"read_ahead": 2},
+        {"read_timeout": 0.0},
+        {"read_retries": -1},
+    )
     for changes in wrong:
         with pytest.raises(ConfigError, match=next(iter(changes))):
             Settings(directory="", **changes)
