@@ -9,6 +9,7 @@ from batchwright.core.errors import either
 from batchwright.core.numbers import nearest_multiples
 
 from .equation import Unknowns
+from .loading import enough_readers, reader_load
 from .request import BatchRequest, asked_for
 
 if TYPE_CHECKING:
@@ -253,12 +254,35 @@ def notes_for(plan: BatchPlan, *, chosen: bool) -> tuple[str, ...]:
             "Usual ranges for fine-tuning: global batch 32-64, micro batch 1-4 with checkpointed activations, "
             f"accumulation 8-32; this plan has {plan.global_batch_size}, {micro} and {steps}."
         )
+    if advice := _reader_note(plan):
+        notes.append(advice)
     if plan.loading.placeholder_rows:
         notes.append(
             f"{plan.loading.loading_hosts} of {plan.loading.hosts} hosts read; {plan.loading.placeholder_rows} "
             "placeholder rows fill the assembled array and are not trained on."
         )
     return tuple(notes)
+
+
+# Hosts from which on it matters how many of them open connections.
+_MANY_HOSTS = 16
+_TOKEN_BYTES = 4
+
+
+def _reader_note(plan: BatchPlan) -> str | None:
+    """How many hosts are enough to read, by the model of docs/data.md, if nobody has said how many read."""
+    load, seconds, length = plan.loading, plan.step_seconds, plan.sequence_length
+    if load.hosts < _MANY_HOSTS or load.loading_hosts < load.hosts or not seconds or not length:
+        return None
+    rows, size = plan.global_batch_size, length * _TOKEN_BYTES
+    few, all_ = enough_readers(rows, size, load.hosts, seconds), reader_load(rows, size, load.hosts, load.hosts)
+    if few is None or 2 * few.loading_hosts > load.hosts:
+        return None
+    return (
+        f"loading_hosts={few.loading_hosts} would be enough: each reads its rows in {few.read_seconds:.2g} s and sends them in "
+        f"{few.send_seconds:.2g} s, while a step takes {seconds:.3g} s; the storage has {few.connections:,} connections instead "
+        f"of {all_.connections:,}. A model, with {size:,} bytes per row and an assumed storage; measure yours."
+    )
 
 
 def _pipeline_notes(plan: BatchPlan) -> list[str]:

@@ -190,6 +190,58 @@ def readers_on(hosts: int, loading_hosts: int | None, expansion_factor: Fraction
     return max(1, (hosts / expansion_factor).__ceil__())
 
 
+# What a reading host can do. Assumed of the storage: an object store's first byte and one stream of it; a host's network.
+REQUEST_SECONDS = 0.1
+STREAM_BYTES = 50e6  # per second and connection
+SEND_BYTES = 1e9  # per second
+CONNECTIONS = 8  # of a reading host: its workers
+REQUEST_ROWS = 256
+RESERVE = 2  # readers take at most this part of a step
+
+
+@dataclass(frozen=True)
+class ReaderLoad:
+    """What one step costs with a number of reading hosts, by the model of docs/data.md."""
+
+    loading_hosts: int
+    connections: int
+    read_seconds: float
+    send_seconds: float
+    sent_bytes: float
+    """Per reading host and step."""
+
+
+def reader_load(rows: int, row_bytes: float, hosts: int, loading_hosts: int) -> ReaderLoad:
+    """The model: each reader reads its rows in requests over several connections, and sends what it does not keep.
+
+    >>> reader_load(4096, 16384, hosts=1000, loading_hosts=8).connections
+    64
+    """
+    own = -(-rows // loading_hosts)
+    connections = min(CONNECTIONS, own)
+    each = -(-own // connections)  # rows over one connection
+    read = -(-each // REQUEST_ROWS) * REQUEST_SECONDS + each * row_bytes / STREAM_BYTES
+    sent = own * row_bytes * (1 - loading_hosts / hosts)
+    return ReaderLoad(loading_hosts, loading_hosts * connections, read, sent / SEND_BYTES, sent)
+
+
+def enough_readers(rows: int, row_bytes: float, hosts: int, step_seconds: float) -> ReaderLoad | None:
+    """The fewest reading hosts that read and send a step's rows in half of a step; None if all hosts are too few.
+
+    >>> enough_readers(4096, 16384, hosts=1000, step_seconds=2.0).loading_hosts
+    1
+    """
+    low, high = 1, hosts + 1
+    while low < high:
+        middle = (low + high) // 2
+        load = reader_load(rows, row_bytes, hosts, min(middle, hosts))
+        if max(load.read_seconds, load.send_seconds) * RESERVE <= step_seconds:
+            high = middle
+        else:
+            low = middle + 1
+    return reader_load(rows, row_bytes, hosts, low) if low <= hosts else None
+
+
 def _shares(total: int, parts: int) -> int | tuple[int, ...]:
     each, extra = divmod(total, parts)
     return each if not extra else (each + 1,) * extra + (each,) * (parts - extra)

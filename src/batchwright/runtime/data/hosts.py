@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import cast
 
 from batchwright.core.batch.loading import loading, part_of, share
 from batchwright.core.errors import PlanError
@@ -77,7 +76,7 @@ def _reading(given: LoadingHosts, hosts: int) -> tuple[int, ...]:
                 nearest=(1,),
             )
         return tuple(range(loading(1, hosts=hosts, loading_hosts=given).loading_hosts))
-    chosen = cast("tuple[int, ...]", tuple(given))
+    chosen = tuple(given)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(hosts)):
         raise PlanError(
             f"loading_hosts={str(list(chosen))[:60]}: must name at least one host, each once, out of 0 to {hosts - 1}.",

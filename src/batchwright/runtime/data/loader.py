@@ -126,7 +126,7 @@ class Loader:
         self.sampler = sampler
         self._rows_read = 0
         self._exchange: Exchange | None = None
-        self.waited_seconds = 0.0
+        self.waited_seconds: float = 0.0
         """Seconds that this rank has waited for micro batches."""
         self._reader = Reader(dataset, order.seed, collate or default_collate, read_retries)
         self._slices = _SlicesWithIds(sampler, order)
@@ -291,7 +291,7 @@ class _Requests:
         assert reader is not None
         for batch in load_batches(self.sampler, self.read_ahead):
             own = batch.read_by(reader, readers)
-            known = ids(own).tolist() if ids and own else []
+            known: list[int] = ids(own).tolist() if ids and own else []
             parts = max(self.parts, -(-len(own) // _MOST_ROWS))
             for part in filter(None, (share(own, i, parts) for i in range(parts))):
                 here = known[part.start - own.start : part.stop - own.start]
@@ -340,7 +340,7 @@ def _kill_workers(iterator: Any) -> None:
     if iterator is None:
         return
     # torch's handler of SIGCHLD would raise in the middle of anything.
-    signal_handling._remove_worker_pids(id(iterator))  # pyright: ignore[reportPrivateUsage]
+    cast(Any, signal_handling)._remove_worker_pids(id(iterator))
     iterator._worker_pids_set, iterator._shutdown = False, True
     for worker in iterator._workers:
         worker.kill()

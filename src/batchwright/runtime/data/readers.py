@@ -101,7 +101,7 @@ class ReadingHosts:
                     field="loading_hosts",
                     given=len(self.readers),
                 )
-            self.names[rank] = bytes(other[:_NAME_BYTES].tolist()).rstrip(b"\0").decode(errors="replace")
+            self.names[rank] = other[:_NAME_BYTES].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
     def named(self, rank: int) -> str:
         """A rank's host, for errors: `host 1 (gpu-17, rank 8)`."""
@@ -245,7 +245,7 @@ class Exchange:
             block = torch.empty(0, dtype=torch.uint8)
             try:
                 self._post("irecv", head, rank, 0).wait(_FOREVER)
-                begin, count, size = cast("list[int]", head.tolist())
+                begin, count, size = (int(number) for number in head)
                 block = torch.empty(size, dtype=torch.uint8)
                 self._post("irecv", block, rank, 0).wait(_FOREVER)
             except RuntimeError as error:
@@ -257,7 +257,7 @@ class Exchange:
             if begin == _ERROR:
                 raise RunError(
                     f"{self._hosts.named(rank)} could not read the rows from position {first:,} on: "
-                    f"{bytes(block.tolist()).decode(errors='replace')}",
+                    f"{block.numpy().tobytes().decode(errors='replace')}",
                     field="loading_hosts",
                 )
         if begin != first:

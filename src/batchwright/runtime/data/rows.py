@@ -93,12 +93,9 @@ def _describe(value: Any, leaves: list[Any]) -> Any:
         return ["d", list(value), [_describe(one, leaves) for one in value.values()]]
     if kind is list or kind is tuple:
         return ["l" if kind is list else "u", [_describe(one, leaves) for one in value]]
-    if kind is np.ndarray and value.dtype.kind in "biufc":
+    if (kind is np.ndarray or issubclass(kind, np.generic)) and value.dtype.kind in "biufc":
         leaves.append(value)
-        return ["a", value.dtype.str, list(value.shape)]
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        leaves.append(value)
-        return ["g", value.dtype.str, []]
+        return ["a" if kind is np.ndarray else "g", value.dtype.str, list(value.shape)]
     if kind in _PLAIN:
         leaves.append(value)
         return [_PLAIN[kind]]
@@ -143,8 +140,10 @@ def _read(kind: Any, count: int, member: Any, block: torch.Tensor, begin: int) -
     if name in ("a", "g"):
         dtype, shape = np.dtype(kind[1]), kind[2]
         size = count * dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        found = block.numpy()[begin + member : begin + member + size].view(dtype).reshape(count, *shape)
-        return found if name == "a" and shape else [one.copy() if name == "a" else one[()] for one in _each(found)]
+        array = block.numpy()[begin + member : begin + member + size].view(dtype).reshape(count, *shape)
+        return (
+            list(array) if name == "a" and shape else [one.copy() if name == "a" else one[()] for one in _each(array)]
+        )
     if name in ("y", "p"):
         at, lengths = begin + member[0], member[1]
         found: list[Any] = []

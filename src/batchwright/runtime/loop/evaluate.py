@@ -56,9 +56,14 @@ class Part:
         inner = getattr(self.__dict__["dataset"], name) if name in _OFFERED and "dataset" in self.__dict__ else None
         if inner is None:
             raise AttributeError(name)
-        if name == "__getitems__":
-            return lambda ids: inner([self.start + id for id in ids])
-        return (lambda id: inner(self.start + id)) if name == "describe" else inner
+
+        def rows(ids: list[int]) -> Any:
+            return inner([self.start + id for id in ids])
+
+        def named(id: int) -> str:
+            return inner(self.start + id)
+
+        return rows if name == "__getitems__" else named if name == "describe" else inner
 
 
 def evaluate(

@@ -99,7 +99,7 @@ class Session:
         self.times = {"setup_seconds": 0.0, "load_seconds": 0.0, "save_seconds": 0.0, "evaluation_seconds": 0.0}
         self.reading: ReadingHosts | None = None
         self.loading: dict[str, Any] = {}
-        self.waited_seconds = 0.0
+        self.waited_seconds: float = 0.0
         self.events: Events | None = None
         self.ledger: Ledger | None = None
         self.given_trackers = tuple(trackers)

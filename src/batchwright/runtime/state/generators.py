@@ -59,8 +59,8 @@ def seen() -> tuple[Any, ...]:
     (True, False)
     """
     numpy = np.random.get_state(legacy=False)
-    key = cast(bytes, numpy["state"]["key"].tobytes())
-    cpu = cast(bytes, torch.default_generator.get_state().numpy().tobytes())
+    key = numpy["state"]["key"].tobytes()
+    cpu = torch.default_generator.get_state().numpy().tobytes()
     return random.getstate(), key, numpy["state"]["pos"], numpy["has_gauss"], cpu
 
 
