@@ -222,13 +222,20 @@ def rank_main(rank: int, port: int, rendezvous: int, rounds: int, steps: int, to
             result = timed(make, 5 * steps, STEP)
             if rank == 0:
                 found.setdefault(f"local | {name}", []).append(result)
+    block, rates = torch.zeros(4 << 20, dtype=torch.uint8), []
+    for _ in range(20):
+        dist.barrier()
+        begun = time.perf_counter()
+        if rank < 2:
+            (dist.send if rank == 0 else dist.recv)(block, 1 - rank, group=one.group)
+        rates.append(block.nbytes / (time.perf_counter() - begun))
     if rank == 0:
-        to.send((found, sending()))
+        to.send((found, (*packing(), median(rates))))
     dist.barrier()
     os._exit(0)
 
 
-def sending() -> tuple[float, float]:
+def packing() -> tuple[float, float]:
     """Microseconds to pack and to unpack a row."""
     import torch
 
@@ -265,7 +272,7 @@ def main() -> None:
     ]
     for rank in ranks:
         rank.start()
-    found, (packing, unpacking) = receiver.recv()
+    found, (packed, unpacked, rate) = receiver.recv()
     for rank in ranks:
         rank.join()
     server.kill()
@@ -290,7 +297,10 @@ def main() -> None:
             ratio = f"{median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
             seconds, used = (median(column) for column in zip(*rounds, strict=True))
             print(f"| {name[8:]} | {1e3 * seconds:.1f} | {ratio} | {1e3 * used:.1f} |")
-    print(f"\nPacking a row of 16 KiB takes {packing:.1f} µs, unpacking it {unpacking:.1f} µs.")
+    print(
+        f"\nPacking a row of 16 KiB takes {packed:.1f} µs, unpacking it {unpacked:.1f} µs; 4 MiB go to another rank at "
+        f"{rate / 1e9:.1f} GB/s."
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .data.loader import Loader as Loader
     from .data.loader import Micro as Micro
     from .data.order import GlobalOrder as GlobalOrder
+    from .data.readers import ReadingHosts as ReadingHosts
     from .data.sampler import Slice as Slice
     from .data.sampler import StepSampler as StepSampler
     from .data.windows import windows as windows
@@ -53,6 +54,7 @@ _HOMES = {
     "NoiseEstimate": "step.noise",
     "NoiseScale": "step.noise",
     "Ranks": "ranks",
+    "ReadingHosts": "data.readers",
     "Settings": "loop.settings",
     "Slice": "data.sampler",
     "StepResult": "step.accumulate",
