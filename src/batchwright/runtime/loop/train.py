@@ -153,14 +153,14 @@ class _Loop(Session):
             self.nonfinite_in_a_row = 0 if math.isfinite(result.loss) else self.nonfinite_in_a_row + 1
             self.nonfinite_steps += bool(self.nonfinite_in_a_row)
             now = time.perf_counter()
+            if self.on_step is not None:
+                self.on_step(result, self.model, self.optimizer)
             number, waits = process.maxima(self.signals.received, round(1e6 * (loader.waited_seconds - waited)))
             waited, wait_seconds = loader.waited_seconds, waits / 1e6
             self.waited_seconds += wait_seconds
             # The first step of a launch is always shown, at once: from then on the supervisor's limit for a step applies.
             if plan.step % settings.log_every == 0 or last == begun:
                 self._step_event(plan, result, now - before, wait_seconds, micro_of(plan), first=last == begun)
-            if self.on_step is not None:
-                self.on_step(result, self.model, self.optimizer)
             if self.nonfinite_in_a_row and self.nonfinite_in_a_row == settings.stop_after_nonfinite:
                 self._fail_nonfinite()
             # At the end of the schedule the run is complete, not stopped.
