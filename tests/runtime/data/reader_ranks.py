@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from batchwright.core.ramp.rules import Linear
+from batchwright.core.ramp.rules import Constant, Linear
 from batchwright.core.ramp.schedule import Schedule
 from batchwright.runtime.data.loader import Loader, Micro
 from batchwright.runtime.data.order import GlobalOrder
@@ -155,15 +156,15 @@ def failing(rank: int, ranks: int, dataset: Any, options: dict[str, Any]) -> str
     return "no error"
 
 
-def killed(rank: int, ranks: int, to: Any, victim: int) -> None:
-    """One rank kills itself in mid-iteration. The others send their errors; they have to come by themselves."""
-    loader = Loader(Noisy(), GlobalOrder(50, seed=11), sampler(rank, ranks), loading_hosts=1, read_timeout=600)
+def killed(rank: int, store: str, victim: int, to: Any) -> None:
+    """One of two ranks kills itself in mid-iteration; the other sends its error, which has to come by itself."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    multiprocessing.set_start_method("fork", force=True)
+    steps = StepSampler(Constant(4).compile(), 2, rank, 2)
     try:
-        for number, _ in enumerate(loader):
+        for number, _ in enumerate(Loader(Source(bad=-1), GlobalOrder(50), steps, loading_hosts=1, read_timeout=600)):
             if rank == victim and number == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
     except Exception as error:
-        to.put((rank, str(error)))
-    else:
-        to.put((rank, "no error"))
+        to.send(str(error))
     os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +137,31 @@ def test_a_slow_trainer_holds_the_reader_back(run_ranks, tmp_path: Path) -> None
 def test_a_row_that_cannot_be_read_is_named_on_every_rank(run_ranks) -> None:
     reader, other = run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Source(bad=7), {"read_retries": 1})
     assert "ConnectionResetError" in reader and "row 7 of data.bin" in reader and "2 times" in reader
-    assert other.startswith("RunError: host 0 (") and "rank 0) could not read the rows from position" in other
+    assert other.startswith("RunError: host 0 (") and "rank 0) could not read the rows from dataset[" in other
     assert "ConnectionResetError" in other and "row 7 of data.bin" in other and "the sample at position" in other
 
 
 @pytest.mark.slow
 def test_a_reader_that_hangs_is_named_within_the_time_out(run_ranks) -> None:
     for text in run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Source(bad=7, hang=True), {"read_timeout": 3.0}):
-        assert text.startswith("RunError: host 0 (") and "rank 0) has not delivered the rows from position" in text
-        assert "for 3 s" in text
+        assert text.startswith("RunError: host 0 (") and "rank 0) has delivered no rows for 3 s, from dataset[" in text
+        assert "of data.bin), the sample at position" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])  # the reader, and a rank that only trains
+def test_a_rank_that_is_killed_is_named_at_once(victim: int, tmp_path: Path) -> None:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = [(rank, str(tmp_path / "store"), victim, sender) for rank in range(2)]
+    processes = [context.Process(target=reader_ranks.killed, args=one) for one in arguments]
+    for process in processes:
+        process.start()
+    assert receiver.poll(300)
+    text = receiver.recv()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [-9 if rank == victim else 0 for rank in range(2)]
+    assert f"host {victim} (" in text and f"rank {victim}) has gone" in text
+    assert "of data.bin), the sample at position" in text or victim == 1

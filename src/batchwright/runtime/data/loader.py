@@ -201,6 +201,7 @@ class Loader:
             None if self._requests is None else self._requests.each(None),
             read,
             self._read_timeout,
+            lambda position: self._reader.named([position], self._slices.order.ids([position]).tolist()),
         )
         rows: list[Any] = []
         last: list[Any] = []

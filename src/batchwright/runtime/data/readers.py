@@ -121,7 +121,7 @@ class Exchange:
     """One iteration on one rank: its two threads, and the rows that have arrived.
 
     `requests` and `reads` are None on ranks that do not read; `reads` yields, for every request, the block of packed rows,
-    where each rank's part of it begins, and how many rows were read.
+    where each rank's part of it begins, and how many rows were read. `row` names the row at a position.
     """
 
     def __init__(
@@ -131,9 +131,10 @@ class Exchange:
         requests: Iterator[Request] | None,
         reads: Iterator[tuple[torch.Tensor, list[int], int]] | None,
         timeout: float,
+        row: Callable[[int], str],
     ) -> None:
         self._hosts, self._batches, self._requests, self._reads = hosts, batches, requests, reads
-        self._timeout = timeout
+        self._timeout, self._row = timeout, row
         self._tag = 2 * hosts.iterations
         hosts.iterations += 1
         self._arrived: SimpleQueue[tuple[list[Any], bool] | BaseException | None] = SimpleQueue()
@@ -188,7 +189,7 @@ class Exchange:
             return f"no rows arrived for {self._timeout:g} s, and no reader was asked for any."
         rank, position = self._awaited
         return (
-            f"{self._hosts.named(rank)} has not delivered the rows from position {position:,} on for {self._timeout:g} s: it "
+            f"{self._hosts.named(rank)} has delivered no rows for {self._timeout:g} s, from {self._row(position)} on: it "
             "hangs, or a read takes longer than read_timeout. No row was skipped: the run continues at the last checkpoint."
         )
 
@@ -250,13 +251,13 @@ class Exchange:
                 self._post("irecv", block, rank, 0).wait(_FOREVER)
             except RuntimeError as error:
                 raise RunError(
-                    f"{self._hosts.named(rank)} has gone. It was to deliver the rows from position {first:,} on. No row was "
+                    f"{self._hosts.named(rank)} has gone. It was to deliver rows from {self._row(first)} on. No row was "
                     f"skipped: the run continues at the last checkpoint. gloo says: {str(error)[:200]}",
                     field="loading_hosts",
                 ) from None
             if begin == _ERROR:
                 raise RunError(
-                    f"{self._hosts.named(rank)} could not read the rows from position {first:,} on: "
+                    f"{self._hosts.named(rank)} could not read the rows from {self._row(first)} on: "
                     f"{block.numpy().tobytes().decode(errors='replace')}",
                     field="loading_hosts",
                 )

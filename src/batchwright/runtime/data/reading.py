@@ -31,7 +31,7 @@ class MapDataset(Protocol):
     """What a dataset must have: `len(dataset)` and `dataset[i]`. For packed sequences, i counts packed samples.
 
     It may also have `__getitems__(ids) -> list`, which reads many rows at once; `describe(i) -> str`, which names the file
-    and row in errors; and `retries_itself = True`, so that nobody else retries.
+    and row in errors, without reading; and `retries_itself = True`, so that nobody else retries.
     """
 
     def __len__(self) -> int: ...
@@ -114,18 +114,19 @@ class Reader:
             try:
                 return read()
             except StopIteration as error:  # would end the caller's loop as if the data were complete
-                raise RunError(f"{self._named(positions, ids)} raised StopIteration.") from error
+                raise RunError(f"{self.named(positions, ids)} raised StopIteration.") from error
             except Exception as error:
                 passing = isinstance(error, _PASSING) and not isinstance(error, _LASTING)
                 if not passing or attempt == self.retries:
                     again = f", {attempt + 1} times" if attempt else ""
-                    error.add_note(f"batchwright: reading {self._named(positions, ids)}{again}")
+                    error.add_note(f"batchwright: reading {self.named(positions, ids)}{again}")
                     raise
             self.pause(wait)
             wait = min(2 * wait, LONGEST_WAIT)
         raise AssertionError  # the loop returns or raises
 
-    def _named(self, positions: Sequence[int], ids: list[int]) -> str:
+    def named(self, positions: Sequence[int], ids: list[int]) -> str:
+        """Rows in an error: ids, what the dataset says of them, positions."""
         describe = getattr(self.dataset, "describe", None)
         where = ""
         if callable(describe):
