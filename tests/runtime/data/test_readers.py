@@ -143,9 +143,10 @@ def test_a_row_that_cannot_be_read_is_named_on_every_rank(run_ranks) -> None:
 
 @pytest.mark.slow
 def test_a_reader_that_hangs_is_named_within_the_time_out(run_ranks) -> None:
-    for text in run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Source(bad=7, hang=True), {"read_timeout": 3.0}):
-        assert text.startswith("RunError: host 0 (") and "rank 0) has delivered no rows for 3 s, from dataset[" in text
-        assert "of data.bin), the sample at position" in text
+    texts = run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Source(bad=7, hang=True), {"read_timeout": 3.0})
+    for text in texts:  # the rank that notices first ends the reading, and the other one may hear of that
+        assert text.startswith("RunError: host 0 (") and "of data.bin), the sample at position" in text
+    assert any("rank 0) has delivered no rows for 3 s, from dataset[" in text for text in texts)
 
 
 @pytest.mark.slow
