@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .data.loader import Loader as Loader
     from .data.loader import Micro as Micro
     from .data.order import GlobalOrder as GlobalOrder
+    from .data.readers import ReadingHosts as ReadingHosts
     from .data.sampler import Slice as Slice
     from .data.sampler import StepSampler as StepSampler
     from .data.sources.access import Access as Access
@@ -64,6 +65,7 @@ _HOMES = {
     "NoiseScale": "step.noise",
     "Parquet": "data.sources.parquet",
     "Ranks": "ranks",
+    "ReadingHosts": "data.readers",
     "Reads": "data.sources.access",
     "Settings": "loop.settings",
     "Shards": "data.sources.shards",
