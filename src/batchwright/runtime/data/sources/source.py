@@ -53,6 +53,8 @@ def locate(indexes: Sequence[int], ends: Int64s, name: str) -> list[Place]:
 class Source(ABC):
     """A map-style dataset over files: `len(source)`, `source[i]`, and `source.__getitems__([i, j, …])` in one go."""
 
+    retries_itself = True  # the loader does not retry as well
+
     def __init__(self, path: str | Path | Sequence[str | Path], access: Access | None) -> None:
         self.files: tuple[str, ...] = paths(path)
         self.access = access or Access()
