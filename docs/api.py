@@ -36,7 +36,8 @@ GROUPS = {
     },
     batchwright.runtime: {
         "Task and device": "Task load_task to_device",
-        "Order, sampler, loader": "GlobalOrder StepSampler Slice Loader Micro windows",
+        "Order, sampler, loader": "GlobalOrder StepSampler Slice Loader ReadingHosts Micro windows",
+        "Sources": "TokenFile JsonLines Parquet TarShards Shards indexed Access Reads",
         "Step": "accumulate Accumulator GradientStep StepResult NoiseScale NoiseEstimate",
         "Checkpoint and ledger": "Checkpoints Ledger next_launch audit LedgerAudit",
         "Loop": "train Settings read_events",

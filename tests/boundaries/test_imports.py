@@ -39,7 +39,8 @@ THIRD_PARTY = {
     "rundir": set(),
     "processes": set(),
     "dialects": {"yaml"},
-    "runtime": {"torch", "numpy", "rich"},  # the last where a bar is asked for
+    # rich where a bar is asked for; fsspec and pyarrow in the sources
+    "runtime": {"torch", "numpy", "rich", "fsspec", "pyarrow"},
     "launch": {"rich"},
 }
 # One framework per adapter, one package per tracker; what they share imports none.

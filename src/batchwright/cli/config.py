@@ -29,7 +29,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "context_parallel", "expert_parallel", "expert_tensor_parallel", "pipeline_schedule", "pipeline_style",
         "pipeline_microbatches", "pipeline_group", "virtual_stages", "delayed_forwarding",
     ),
-    "loading": ("hosts", "expansion_factor", "loading_hosts", "stored_hosts", "equal_rows"),
+    "loading": ("hosts", "expansion_factor", "loading_hosts", "stored_hosts", "equal_rows", "read_ahead"),
     "ramp": (
         "linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling", "recipe",
         "sequence_lengths", "allow_falling", "samples", "tokens", "epochs", "dataset_size", "last_step", "start_sample",

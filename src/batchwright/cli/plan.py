@@ -65,6 +65,7 @@ _loading_options = stack(
     number("--loading-hosts", "Hosts that read data.  [default: all]"),
     number("--stored-hosts", "Hosts that stored the position from which this job continues.  [default: --hosts]"),
     click.option("--equal-rows", is_flag=True, help="Require that every reading host fetches the same number of rows."),
+    number("--read-ahead", "Steps whose rows are read at once.  [default: 1]"),
 )
 
 
@@ -316,8 +317,8 @@ def render(made: BatchPlan, near: tuple[Nearby, ...] | None = None) -> list[str]
         p = made.pipeline
         lines += ["", f"pipeline: {p.schedule}, {p.stages} stages", *_numbers(made, p, _PIPELINE)]
     load = made.loading
-    if load.hosts > 1 or load.expansion_factor != 1:
-        more = ["read_amplification"] * (load.read_amplification != 1)
+    if load.hosts > 1 or load.expansion_factor != 1 or load.read_ahead > 1:
+        more = ["read_amplification"] * (load.read_amplification != 1 or load.loading_hosts < load.hosts)
         lines += ["", "loading:", *_numbers(made, load, [*_LOADING, *more])]
         if load.stored_shards:
             lines.append(f"  host h continues with stored shards h, h + {load.hosts}, … of {load.stored_shards}")
@@ -339,7 +340,7 @@ _ALWAYS = {
     "loading_hosts",
 }
 _PIPELINE = ("virtual_stages", "pipeline_microbatches", "bubble_fraction", "recommended_microbatches")
-_LOADING = ("hosts", "loading_hosts", "expansion_factor", "load_batch_size", "rows_per_loading_host")
+_LOADING = ("hosts", "loading_hosts", "expansion_factor", "read_ahead", "load_batch_size", "rows_per_loading_host")
 _FEW = 6
 _ROWS = 12
 

@@ -45,6 +45,13 @@ _world_options = stack(
     number("--devices-per-node", "Processes (devices) in each node."),
     number("--devices", "Number of processes in total, instead of --nodes and --devices-per-node."),
 )
+_loading_options = stack(
+    number(
+        "--loading-hosts", "Nodes that read data and send the others their rows, at most.  [default: every rank reads]"
+    ),
+    number("--expansion-factor", "All nodes / reading nodes, instead of --loading-hosts.", "F"),
+    number("--read-ahead", "With --loading-hosts: steps whose rows are read at once.  [default: 1]"),
+)
 _launch_options = stack(
     number(
         "--engine",
@@ -128,6 +135,7 @@ _LAUNCH_FLAGS = (
 @rule_options
 @batch_options
 @_world_options
+@_loading_options
 @node_options
 @_launch_options
 @click.option(
@@ -394,6 +402,8 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
         lines += [f"reason: {now.reason}"]
     if rows := shown.launch_rows(now):
         lines += ["", *text.table(rows, head=shown.LAUNCH_HEAD, right=range(7))]
+    if rows := shown.reading_rows(now):
+        lines += ["", "reading:", *text.table(rows, head=shown.READING_HEAD, right=(0, 2, 3, 4))]
     if jobs:
         lines += ["", *text.table(jobs.cells(), head=jobs.head, right=(0, 1, *range(3, 9))), f"  {jobs.sum(plan)}"]
     if rows := shown.boundary_rows(now.boundaries):

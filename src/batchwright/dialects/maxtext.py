@@ -115,6 +115,12 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
                 given=str(given.value),
                 nearest=(-1, 1),
             )
+        if 0 < factor < 1:
+            notes.append(
+                f"MaxText's current code also multiplies its load batch by expansion_factor_real_data: with {factor} it loads "
+                f"{factor} of the batch that it trains on, and its stored states had {1 / factor} times the rows per host. "
+                "Here the load batch is the global batch."
+            )
         found["expansion_factor"] = Given(Fraction(1) if factor == -1 else factor, given.origin, given.level)
     if ramp:
         found["per_device"] = ramp

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from batchwright.core.batch.loading import readers_on
 from batchwright.core.batch.request import BatchRequest
 from batchwright.core.errors import ConfigError, EnvironmentFault, ScheduleError
 from batchwright.core.ramp.ramp import Ramp
@@ -78,6 +79,7 @@ def build(
             given=request.tensor_parallel,
             nearest=(1,),
         )
+    _check_loading(request, notes, task=bool(target))
     if placeholders(command) & set(BATCH_PLACEHOLDERS) and not wanted.stop_every_stage:
         wanted = replace(wanted, stop_every_stage=True)
         notes.append("The command has a placeholder for its batch, so every stage is a launch of its own.")
@@ -132,6 +134,38 @@ def build(
         notes=tuple(notes),
     )
     return _with_past(before[0], plan) if before else plan, replace(made, notes=(*notes, *made.notes))
+
+
+_LOADING = ("loading_hosts", "expansion_factor", "read_ahead", "hosts", "stored_hosts", "equal_rows")
+
+
+def _check_loading(request: BatchRequest, notes: list[str], *, task: bool) -> None:
+    """What a run does with the section `loading`, or why it cannot."""
+    given = [name for name in _LOADING if name in request.given]
+    if given and not task:
+        notes.append(f"A command reads its data itself: {', '.join(given)} is for tasks only.")
+        return
+    factor = request.expansion_factor
+    if request.loading_hosts is not None and factor is not None:
+        raise ConfigError("loading_hosts and expansion_factor are mutually exclusive.", field="expansion_factor")
+    if factor is not None and factor < 1:
+        raise ConfigError(
+            f"expansion_factor={factor}: must be at least 1 in a run. Below 1 it means that fewer hosts continue from the "
+            "states of more hosts; a run of batchwright continues from one position, on any number of hosts.",
+            field="expansion_factor",
+            given=str(factor),
+            nearest=(1,),
+        )
+    if request.read_ahead > 1 and readers_on(1, request.loading_hosts, factor) is None:
+        raise ConfigError(
+            f"read_ahead={request.read_ahead} needs loading_hosts: without it every rank reads for itself, and its workers "
+            "read ahead (task.settings.num_workers).",
+            field="read_ahead",
+            given=request.read_ahead,
+            nearest=(1,),
+        )
+    if unused := [name for name in ("hosts", "stored_hosts", "equal_rows") if name in given]:
+        notes.append(f"Not used by a run, in which a host is a node and every row is read once: {', '.join(unused)}.")
 
 
 def _with_past(past: RunPlan, plan: RunPlan) -> RunPlan:

@@ -116,6 +116,8 @@ _REPLACED: Mapping[str, tuple[str, ...]] = {
     "global_batch_size": ("global_batch_size_tokens",),
     "global_batch_size_tokens": ("global_batch_size",),
     "nodes": ("devices", "data_parallel_size"),
+    "loading_hosts": ("expansion_factor",),
+    "expansion_factor": ("loading_hosts",),
     "devices": ("nodes", "devices_per_node", "data_parallel_size"),
     "data_parallel_size": ("nodes", "devices_per_node", "devices"),
     "micro_batch_size": ("max_micro_batch_size", "accumulation_steps"),

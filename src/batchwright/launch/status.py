@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Collection, Mapping
@@ -21,6 +22,7 @@ from .show import duration
 from .work import Work, work
 
 LAUNCH_HEAD = ("launch", "stage", "nodes", "ranks", "from sample", "to sample", "time", "outcome")
+READING_HEAD = ("launch", "readers", "rows read", "amplification", "waited for data")
 BOUNDARY_HEAD = ("at sample", "save", "stop", "start", "load", "lost")
 
 
@@ -144,7 +146,23 @@ def _start(directory: RunDirectory, plan: RunPlan, number: int) -> dict[str, Any
         "position": ending.position if ending is not None else None,
         "reason": failure.reason if failure is not None else None,
         "seconds": round(ending.ended - manifest.started, 3) if ending is not None and manifest is not None else None,
+        "loading": _loading(directory, number) if plan.kind == TASK else None,
     }
+
+
+_LOADING_NUMBERS = ("rows_read", "rows_trained", "read_amplification", "wait_seconds")
+
+
+def _loading(directory: RunDirectory, number: int) -> dict[str, Any] | None:
+    """What the loop counted of its reads, once the launch has stopped; None if it is not known, or damaged."""
+    found: Any = (find_object(directory.path / names.status(number)) or {}).get("loading")
+    if not isinstance(found, dict):
+        return None
+    record = {key: cast("dict[str, Any]", found).get(key) for key in ("hosts", "loading_hosts", *_LOADING_NUMBERS)}
+    numbers = [record[key] for key in _LOADING_NUMBERS]
+    numbers += [value for key in ("hosts", "loading_hosts") if (value := record[key]) is not None]
+    known = all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers)
+    return record if known else None
 
 
 def stop(directory: RunDirectory, plan: RunPlan, now: bool = False) -> None:
@@ -191,6 +209,25 @@ def launch_rows(now: RunStatus, most: int = 16) -> list[tuple[str, ...]]:
                 "-" if seconds is None else f"{seconds:.1f} s",
                 (start["outcome"] or ("running" if now.state == "running" else "unknown"))
                 + (f": {start['reason']}" if start["reason"] else ""),
+            )
+        )
+    return rows
+
+
+def reading_rows(now: RunStatus, most: int = 16) -> list[tuple[str, ...]]:
+    """Who read, how much, and how long the trainers waited: one row per start that has stopped."""
+    rows: list[tuple[str, ...]] = []
+    for start in now.starts_list[-most:]:
+        if (read := start["loading"]) is None:
+            continue
+        readers = f"{read['loading_hosts']} of {read['hosts']} hosts" if read["loading_hosts"] else "every rank"
+        rows.append(
+            (
+                str(start["number"]),
+                readers,
+                f"{read['rows_read']:,}",
+                f"{read['read_amplification']:.2f}",
+                f"{read['wait_seconds']:.1f} s",
             )
         )
     return rows

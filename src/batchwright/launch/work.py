@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from batchwright.core import codec
+from batchwright.core.batch.loading import readers_on
 from batchwright.core.errors import (
     BatchwrightError,
     ConfigError,
@@ -120,6 +121,7 @@ class TaskWork:
             "stop_after_nonfinite": options.stop_after_nonfinite,
             "tracker": options.tracker,
             **options.settings,
+            **_loading(plan, launch),
             "directory": str(self._directory.path),
             "micro_batch_size": [stage.micro_batch_size for stage in plan.stages],
             "allow_ragged": any(_has_ragged_step(stage) for stage in plan.stages),
@@ -158,6 +160,16 @@ class TaskWork:
             except (ValueError, KeyError, TypeError, OverflowError):  # cut off, or not a line of the loop
                 continue
         return manifest.start_sample
+
+
+def _loading(plan: RunPlan, launch: Launch) -> dict[str, Any]:
+    """The settings of reading hosts for a launch: a node is a host. None if nobody asked for any."""
+    batch = plan.batch
+    readers = None if batch is None else readers_on(launch.nodes, batch.loading_hosts, batch.expansion_factor)
+    if batch is None or readers is None:
+        return {}
+    ranks = plan.ranks(launch) // launch.nodes
+    return {"loading_hosts": readers, "ranks_per_host": ranks, "read_ahead": batch.read_ahead}
 
 
 def _has_ragged_step(stage: Stage) -> bool:

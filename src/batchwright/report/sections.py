@@ -226,6 +226,7 @@ def _run(run: Document) -> Parts:
             _stages(plan["stages"], _STAGE | _PLANNED),
             _table("Where the numbers come from", ("number", "value", "source"), _given(plan)),
             _table("Launches", ("launch", "stage", "nodes", "ranks", "from sample", "to sample", "time", "outcome"), starts),
+            _table("Reading", ("launch", "readers", "rows read", "amplification", "waited for data"), _reading(run["history"])),
             _table("Time lost at boundaries", ("at sample", "save", "stop", "start", "load", "lost"), boundaries),
             *(_failure(f) for f in run["failures"][-_MOST_LINES:]),
             Lines("Earlier failures", (f"{earlier:,} more.",) if earlier > 0 else ()),
@@ -236,6 +237,17 @@ def _run(run: Document) -> Parts:
             _notes(plan),
         ],
     )  # fmt: skip
+
+
+def _reading(starts: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Who read, how much, and how long the trainers waited, for every launch that says so."""
+    rows: list[tuple[str, ...]] = []
+    for start in starts:
+        if read := start.get("loading"):
+            readers = f"{read['loading_hosts']} of {read['hosts']} hosts" if read["loading_hosts"] else "every rank"
+            numbers = (_cell(read["rows_read"]), f"{read['read_amplification']:.2f}", _seconds(read["wait_seconds"]))
+            rows.append((_cell(start["number"]), readers, *numbers))
+    return rows
 
 
 def _given(plan: Document) -> list[tuple[str, str, str]]:

@@ -51,6 +51,8 @@ class Status:
     """Steps of the lineage that overflowed in fp16: their samples count, the weights did not change."""
     nonfinite_steps: int = 0
     """Steps of the lineage whose loss was NaN or infinite."""
+    loading: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of this launch, once it has stopped: hosts, loading_hosts, rows_read, rows_trained, read_amplification, wait_seconds."""
 
     @property
     def exit_code(self) -> int:

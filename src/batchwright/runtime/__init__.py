@@ -1,7 +1,7 @@
 """The training loop and its parts, on torch's own DDP, FSDP2 and DataLoader.
 
     task     what a user's file returns
-    data/    which samples each rank reads in each step
+    data/    which samples each rank reads in each step, and files to read them from
     step/    the gradient of the whole global batch, at any split
     state/   checkpoints, the ledger of samples, and its audit
     loop/    `train`, which combines them
@@ -16,8 +16,17 @@ if TYPE_CHECKING:
     from .data.loader import Loader as Loader
     from .data.loader import Micro as Micro
     from .data.order import GlobalOrder as GlobalOrder
+    from .data.readers import ReadingHosts as ReadingHosts
     from .data.sampler import Slice as Slice
     from .data.sampler import StepSampler as StepSampler
+    from .data.sources.access import Access as Access
+    from .data.sources.access import Reads as Reads
+    from .data.sources.jsonl import JsonLines as JsonLines
+    from .data.sources.parquet import Parquet as Parquet
+    from .data.sources.shards import Shards as Shards
+    from .data.sources.shards import indexed as indexed
+    from .data.sources.tar import TarShards as TarShards
+    from .data.sources.tokens import TokenFile as TokenFile
     from .data.windows import windows as windows
     from .device import to_device as to_device
     from .loop.events import read_events as read_events
@@ -42,26 +51,35 @@ if TYPE_CHECKING:
 
 # Name -> module; imported on first use, since FSDP alone takes a second to import.
 _HOMES = {
+    "Access": "data.sources.access",
     "Accumulator": "step.accumulate",
     "Checkpoints": "state.checkpoint",
     "GlobalOrder": "data.order",
     "GradientStep": "step.accumulate",
+    "JsonLines": "data.sources.jsonl",
     "Ledger": "state.ledger",
     "LedgerAudit": "state.audit",
     "Loader": "data.loader",
     "Micro": "data.loader",
     "NoiseEstimate": "step.noise",
     "NoiseScale": "step.noise",
+    "Parquet": "data.sources.parquet",
     "Ranks": "ranks",
+    "ReadingHosts": "data.readers",
+    "Reads": "data.sources.access",
     "Settings": "loop.settings",
+    "Shards": "data.sources.shards",
     "Slice": "data.sampler",
     "StepResult": "step.accumulate",
     "StepSampler": "data.sampler",
+    "TarShards": "data.sources.tar",
     "Task": "task",
+    "TokenFile": "data.sources.tokens",
     "accumulate": "step.accumulate",
     "audit": "state.audit",
     "data_parallel": "ranks",
     "discover": "ranks",
+    "indexed": "data.sources.shards",
     "load_task": "task",
     "next_launch": "state.ledger",
     "read_events": "loop.events",

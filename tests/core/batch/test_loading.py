@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchwright
-from batchwright.core.batch.loading import Loading, loading
+from batchwright.core.batch.loading import Loading, enough_readers, loading, part_of, reader_load, share
 from batchwright.core.codec import decode, encode
 from batchwright.core.errors import PlanError
 from tests.examples import many
@@ -166,3 +166,45 @@ def test_a_plan_reads_with_its_nodes_unless_hosts_are_given():
     subset = batchwright.plan(micro_batch_size=1, nodes=4, devices_per_node=8, expansion_factor=2)
     assert (subset.loading.load_batch_size, subset.loading.placeholder_rows) == (64, 32)
     assert any("2 of 4 hosts read; 32 placeholder rows" in note for note in subset.notes)
+
+
+@settings(deadline=None, max_examples=many(200))
+@given(st.integers(0, 200), st.integers(1, 40), st.integers(0, 50))
+def test_shares_partition_a_span_and_part_of_is_their_inverse(length, parts, start):
+    span = range(start, start + length)
+    cut = [share(span, part, parts) for part in range(parts)]
+    assert [position for one in cut for position in one] == list(span)
+    assert max(map(len, cut)) - min(map(len, cut)) <= 1
+    assert all(part_of(span, position, parts) == part for part, one in enumerate(cut) for position in one)
+
+
+def test_read_ahead_multiplies_the_load_batch_and_not_the_amplification():
+    made = loading(512, hosts=64, loading_hosts=5, read_ahead=4)
+    assert (made.load_batch_size, made.rows_read, made.read_amplification) == (26215, 2048, 1.0)
+    assert made.rows_per_loading_host == (410, 410, 410, 409, 409)
+    assert sum(len(made.rows(host)) for host in range(64)) == 2048
+
+
+@pytest.mark.parametrize("seconds", [0.25, 0.5, 2.0, 30.0])
+def test_enough_readers_are_the_fewest_that_are_fast_enough(seconds):
+    def fast(readers):
+        load = reader_load(32768, 150_000, 1000, readers)
+        return 2 * max(load.read_seconds, load.send_seconds) <= seconds
+
+    slow = [readers for readers in range(1, 1001) if not fast(readers)]
+    found = enough_readers(32768, 150_000, 1000, seconds)
+    assert found is not None and found.loading_hosts == len(slow) + 1
+    assert enough_readers(32768, 150_000, 1000, 0.01) is None
+
+
+def test_plan_says_how_many_readers_are_enough():
+    known = {
+        "global_batch_size": 4096,
+        "micro_batch_size": 4,
+        "nodes": 1024,
+        "devices_per_node": 1,
+        "sequence_length": 8192,
+    }
+    assert any("loading_hosts=3 would be enough" in note for note in batchwright.plan(**known, step_seconds=0.5).notes)
+    for other in ({}, {"step_seconds": 0.5, "loading_hosts": 12}, {"step_seconds": 0.01}):
+        assert not any("would be enough" in note for note in batchwright.plan(**known, **other).notes)

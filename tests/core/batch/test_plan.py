@@ -612,6 +612,7 @@ def test_sources_and_reasons_of_a_whole_plan():
         "placeholder_rows": "derived",
         "rows_read": "derived",
         "read_amplification": "derived",
+        "read_ahead": "default",
     }
     assert p.reasons["micro_batch_size"] == "largest that divides 16 samples per rank and is at most 6"
     assert p.reasons["accumulation_steps"] == "1024 / (4 × 64)"

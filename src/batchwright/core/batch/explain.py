@@ -9,6 +9,7 @@ from batchwright.core.errors import either
 from batchwright.core.numbers import nearest_multiples
 
 from .equation import Unknowns
+from .loading import enough_readers, reader_load
 from .request import BatchRequest, asked_for
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ def _pipeline(request: BatchRequest, plan: BatchPlan, rule: PipelineRule | None)
 
 def _loading(request: BatchRequest, plan: BatchPlan) -> dict[str, tuple[str, str]]:
     load, batch = plan.loading, plan.global_batch_size
+    times = f" × {load.read_ahead}" * (load.read_ahead > 1)
+    real = batch * load.read_ahead
     hosts, readers, factor = load.hosts, load.loading_hosts, load.expansion_factor
     one_each = "derived", "one per node"
 
@@ -123,15 +126,16 @@ def _loading(request: BatchRequest, plan: BatchPlan) -> dict[str, tuple[str, str
         "expansion_factor": ("default", "every host reads"),
         "load_batch_size": (
             "derived",
-            "global_batch_size" if factor <= 1 else f"{batch} × {factor}" + up(batch * factor),
+            "global_batch_size" + times if factor <= 1 else f"{batch} × {factor}{times}" + up(real * factor),
         ),
         "rows_per_loading_host": (
             "derived",
-            f"{batch} / {readers}" + up(Fraction(batch, readers)) * request.equal_rows,
+            f"{batch}{times} / {readers}" + up(Fraction(real, readers)) * request.equal_rows,
         ),
-        "placeholder_rows": ("derived", f"{load.load_batch_size} - {batch}"),
+        "read_ahead": _given(request, "read_ahead") if "read_ahead" in request.given else ("default", "one step"),
+        "placeholder_rows": ("derived", f"{load.load_batch_size} - {real}"),
         "rows_read": ("derived", f"all of {readers} hosts"),
-        "read_amplification": ("derived", f"{load.rows_read} / {batch}"),
+        "read_amplification": ("derived", f"{load.rows_read} / {real}"),
     }
     if request.loading_hosts is not None:
         found["loading_hosts"] = _given(request, "loading_hosts")
@@ -250,12 +254,35 @@ def notes_for(plan: BatchPlan, *, chosen: bool) -> tuple[str, ...]:
             "Usual ranges for fine-tuning: global batch 32-64, micro batch 1-4 with checkpointed activations, "
             f"accumulation 8-32; this plan has {plan.global_batch_size}, {micro} and {steps}."
         )
+    if advice := _reader_note(plan):
+        notes.append(advice)
     if plan.loading.placeholder_rows:
         notes.append(
             f"{plan.loading.loading_hosts} of {plan.loading.hosts} hosts read; {plan.loading.placeholder_rows} "
             "placeholder rows fill the assembled array and are not trained on."
         )
     return tuple(notes)
+
+
+# Hosts from which on it matters how many of them open connections.
+_MANY_HOSTS = 16
+_TOKEN_BYTES = 4
+
+
+def _reader_note(plan: BatchPlan) -> str | None:
+    """How many hosts are enough to read, by the model of docs/data.md, if nobody has said how many read."""
+    load, seconds, length = plan.loading, plan.step_seconds, plan.sequence_length
+    if load.hosts < _MANY_HOSTS or load.loading_hosts < load.hosts or not seconds or not length:
+        return None
+    rows, size = plan.global_batch_size, length * _TOKEN_BYTES
+    few, all_ = enough_readers(rows, size, load.hosts, seconds), reader_load(rows, size, load.hosts, load.hosts)
+    if few is None or 2 * few.loading_hosts > load.hosts:
+        return None
+    return (
+        f"loading_hosts={few.loading_hosts} would be enough: each reads its rows in {few.read_seconds:.2g} s and sends them in "
+        f"{few.send_seconds:.2g} s, while a step takes {seconds:.3g} s; the storage has {few.connections:,} connections instead "
+        f"of {all_.connections:,}. A model, with {size:,} bytes per row and an assumed storage; measure yours."
+    )
 
 
 def _pipeline_notes(plan: BatchPlan) -> list[str]:

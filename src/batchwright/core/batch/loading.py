@@ -19,6 +19,30 @@ from fractions import Fraction
 from batchwright.core.errors import PlanError
 
 
+def share(span: range, part: int, parts: int) -> range:
+    """Part `part` of `span` in `parts` contiguous parts; the lengths of two parts differ by at most one.
+
+    >>> [share(range(100, 110), part, 4) for part in range(4)]
+    [range(100, 103), range(103, 106), range(106, 108), range(108, 110)]
+    """
+    length, longer = divmod(len(span), parts)
+    start = part * length + min(part, longer)
+    return span[start : start + length + (part < longer)]
+
+
+def part_of(span: range, position: int, parts: int) -> int:
+    """The part of `span` that has `position`: the inverse of `share`.
+
+    >>> [part_of(range(100, 110), position, 4) for position in range(100, 110)]
+    [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
+    """
+    length, longer = divmod(len(span), parts)
+    at = position - span.start
+    if at < longer * (length + 1):
+        return at // (length + 1)
+    return longer + (at - longer * (length + 1)) // length
+
+
 @dataclass(frozen=True)
 class Loading:
     """The loading part of a plan; `rows_per_loading_host` is a list if the shares are uneven."""
@@ -31,6 +55,7 @@ class Loading:
     placeholder_rows: int
     rows_read: int
     read_amplification: float
+    read_ahead: int = 1
     stored_shards: int | None = None
     shards_per_host: int | tuple[int, ...] | None = None
 
@@ -45,11 +70,7 @@ class Loading:
         [3, 3, 2, 2, 0, 0, 0, 0]
         """
         total = self.load_batch_size - self.placeholder_rows
-        if not self.reads(host):
-            return range(total, total)
-        each, extra = divmod(total, self.loading_hosts)
-        start = host * each + min(host, extra)
-        return range(start, start + each + (host < extra))
+        return share(range(total), host, self.loading_hosts) if self.reads(host) else range(total, total)
 
     def shards(self, host: int) -> range:
         """The stored shards that this host continues with: host, host + hosts, …
@@ -68,11 +89,13 @@ def loading(
     loading_hosts: int | None = None,
     stored_hosts: int | None = None,
     equal_rows: bool = False,
+    read_ahead: int = 1,
 ) -> Loading:
     """The loading of a batch, from a factor or from numbers of hosts; the factor need not be whole.
 
     `equal_rows` is for loaders that need the same number of rows from every reader (arrays made of equal local
-    parts): each then reads the largest share, and `read_amplification` counts the rows beyond the batch.
+    parts): each then reads the largest share, and `read_amplification` counts the rows beyond the batch. `read_ahead` is the
+    number of steps whose rows are read at once.
 
     >>> loading(512, hosts=8, expansion_factor=Fraction(2)).load_batch_size
     1024
@@ -131,23 +154,92 @@ def loading(
             given=str(factor),
             nearest=[str(Fraction(hosts, n)) for n in (shards.__floor__(), shards.__ceil__()) if n],
         )
-    load = (global_batch_size * max(Fraction(1), factor)).__ceil__()
-    rows = _shares(global_batch_size, int(readers))
+    real = global_batch_size * read_ahead
+    load = (real * max(Fraction(1), factor)).__ceil__()
+    rows = _shares(real, int(readers))
     if equal_rows and not isinstance(rows, int):
         rows = rows[0]
-    rows_read = rows * int(readers) if isinstance(rows, int) else global_batch_size
+    rows_read = rows * int(readers) if isinstance(rows, int) else real
     return Loading(
         load_batch_size=load,
         hosts=hosts,
         loading_hosts=int(readers),
         expansion_factor=factor,
         rows_per_loading_host=rows,
-        placeholder_rows=load - global_batch_size,
+        placeholder_rows=load - real,
         rows_read=rows_read,
-        read_amplification=rows_read / global_batch_size,
+        read_amplification=rows_read / real,
+        read_ahead=read_ahead,
         stored_shards=None if shards is None else int(shards),
         shards_per_host=None if shards is None else _shares(int(shards), hosts),
     )
+
+
+def readers_on(hosts: int, loading_hosts: int | None, expansion_factor: Fraction | None) -> int | None:
+    """How many of `hosts` read in a stage of a run, whose stages have other numbers of hosts; None: not asked for.
+
+    A count is the most that read; a factor is rounded up. Neither changes which samples are trained.
+
+    >>> [readers_on(hosts, 2, None) for hosts in (1, 2, 4)], [readers_on(hosts, None, Fraction(2)) for hosts in (1, 3, 4)]
+    ([1, 2, 2], [1, 2, 2])
+    """
+    if loading_hosts is not None:
+        return min(loading_hosts, hosts)
+    if expansion_factor in (None, 1):
+        return None
+    return max(1, (hosts / expansion_factor).__ceil__())
+
+
+# What a reading host can do. Assumed of the storage: an object store's first byte and one stream of it; a host's network.
+REQUEST_SECONDS = 0.1
+STREAM_BYTES = 50e6  # per second and connection
+SEND_BYTES = 1e9  # per second
+CONNECTIONS = 8  # of a reading host: its workers
+REQUEST_ROWS = 256
+RESERVE = 2  # readers take at most this part of a step
+
+
+@dataclass(frozen=True)
+class ReaderLoad:
+    """What one step costs with a number of reading hosts, by the model of docs/data.md."""
+
+    loading_hosts: int
+    connections: int
+    read_seconds: float
+    send_seconds: float
+    sent_bytes: float
+    """Per reading host and step."""
+
+
+def reader_load(rows: int, row_bytes: float, hosts: int, loading_hosts: int) -> ReaderLoad:
+    """The model: each reader reads its rows in requests over several connections, and sends what it does not keep.
+
+    >>> reader_load(4096, 16384, hosts=1000, loading_hosts=8).connections
+    64
+    """
+    own = -(-rows // loading_hosts)
+    connections = min(CONNECTIONS, own)
+    each = -(-own // connections)  # rows over one connection
+    read = -(-each // REQUEST_ROWS) * REQUEST_SECONDS + each * row_bytes / STREAM_BYTES
+    sent = own * row_bytes * (1 - loading_hosts / hosts)
+    return ReaderLoad(loading_hosts, loading_hosts * connections, read, sent / SEND_BYTES, sent)
+
+
+def enough_readers(rows: int, row_bytes: float, hosts: int, step_seconds: float) -> ReaderLoad | None:
+    """The fewest reading hosts that read and send a step's rows in half of a step; None if all hosts are too few.
+
+    >>> enough_readers(4096, 16384, hosts=1000, step_seconds=2.0).loading_hosts
+    1
+    """
+    low, high = 1, hosts + 1
+    while low < high:
+        middle = (low + high) // 2
+        load = reader_load(rows, row_bytes, hosts, min(middle, hosts))
+        if max(load.read_seconds, load.send_seconds) * RESERVE <= step_seconds:
+            high = middle
+        else:
+            low = middle + 1
+    return reader_load(rows, row_bytes, hosts, low) if low <= hosts else None
 
 
 def _shares(total: int, parts: int) -> int | tuple[int, ...]:

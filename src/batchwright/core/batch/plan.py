@@ -169,6 +169,7 @@ def plan(request: BatchRequest, times: Throughput | None = None) -> BatchPlan:
             loading_hosts=request.loading_hosts,
             stored_hosts=request.stored_hosts,
             equal_rows=request.equal_rows,
+            read_ahead=request.read_ahead,
         ),
         alternatives=tuple(_alternative(best, other, seconds(other)) for other in found[1:]),
         notes=(),

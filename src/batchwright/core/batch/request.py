@@ -55,6 +55,7 @@ class BatchRequest:
     loading_hosts: int | None = None
     stored_hosts: int | None = None
     equal_rows: bool = False
+    read_ahead: int = 1
     samples_per_second: float | None = None
     step_seconds: float | None = None
     round: str | None = None
@@ -108,6 +109,7 @@ READERS: Readers = {
     "loading_hosts": _world_size,
     "stored_hosts": _world_size,
     "equal_rows": switch,
+    "read_ahead": partial(count, most=10_000),
     "samples_per_second": positive,
     "step_seconds": positive,
     "round": choice("down", "up"),

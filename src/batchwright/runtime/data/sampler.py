@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from batchwright.core.batch.loading import share as share
 from batchwright.core.errors import PlanError, ScheduleError, Violation, raise_violations
 from batchwright.core.numbers import nearest_multiples
 from batchwright.core.ramp.schedule import Schedule, Step
@@ -32,17 +33,6 @@ class Slice:
     def samples(self) -> int:
         """Samples that are counted: 0 in a filler."""
         return 0 if self.filler else len(self.positions)
-
-
-def share(span: range, rank: int, ranks: int) -> range:
-    """The part of `span` that `rank` trains: contiguous; the lengths of two shares differ by at most one.
-
-    >>> [share(range(100, 110), rank, 4) for rank in range(4)]
-    [range(100, 103), range(103, 106), range(106, 108), range(108, 110)]
-    """
-    length, longer = divmod(len(span), ranks)
-    start = rank * length + min(rank, longer)
-    return span[start : start + length + (rank < longer)]
 
 
 def micro_steps(samples: int, ranks: int, micro_batch_size: int) -> int:

@@ -9,15 +9,19 @@ import torch
 from torch import nn
 
 from batchwright.core.errors import PlanError
+from batchwright.core.ramp.rules import Constant
 from batchwright.core.ramp.schedule import Schedule, Segment
-from batchwright.runtime.data.loader import Loader
+from batchwright.runtime.data.loader import READ_TIMEOUT, Loader
 from batchwright.runtime.data.order import GlobalOrder
+from batchwright.runtime.data.readers import ReadingHosts
 from batchwright.runtime.data.sampler import StepSampler
 from batchwright.runtime.device import pins, to_device, widest_float
 from batchwright.runtime.state import generators
 from batchwright.runtime.task import Task
 
 from .process import ThisProcess, collectives
+
+_OFFERED = ("__getitems__", "describe", "retries_itself")
 
 
 class Part:
@@ -47,6 +51,20 @@ class Part:
             raise IndexError(index)
         return self.dataset[self.start + index]
 
+    def __getattr__(self, name: str) -> Any:
+        """What a dataset may offer to a reader, with the ids of this part."""
+        inner = getattr(self.__dict__["dataset"], name) if name in _OFFERED and "dataset" in self.__dict__ else None
+        if inner is None:
+            raise AttributeError(name)
+
+        def rows(ids: list[int]) -> Any:
+            return inner([self.start + id for id in ids])
+
+        def named(id: int) -> str:
+            return inner(self.start + id)
+
+        return rows if name == "__getitems__" else named if name == "describe" else inner
+
 
 def evaluate(
     task: Task,
@@ -57,6 +75,8 @@ def evaluate(
     *,
     seed: int = 0,
     progress: Callable[[int], None] = lambda samples: None,
+    reading: ReadingHosts | None = None,
+    read_timeout: float = READ_TIMEOUT,
 ) -> tuple[float, float]:
     """Σ loss / Σ weight over a dataset, and Σ weight: one step that all ranks share, without gradients.
 
@@ -64,6 +84,8 @@ def evaluate(
     """
     size = len(dataset)
     whole = Schedule((Segment(0, 0, size, 1),))
+    if reading is not None:  # all rows of a step are held at once
+        whole = Constant(min(size, batch_size * process.ranks)).compile().until(size)
     sampler = StepSampler(whole, min(batch_size, size), process.rank, process.ranks, allow_ragged=True)
     device, order = process.device, GlobalOrder(size, seed, shuffle=False)
     # On the device, so that the host waits for it once, at the end; weights that the host knows are added there.
@@ -73,7 +95,15 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            for micro in Loader(dataset, order, sampler, collate=task.collate, pin_memory=pins(device)):
+            for micro in Loader(
+                dataset,
+                order,
+                sampler,
+                collate=task.collate,
+                pin_memory=pins(device),
+                loading_hosts=reading,
+                read_timeout=read_timeout,
+            ):
                 progress(evaluated)
                 evaluated += len(micro.positions)
                 loss_sum, weight, _ = task.loss_of(model, to_device(micro.data, device))

@@ -6,16 +6,17 @@ kind, beside those:
     launch      step, samples, nodes, ranks, strategy, device, parameters, seed, dataset_size, total_samples,
                 setup_seconds, load_seconds, lost_seconds, lost
     step        step, samples, tokens, loss, auxiliary, global_batch_size, micro_batch_size, accumulation_steps,
-                samples_per_second, tokens_per_second, step_seconds, learning_rate, grad_norm, mfu, stage, nodes, ranks,
-                noise_scale, noise_low, noise_high (its 95% interval), outcome (applied, or skipped by the GradScaler),
-                loss_scale (the GradScaler's next)
+                samples_per_second, tokens_per_second, step_seconds, wait_seconds (the longest that a rank waited for data
+                in this step), learning_rate, grad_norm, mfu, stage, nodes, ranks, noise_scale, noise_low, noise_high (its
+                95% interval), outcome (applied, or skipped by the GradScaler), loss_scale (the GradScaler's next)
     stage       stage, step, samples, global_batch_size
     evaluating  step, samples, evaluated (samples so far): when an evaluation begins, and about once a second
     evaluation  step, samples, loss, weight, seconds
     saving      step, samples: when a save begins
     save        step, samples, checkpoint, seconds
     nonfinite   step, samples, steps: the loss was not finite in so many steps in a row, and the launch fails
-    stop        reason, step, samples, next_stage
+    stop        reason, step, samples, next_stage, hosts, loading_hosts (null: every rank reads), rows_read (of all ranks in
+                this launch), rows_trained, read_amplification (their ratio), wait_seconds (of all steps)
     tracker     tracker, error: a tracker that failed; the run continues without it
 
 `samples` is the position after the event. `tokens` is the sum of the loss's weights so far, which counts tokens if a weight

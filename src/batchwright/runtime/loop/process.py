@@ -53,11 +53,22 @@ class ThisProcess:
 
     def maximum(self, value: int) -> int:
         """The largest number of all ranks; every rank waits for all others."""
+        return self.maxima(value)[0]
+
+    def maxima(self, *values: int) -> list[int]:
+        """The largest of each of several numbers, of all ranks; every rank waits for all others."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def total(self, value: int) -> int:
+        """The sum of the numbers of all ranks; every rank waits for all others."""
+        return self._reduced((value,), dist.ReduceOp.SUM)[0]
+
+    def _reduced(self, values: tuple[int, ...], how: Any) -> list[int]:
         if self.control is None:
-            return value
-        tensor = torch.tensor(value)
-        collectives.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
-        return int(tensor)
+            return list(values)
+        tensor = torch.tensor(values)
+        collectives.all_reduce(tensor, how, group=self.control)
+        return cast("list[int]", cast(Any, tensor).tolist())
 
 
 @contextmanager

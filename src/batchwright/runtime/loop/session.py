@@ -24,6 +24,8 @@ from batchwright.rundir.files import write_fault
 from batchwright.rundir.status import Status, claim_launch, failure_record, last_seen, write_failure, write_status
 from batchwright.rundir.trackers import require
 from batchwright.runtime.data.order import GlobalOrder
+from batchwright.runtime.data.readers import ReadingHosts
+from batchwright.runtime.ranks import discover
 from batchwright.runtime.state import generators
 from batchwright.runtime.state.checkpoint import Checkpoints, Saved
 from batchwright.runtime.state.fingerprint import Change, changes, fingerprint
@@ -95,6 +97,9 @@ class Session:
         self.saved_position: int | None = None
         self.evaluated_position: int | None = None
         self.times = {"setup_seconds": 0.0, "load_seconds": 0.0, "save_seconds": 0.0, "evaluation_seconds": 0.0}
+        self.reading: ReadingHosts | None = None
+        self.loading: dict[str, Any] = {}
+        self.waited_seconds: float = 0.0
         self.events: Events | None = None
         self.ledger: Ledger | None = None
         self.given_trackers = tuple(trackers)
@@ -105,6 +110,13 @@ class Session:
     def set_up(self) -> None:
         """Build and wrap the model, load the newest checkpoint, open the ledger and the events."""
         settings, process = self.settings, self.process
+        if settings.loading_hosts is not None:
+            self.reading = ReadingHosts(
+                settings.loading_hosts,
+                rank=process.rank,
+                ranks=process.ranks,
+                ranks_per_host=settings.ranks_per_host or discover().local_size,
+            )
         self.accumulate_dtype: torch.dtype | None = getattr(torch, settings.accumulate_dtype or "", None)
         self.model = wrapped(self.task.build_model(settings.seed), settings.strategy, process, self.accumulate_dtype)
         self.scaler = None
@@ -308,6 +320,7 @@ class Session:
             bare=self.process.bare,
             skipped_steps=self.skipped_steps,
             nonfinite_steps=self.nonfinite_steps,
+            loading=self.loading,
         )
 
     def write_status(self, status: Status) -> None:

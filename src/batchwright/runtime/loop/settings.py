@@ -34,6 +34,9 @@ _LEAST = {
     "evaluation_batch_size": 1,
     "evaluation_samples": 0,
     "num_workers": 0,
+    "ranks_per_host": 1,
+    "read_ahead": 1,
+    "read_retries": 0,
     "stop_after_nonfinite": 0,
     "launch": 0,
     "end_sample": 0,
@@ -53,8 +56,9 @@ _OPTIONAL = (
     "end_sample",
     "nodes",
     "dataset_size",
+    "ranks_per_host",
 )
-_NUMBERS = ("max_tokens", "max_norm", "grad_scaler", "peak_flops")
+_NUMBERS = ("max_tokens", "max_norm", "grad_scaler", "peak_flops", "read_timeout")
 _SWITCHES = ("allow_ragged", "shuffle", "resume", "accept_changes", "asynchronous", "progress")
 
 
@@ -116,6 +120,16 @@ class Settings:
     noise_every: int | None = None
     """Measure the gradient noise scale every N steps."""
     num_workers: int = 0
+    loading_hosts: int | tuple[int, ...] | None = None
+    """Hosts that read data, and send the other ranks their rows: a count, or the hosts by number. None: every rank reads."""
+    ranks_per_host: int | None = None
+    """Ranks on one host; by default what the launcher says."""
+    read_ahead: int = 1
+    """With loading_hosts: steps whose rows are read at once."""
+    read_timeout: float = 300.0
+    """With loading_hosts: seconds without rows from a host, after which it counts as hanging."""
+    read_retries: int = 3
+    """How often a read that failed is tried again, after 0.5 s, 1 s, 2 s and so on."""
     log_every: int = 1
     """Steps between `step` events."""
     peak_flops: float | None = None
@@ -129,8 +143,9 @@ class Settings:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.micro_batch_size, list):
-            object.__setattr__(self, "micro_batch_size", tuple(self.micro_batch_size))
+        for name in ("micro_batch_size", "loading_hosts"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.tracker, (str, list)):
             object.__setattr__(
                 self, "tracker", (self.tracker,) if isinstance(self.tracker, str) else tuple(self.tracker)
@@ -162,6 +177,17 @@ class Settings:
         sizes = self.micro_batch_size
         for size in sizes if isinstance(sizes, tuple) else (sizes,):
             found += _whole("micro_batch_size", size, 1)
+        hosts = self.loading_hosts
+        for host in hosts if isinstance(hosts, tuple) else () if hosts is None else (hosts,):
+            found += _whole("loading_hosts", host, 0 if isinstance(hosts, tuple) else 1)
+        if not self.read_timeout > 0:
+            message = f"read_timeout={self.read_timeout}: must be above 0, in seconds."
+            found.append(Violation(message, "read_timeout", self.read_timeout))
+        if self.read_ahead > 1 and hosts is None:
+            message = (
+                f"read_ahead={self.read_ahead} needs loading_hosts: without it every rank reads for itself. Nearest: 1."
+            )
+            found.append(Violation(message, "read_ahead", self.read_ahead, (1,)))
         if self.max_tokens is not None and not self.max_tokens > 0:
             message = f"max_tokens={self.max_tokens}: must be above 0; None sets no limit."
             found.append(Violation(message, "max_tokens", self.max_tokens))
@@ -179,7 +205,7 @@ class Settings:
         kinds |= {"tracker": (tuple, f"one or several of {', '.join(TRACKERS)}")}
         for name, (kind, what) in kinds.items():
             value = getattr(self, name)
-            unset = value is None and name not in (*_SWITCHES, "device", "tracker")
+            unset = value is None and name not in (*_SWITCHES, "device", "tracker", "read_timeout")
             if not unset and (not isinstance(value, kind) or (kind is Real and isinstance(value, bool))):
                 found.append(Violation(f"{name}={_shown(value)}: must be {what}.", name, _shown(value)))
         return found

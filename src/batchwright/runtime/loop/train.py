@@ -117,7 +117,12 @@ class _Loop(Session):
             collate=self.task.collate,
             num_workers=settings.num_workers,
             pin_memory=pins(process.device),
+            loading_hosts=self.reading,
+            read_ahead=settings.read_ahead,
+            read_timeout=settings.read_timeout,
+            read_retries=settings.read_retries,
         )
+        waited = 0.0
         accumulator = Accumulator(
             self.model,
             max_norm=settings.max_norm,
@@ -148,14 +153,16 @@ class _Loop(Session):
             self.nonfinite_in_a_row = 0 if math.isfinite(result.loss) else self.nonfinite_in_a_row + 1
             self.nonfinite_steps += bool(self.nonfinite_in_a_row)
             now = time.perf_counter()
-            # The first step of a launch is always shown, at once: from then on the supervisor's limit for a step applies.
-            if plan.step % settings.log_every == 0 or last == begun:
-                self._step_event(plan, result, now - before, micro_of(plan), first=last == begun)
             if self.on_step is not None:
                 self.on_step(result, self.model, self.optimizer)
+            number, waits = process.maxima(self.signals.received, round(1e6 * (loader.waited_seconds - waited)))
+            waited, wait_seconds = loader.waited_seconds, waits / 1e6
+            self.waited_seconds += wait_seconds
+            # The first step of a launch is always shown, at once: from then on the supervisor's limit for a step applies.
+            if plan.step % settings.log_every == 0 or last == begun:
+                self._step_event(plan, result, now - before, wait_seconds, micro_of(plan), first=last == begun)
             if self.nonfinite_in_a_row and self.nonfinite_in_a_row == settings.stop_after_nonfinite:
                 self._fail_nonfinite()
-            number = process.maximum(self.signals.received)
             # At the end of the schedule the run is complete, not stopped.
             if number and self.position != self.schedule.total_samples:
                 self.signals.received, reason = number, "signal"
@@ -169,7 +176,20 @@ class _Loop(Session):
                 self._save()
             before = time.perf_counter()
         steps.close()
+        self._count_rows(loader.rows_read, self.position - begun)
         return reason or ("end" if self.position == self.schedule.total_samples else "boundary")
+
+    def _count_rows(self, read: int, trained: int) -> None:
+        """Rows that all ranks have read from the dataset, against those that were trained."""
+        rows, reading = self.process.total(read), self.reading
+        self.loading = {
+            "hosts": len(set(reading.hosts.of_rank)) if reading else None,
+            "loading_hosts": len(reading.readers) if reading else None,
+            "rows_read": rows,
+            "rows_trained": trained,
+            "read_amplification": rows / trained if trained else None,
+            "wait_seconds": self.waited_seconds,
+        }
 
     def _at_end(self) -> bool:
         return self.position in (self.schedule.total_samples, self.settings.end_sample)
@@ -235,7 +255,9 @@ class _Loop(Session):
             given=str(self.loss),
         )
 
-    def _step_event(self, plan: Step, result: StepResult, seconds: float, micro: int, *, first: bool = False) -> None:
+    def _step_event(
+        self, plan: Step, result: StepResult, seconds: float, wait: float, micro: int, *, first: bool = False
+    ) -> None:
         if self.events is None:
             return
         ranks, peak = self.process.ranks, self.settings.peak_flops
@@ -255,6 +277,7 @@ class _Loop(Session):
             samples_per_second=result.samples / seconds,
             tokens_per_second=tokens,
             step_seconds=seconds,
+            wait_seconds=wait,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             grad_norm=result.grad_norm,
             mfu=6 * self.parameters * tokens / (ranks * peak) if peak else None,
@@ -283,7 +306,15 @@ class _Loop(Session):
                 self.emit("evaluating", now=True, step=self.step, samples=self.position, evaluated=samples)
 
         loss, weight = evaluate(
-            self.task, self.model, self.evaluation, size, self.process, seed=self.settings.seed, progress=progress
+            self.task,
+            self.model,
+            self.evaluation,
+            size,
+            self.process,
+            seed=self.settings.seed,
+            progress=progress,
+            reading=self.reading,
+            read_timeout=self.settings.read_timeout,
         )
         # A checkpoint's state is JSON, which has no NaN.
         self.evaluation_loss = loss if math.isfinite(loss) else None
@@ -343,7 +374,9 @@ class _Loop(Session):
             self._save(wait=True)
         self.times["stop_seconds"] = time.time() - ended
         status = self.status("complete" if reason in ("end", "tokens") else "stopped", reason)
-        self.emit("stop", reason=reason, step=self.step, samples=self.position, next_stage=status.next_stage)
+        self.emit(
+            "stop", reason=reason, step=self.step, samples=self.position, next_stage=status.next_stage, **self.loading
+        )
         if self.process.rank == 0:
             self.write_status(status)
         self.process.maximum(0)  # no rank exits before the status is written

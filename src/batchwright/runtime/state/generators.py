@@ -47,6 +47,23 @@ def seed_sample(seed: int, position: int) -> None:
     set_seeds(_hashed(b"batchwright sample 1: seed %d, position %d" % (seed, position)), accelerator=False)
 
 
+def seed_collate(seed: int, position: int) -> None:
+    """Seed what `collate` draws for a micro batch whose last sample is at a position. Who read the samples does not matter."""
+    set_seeds(_hashed(b"batchwright collate 1: seed %d, position %d" % (seed, position)), accelerator=False)
+
+
+def seen() -> tuple[Any, ...]:
+    """The three generators' state, to compare: has a read drawn from them?
+
+    >>> before = seen(); before == seen(), bool(torch.rand(())) and before == seen()
+    (True, False)
+    """
+    numpy = np.random.get_state(legacy=False)
+    key = numpy["state"]["key"].tobytes()
+    cpu = torch.default_generator.get_state().numpy().tobytes()
+    return random.getstate(), key, numpy["state"]["pos"], numpy["has_gauss"], cpu
+
+
 def capture(device: torch.device | None = None) -> dict[str, Any]:
     """The state of all generators, as plain JSON; with the one of `device`, if it is an accelerator."""
     version, internal, gauss = random.getstate()

@@ -1,0 +1,1 @@
+"""Ready-made sources: map-style datasets over files, local or remote. They need no torch."""
