@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 from hypothesis import settings
 
 from tests.examples import many
+
+# gcsfs reads this when it is imported, by whichever test comes first: the emulator of GCS does not speak gRPC.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores it in what it starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -40,9 +40,7 @@ def cloud(request):
     pytest.importorskip("moto" if request.param == "s3" else "gcp_storage_emulator")
     code = {"s3": S3, "gs": GCS}[request.param]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with pytest.MonkeyPatch.context() as patch, subprocess.Popen([sys.executable, "-c", code], **pipes) as emulator:
-        # gcsfs would ask the bucket's type over gRPC, which the emulator does not speak. It reads this when it is imported.
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as emulator:
         url = f"http://127.0.0.1:{int(next(line for line in emulator.stdout if line.strip().isdigit()))}"
         options = {
             "s3": {"key": "key", "secret": "secret", "endpoint_url": url},
