@@ -199,7 +199,7 @@ def _is_later(key: str, given: Given, field: str) -> bool:
     return text.startswith("$") or (key not in WORLD_FIELDS and field in WORLD_FIELDS and _LATER(text) is not None)
 
 
-_LATER = re.compile(r"gpu|cpu|xpu|auto|-1|\d+:\d+").fullmatch
+_LATER = re.compile(r"[cgx]pu|auto|-1|\d+:\d+").fullmatch
 
 
 def ranks_of(fields: Fields) -> Given | None:
