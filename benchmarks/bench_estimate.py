@@ -1,6 +1,6 @@
-"""estimate: its error against real peaks, the cost of following a step, and its time by parameters.
+"""estimate: its error against real peaks, the cost of following a step, and its time by parameters; the time of a plan.
 
-    python benchmarks/bench_estimate.py [--only errors,cost,time] [--rounds 5] [--largest 70]
+    python benchmarks/bench_estimate.py [--only errors,cost,time,plan] [--rounds 5] [--largest 70]
 
 errors: six models, each run for two steps in a process of its own with a fixed allocator (as `--calibrate` does) at two
 micro batches; measured is the peak of resident memory above that of the process after all its imports. Shown are the error
@@ -9,14 +9,18 @@ cost: CPU time of two fake steps with the tracker, over that of the same two ste
 instead (one forward and backward, two steps of the optimizer). Interleaved rounds, one process. The script fails if a median
 of the first is above 1.5.
 time: CPU time to build a Llama on fake tensors and to estimate one micro batch, by its parameters.
+plan: CPU time of `plan --model` for a 7B on eight cards of 24 GB, in this process, without the import of torch and
+transformers. The script fails above 30 s.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -33,7 +37,7 @@ from batchwright.estimate.steps import run_steps
 from batchwright.runtime.task import Task
 
 HERE = f"{Path(__file__).resolve()}"
-LIMIT = 1.5
+LIMIT, PLAN_SECONDS = 1.5, 30.0
 LLAMAS = {  # parameters: width, inner width, layers, heads, groups
     "10M": (192, 512, 8, 4, 4),
     "110M": (768, 2048, 12, 12, 12),
@@ -179,7 +183,11 @@ def cost(rounds: int) -> None:
     print("| two fake steps | bare, CPU s | followed / bare (median, least to most) | estimate / bare |")
     print("|---|---|---|---|")
     wrong: list[str] = []
-    for name, (task, args, small) in {**MODELS, "Llama of 16 layers": ("llama", {"layers": 16}, 8)}.items():
+    deep: dict[str, tuple[str, dict[str, Any], int]] = {
+        "Llama of 16 layers": ("llama", {"layers": 16}, 8),
+        "Llama 7B of 32 layers": ("llama", {"size": "7B", "sequence_length": 2048}, 1),
+    }
+    for name, (task, args, small) in {**MODELS, **deep}.items():
         runs = FakeRuns(EstimateRequest(f"{HERE}:{task}", args))
         batch = runs.batches.of(small)
         ratios: list[float] = []
@@ -228,9 +236,39 @@ def duration(largest: float) -> None:
         print(f"| {name} | {built:.1f} | {first:.1f} | {second:.1f} |", flush=True)
 
 
+def planned() -> None:
+    """The first thing that people want: from a 7B and eight cards to a plan."""
+    from batchwright.core.batch.request import BatchRequest
+    from batchwright.estimate.plan import plan_memory
+
+    width, inner, layers, heads, groups = LLAMAS["7B"]
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+    }
+    batch = BatchRequest(global_batch_size=512, nodes=2, devices_per_node=4, sequence_length=2048)
+    worker.run = lambda job, request, timeout: worker._checked(worker.answer(job, request))  # in this process
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        began = time.process_time()
+        made, placed = plan_memory(batch, model=folder, device="rtx-4090-24g", precision="bf16")
+        took = time.process_time() - began
+    way = f"recomputed: {placed.checkpoint_activations}, sharded: {placed.sharded}"
+    print("| plan of a 7B, 8 x rtx-4090-24g | micro batch x accumulation | CPU s |\n|---|---|---|")
+    print(f"| {way} | {made.micro_batch_size} x {made.accumulation_steps} | {took:.1f} |", flush=True)
+    if took > PLAN_SECONDS:
+        sys.exit(f"the plan of a 7B took {took:.1f} s of CPU time, and {PLAN_SECONDS:.0f} s are promised")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="errors,cost,time")
+    parser.add_argument("--only", default="errors,cost,time,plan")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--largest", type=float, default=70, help="billions of parameters")
     given = parser.parse_args()
@@ -244,6 +282,9 @@ def main() -> None:
     if "cost" in chosen:
         print()
         cost(given.rounds)
+    if "plan" in chosen:
+        print()
+        planned()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 The same model, samples, micro batch and accumulation; one process, one thread. Both log a loss in every micro step. The optimizer
 records the CPU time of the process at each step; a round is the median over its steps, without the first ones. Rounds are
 interleaved: stock, adapter, stock again; a pair is adapter / stock, and the noise floor is the second stock / the first. It
-fails if the median of the pairs is above 1.05, or above 1.05 times a noise floor that is larger than 1.
+fails if the median of the pairs is above 1.05, whatever the noise floor is: run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
         first, adapter, second = (list(times) for times in zip(*rounds, strict=True))
         rows.append([name, seconds(first), ratio(first, adapter), ratio(first, second)])
         found, noise = (median(b / a for a, b in zip(first, other, strict=True)) for other in (adapter, second))
-        if found > LIMIT * max(1.0, noise):
+        if found > LIMIT:
             slow.append(f"{name}: {found:.3f} is above {LIMIT} (noise {noise:.3f})")
     title = f"{args.pairs} interleaved pairs, median and 95% interval"
     table(title, ["model", "Lightning, per micro step", "adapter / Lightning", "Lightning / Lightning"], rows)

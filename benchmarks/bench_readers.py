@@ -38,22 +38,23 @@ class Storage(BaseHTTPRequestHandler):
 
     lock = threading.Lock()
     limit, now = 10**6, 0
-    counts: ClassVar[dict[str, int]] = {"peak": 0, "served": 0, "refused": 0}
+    counts: ClassVar[dict[str, int]] = {"peak": 0, "served": 0, "refused": 0, "rows": 0}
 
     def do_GET(self) -> None:
         kind, path = type(self), self.path[1:]
         if path.startswith("limit/"):
-            text = f"{kind.counts['peak']} {kind.counts['served']} {kind.counts['refused']}".encode()
+            text = " ".join(str(number) for number in kind.counts.values()).encode()
             quiet = 0
             while quiet < 10:  # workers of the contender before may still read ahead
                 time.sleep(0.02)
                 quiet = 0 if kind.now else quiet + 1
-            kind.limit, kind.counts = int(path[6:]), {"peak": 0, "served": 0, "refused": 0}
+            kind.limit, kind.counts = int(path[6:]), dict.fromkeys(kind.counts, 0)
             self._answer(text)
             return
         with kind.lock:
             refused = kind.now >= kind.limit
             kind.counts["refused" if refused else "served"] += 1
+            kind.counts["rows"] += 0 if refused else path.count(",") + 1
             kind.now += not refused
             kind.counts["peak"] = max(kind.counts["peak"], kind.now)
         if refused:
@@ -123,13 +124,13 @@ class Local:
         return self.data[i % 1024]
 
 
-def ours(dataset: Any, rank: int, hosts: Any) -> Iterator[Any]:
+def ours(dataset: Any, rank: int, hosts: Any, workers: int = 1) -> Iterator[Any]:
     """This rank's part of each step, by batchwright; `hosts`: those that read, None for all ranks."""
     from batchwright.core.ramp.rules import Constant
     from batchwright.runtime import GlobalOrder, Loader, StepSampler
 
     sampler = StepSampler(Constant(BATCH).compile(), BATCH // RANKS, rank, RANKS)
-    for micro in Loader(dataset, GlobalOrder(len(dataset), seed=1), sampler, num_workers=1, loading_hosts=hosts):
+    for micro in Loader(dataset, GlobalOrder(len(dataset), seed=1), sampler, num_workers=workers, loading_hosts=hosts):
         yield micro.data
 
 
@@ -171,7 +172,7 @@ def rank_main(rank: int, port: int, rendezvous: int, rounds: int, steps: int, to
 
     set_start_method("fork", force=True)  # of the loaders' workers
     dist.init_process_group("gloo")
-    one, two = (ReadingHosts(n, rank=rank, ranks=RANKS) for n in (1, 2))
+    one, two = (ReadingHosts(n, rank=rank, ranks=RANKS, ranks_per_host=1) for n in (1, 2))
     plain, batched, local = Remote(port, False), Remote(port, True), Local()
     Make = Callable[[], Iterable[Any]]
     remote: dict[str, tuple[Make, int]] = {}
@@ -181,6 +182,8 @@ def rank_main(rank: int, port: int, rendezvous: int, rounds: int, steps: int, to
             f"{label} | every rank its own shard, a request per micro batch": (lambda: shards(batched, rank), limit),
             f"{label} | every rank reads": (lambda: ours(batched, rank, None), limit),
             f"{label} | 2 of 4 hosts read": (lambda: ours(batched, rank, two), limit),
+            # As many rows per request as where every rank reads, so that the difference is who reads.
+            f"{label} | 2 of 4 hosts read, 2 workers each": (lambda: ours(batched, rank, two, 2), limit),
             f"{label} | 1 of 4 hosts reads": (lambda: ours(batched, rank, one), limit),
             f"{label} | Accelerate's dispatch_batches": (lambda: dispatched(batched, rank), limit),
         }
@@ -283,14 +286,18 @@ def main() -> None:
         rank.join()
     server.kill()
     print(
-        "| storage | who reads | rows/s | connections at once | requests per step | refused per step |\n|---|---|---|---|---|---|"
+        "| storage | who reads | rows/s | ratio to every rank reads | rows per request | connections at once | requests per step "
+        "| refused per step |\n|---|---|---|---|---|---|---|---|"
     )
     for name, rounds in found.items():
         if name.startswith("local"):
             continue
-        rate, peak, served, refused = (median(column) for column in zip(*rounds, strict=True))
+        rate, peak, served, refused, rows = (median(column) for column in zip(*rounds, strict=True))
+        base = found[f"{name.partition(' | ')[0]} | every rank reads"]
+        ratios = sorted(one[0] / other[0] for one, other in zip(rounds, base, strict=True))
         print(
-            f"| {name} | {rate:,.0f} | {peak:.0f} | {served / (given.steps + 1):.1f} | {refused / (given.steps + 1):.1f} |"
+            f"| {name} | {rate:,.0f} | {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {rows / served:.0f} "
+            f"| {peak:.0f} | {served / (given.steps + 1):.1f} | {refused / (given.steps + 1):.1f} |"
         )
     print(
         f"\n| local rows, a step of {1e3 * STEP:.0f} ms | ms per step | ratio to torch | CPU ms per step, all ranks |"

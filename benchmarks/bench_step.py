@@ -1,13 +1,19 @@
 """The step and the loader against a hand-written loop, Accelerate, Lightning and Hugging Face Trainer, in one process.
 
     pip install --target /tmp/peers --no-deps accelerate transformers lightning ...     # never into the project's .venv
-    PYTHONPATH=/tmp/peers python benchmarks/bench_step.py [--rounds 9] [--steps 8] [--pairs 150]
+    PYTHONPATH=/tmp/peers python benchmarks/bench_step.py [--rounds 9] [--steps 8] [--pairs 150] [--inside 20]
+    python benchmarks/bench_step.py --only-inside                                        # the loops of the adapters' pages alone
 
 Same model, same samples in the same order, same micro batch size and accumulation, plain SGD. All contenders use the same
 optimizer, which records the CPU time of the process at each `step()`, so building trainers does not count. Contenders run
 in turn, round after round; a ratio is the median over rounds with a distribution-free 95% interval. The last column is the
 error of the gradient at the first `optimizer.step()`, relative to the batch in one piece in fp64: lengths are lognormal,
 so a mean of micro batches is wrong. Peers that cannot be imported are listed as not installed.
+
+`--inside` compares the loops of docs/accelerate.md and docs/lightning.md (Fabric), which use the pieces of batchwright inside the
+framework, with the framework's own accumulation: interleaved pairs, and the framework against itself as the noise floor. It
+fails if the median of the pairs of Accelerate is above 1.05, whatever that floor is. Fabric's own accumulation is the loop by
+hand, against which the small model takes a tenth more (docs/benchmarks.md), so it is shown without a limit.
 """
 
 from __future__ import annotations
@@ -17,11 +23,13 @@ import contextlib
 import logging
 import os
 import random
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from statistics import median
 from typing import Any
 
 import torch
@@ -165,6 +173,39 @@ def accelerate(model: Model, data: Sentences, optimizer: TimedSGD) -> None:
             stepper.zero_grad()
 
 
+def pieces(model: Any, data: Sentences, optimizer: Any) -> None:
+    """The loop of docs/accelerate.md and, of Fabric, of docs/lightning.md, on a model and an optimizer of the framework."""
+    sampler = StepSampler(Constant(MICRO * ACCUMULATION).compile().until(len(data)), micro_batch_size=MICRO)
+    loader = Loader(data, GlobalOrder(len(data), shuffle=False), sampler, collate=collate)
+    for step in accumulate(loader, model):
+        for micro in step:
+            total = model(**micro.data, num_items_in_batch=1)["loss"]  # divided by 1: a sum
+            step.backward(total, (micro.data["labels"] != IGNORE).sum())
+        step.apply(optimizer)
+
+
+def in_accelerate(model: Model, data: Sentences, optimizer: TimedSGD) -> None:
+    wrapped, stepper = import_module("accelerate").Accelerator(cpu=True).prepare(model, optimizer)
+    pieces(wrapped, data, stepper)
+
+
+def fabric(model: Model, data: Sentences, optimizer: TimedSGD) -> None:
+    runner = import_module("lightning").Fabric(accelerator="cpu", devices=1)
+    wrapped, stepper = runner.setup(model, optimizer)
+    for i, batch in enumerate(runner.setup_dataloaders(DataLoader(data, MICRO, collate_fn=collate))):
+        last = (i + 1) % ACCUMULATION == 0
+        with runner.no_backward_sync(wrapped, enabled=not last):
+            runner.backward(wrapped(**batch)["loss"] / ACCUMULATION)
+        if last:
+            stepper.step()
+            stepper.zero_grad()
+
+
+def in_fabric(model: Model, data: Sentences, optimizer: TimedSGD) -> None:
+    wrapped, stepper = import_module("lightning").Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
+    pieces(wrapped, data, stepper)
+
+
 def lightning(model: Model, data: Sentences, optimizer: TimedSGD) -> None:
     L = import_module("lightning")
 
@@ -228,6 +269,11 @@ CONTENDERS: dict[str, tuple[Callable[..., None], type[Model], str | None]] = {  
 }
 
 
+# A framework alone, and with our pieces.
+INSIDE = {"Accelerate": (accelerate, in_accelerate), "Fabric": (fabric, in_fabric)}
+LIMIT = 1.05  # with our pieces / alone
+
+
 def exact(kind: type[Model], size: tuple[int, int], data: Sentences) -> Tensor:
     """The gradient of the first step's samples in one piece, in fp64."""
     model = built(kind, size).double()
@@ -243,12 +289,18 @@ def built(kind: type[Model], size: tuple[int, int]) -> Model:
 def run(name: str, size: tuple[int, int], data: Sentences) -> tuple[float, Tensor]:
     """CPU seconds per step without the first, and the gradient of the first step."""
     function, kind, _ = CONTENDERS[name]
+    return timed(function, kind, size, data)
+
+
+def timed(
+    function: Callable[..., None], kind: type[Model], size: tuple[int, int], data: Sentences
+) -> tuple[float, Tensor]:
     model = built(kind, size)
     optimizer = TimedSGD(model.parameters())
     with quiet():
         function(model, data, optimizer)
     times = optimizer.times
-    assert optimizer.gradient is not None and len(times) == len(data) // (MICRO * ACCUMULATION), (name, len(times))
+    assert optimizer.gradient is not None and len(times) == len(data) // (MICRO * ACCUMULATION), (function, len(times))
     return (times[-1] - times[0]) / (len(times) - 1), optimizer.gradient
 
 
@@ -289,16 +341,41 @@ def step_by_step(pairs: int) -> None:
     table(f"Step by step in one process, {pairs} pairs: CPU time", head, rows)
 
 
+def inside(pairs: int, steps: int) -> list[str]:
+    """Our pieces in a loop of a framework against its own accumulation, and that against itself; what is too slow."""
+    data, rows, slow = Sentences((steps + 1) * MICRO * ACCUMULATION), list[list[str]](), list[str]()
+    for framework, (alone, with_ours) in INSIDE.items():
+        for title, size in SIZES.items():
+            turns = [[timed(one, Model, size, data)[0] for one in (alone, with_ours, alone)] for _ in range(pairs + 1)]
+            first, mine, again = (list(times) for times in zip(*turns[1:], strict=True))  # the first turn warms up
+            rows.append([framework, title, seconds(first), ratio(first, mine), ratio(first, again)])
+            found = median(b / a for a, b in zip(first, mine, strict=True))
+            if found > LIMIT and framework != "Fabric":
+                slow.append(f"{framework}, {title}: {found:.3f} is above {LIMIT}")
+    head = ["framework", "model", "alone, per step", "with our pieces / alone", "alone / alone"]
+    table(f"Inside a loop of the framework, {pairs} interleaved pairs: CPU time", head, rows)
+    return slow
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps measured per round")
     parser.add_argument("--pairs", type=int, default=150, help="steps compared one by one with the loop by hand")
+    parser.add_argument("--inside", type=int, default=20, help="pairs inside a loop of Accelerate, and of Fabric")
+    parser.add_argument("--only-inside", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    step_by_step(given.pairs)
     for logger in ("lightning", "lightning.pytorch", "lightning.fabric", "transformers", "accelerate"):
         logging.getLogger(logger).setLevel(logging.ERROR)
+    if not given.only_inside:
+        step_by_step(given.pairs)
+        compare(given)
+    sys.exit("\n".join(inside(given.inside, given.steps)) or 0)
+
+
+def compare(given: argparse.Namespace) -> None:
+    """All contenders, in turn."""
     data = Sentences((given.steps + 1) * MICRO * ACCUMULATION)
     names = installed()
     for title, size in SIZES.items():

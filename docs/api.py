@@ -1,4 +1,4 @@
-"""Writes docs/api.md: every public name of `batchwright`, `batchwright.runtime` and `batchwright.adapters`, grouped by idea.
+"""Writes docs/api.md: every public name of `batchwright`, its rooms `runtime` and `jax`, and its adapters, grouped by idea.
 
     python docs/api.py
 
@@ -15,6 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import batchwright
+import batchwright.jax
 import batchwright.runtime
 
 PAGE = Path(__file__).with_name("api.md")
@@ -22,7 +23,8 @@ HEAD = """# API
 
 All public names, with their signatures. `python docs/api.py` writes this page. Each name is imported on first use, so
 `import batchwright` is cheap. `batchwright.runtime`, `probe`, `check` and `train` need torch, `estimate` torch or JAX.
-[Bring your own loop](own_loop.md) shows the names of `batchwright.runtime` in use. Each adapter needs its framework:
+[Bring your own loop](own_loop.md) shows the names of `batchwright.runtime` in use, [JAX](jax.md) those of `batchwright.jax`.
+Each adapter needs its framework:
 [Hugging Face](huggingface.md), [Lightning](lightning.md).
 """
 GROUPS = {
@@ -38,10 +40,17 @@ GROUPS = {
         "Task and device": "Task load_task to_device",
         "Order, sampler, loader": "GlobalOrder StepSampler Slice Loader ReadingHosts Micro windows",
         "Sources": "TokenFile JsonLines Parquet TarShards Shards indexed Access Reads",
-        "Step": "accumulate Accumulator GradientStep StepResult NoiseScale NoiseEstimate",
+        "Step": "accumulate Accumulator PipelineAccumulator GradientStep StepResult NoiseScale NoiseEstimate",
         "Checkpoint and ledger": "Checkpoints Ledger next_launch audit LedgerAudit",
         "Loop": "train Settings read_events",
+        "Reinforcement learning": "train_rl RLTask RLSettings Prompts RoundResult",
         "Ranks": "Ranks discover data_parallel",
+    },
+    batchwright.jax: {
+        "Gradient": "accumulate Accumulated micro_steps MicroSteps",
+        "Rows": "Feed StepBatch maxtext",
+        "Checkpoint": "Checkpoints save restore",
+        "Task and loop": "JaxTask load_task check train",
     },
 }
 ADAPTERS = {"huggingface": "exact", "lightning": "exact Steps"}

@@ -2,8 +2,9 @@
 
     python docs/pictures.py
 
-The ramps are computed. The probe, the estimate and the run were made once by the commands that `docs/report.md` names, and their
-records are beside the pictures. `pictures()` returns every file; a test compares them with the folder.
+The ramps are computed. The pipelines are torch's own order of actions (tests/runtime/step/pipeline_orders.py writes it). The
+probe, the estimate and the run were made once by the verbs and flags that `docs/report.md` names. Their records are beside the
+pictures. `pictures()` returns every file; a test compares them with the folder.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import batchwright
 from batchwright.report.charts import charts_of
+from batchwright.report.charts.pipeline import timeline
 from batchwright.report.render import svg
 
 FOLDER = Path(__file__).with_name("pictures")
@@ -49,6 +51,9 @@ def pictures() -> dict[str, str]:
         for theme in ("light", "dark"):
             drawn = charts_of(kind, document, theme)
             found |= {f"{name}-{chart}-{theme}.svg": svg(drawn[chart]) + "\n" for chart in shown}
+    for name, document in _stored("pipeline").items():
+        for theme in ("light", "dark"):
+            found[f"pipeline-{name}-{theme}.svg"] = svg(timeline(document, theme=theme) or {}) + "\n"
     return found
 
 

@@ -132,9 +132,9 @@ def trackio(folder: Path) -> list[tuple[str, Points]]:
 
 
 def main(run: Path, names: list[str], launch: int, start: int, end: int, ending: str) -> None:
+    from batchwright.runtime.loop.base import leave
     from batchwright.runtime.loop.events import Events
     from batchwright.runtime.loop.trackers import open_tracker
-    from batchwright.runtime.loop.train import leave
 
     events = Events(run / "events" / f"launch-{launch:05d}.jsonl", [open_tracker(n, run) for n in names], launch=launch)
     about = {"parameters": 9, "strategy": "none", "device": "cpu", "seed": 0, "dataset_size": 64, "total_samples": 104}

@@ -32,17 +32,21 @@ echo "== the oldest packages"
 install oldest "$python" -r constraints-oldest.txt
 bin=.venv-versions/oldest/bin/python
 "$bin" -m pytest "${fast[@]}"
-"$bin" -m pytest -q -n 2 --dist loadfile tests/estimate/test_jax_step.py tests/estimate/test_fake.py tests/runtime
+"$bin" -m pytest -q -n 2 --dist loadfile tests/estimate/test_fake.py tests/runtime
+echo "== the oldest JAX, without torch"
+install oldest-jax "$python" -r constraints-oldest-jax.txt
+.venv-versions/oldest-jax/bin/python -m pytest -q -n 2 --dist loadfile tests/estimate/test_jax_step.py tests/jax
 echo "== the oldest Lightning"
 grep -v lightning== constraints.txt > .venv-versions/constraints-lightning.txt
 install lightning "$python" -c .venv-versions/constraints-lightning.txt \
   torch numpy click PyYAML rich plotext hypothesis pytest pytest-xdist transformers lightning==2.6.0
 CI=1 .venv-versions/lightning/bin/python -m pytest -q -n 2 tests/adapters/test_lightning.py tests/adapters/test_lightning_loss.py
+CI=1 .venv-versions/lightning/bin/python -m pytest -q -k lightning tests/adapters/test_run.py
 echo "== the oldest transformers"
 install oldest-hf "$python" torch==2.13.0 numpy transformers==5.20.0 accelerate==1.15.0 peft==0.21.0 trl==1.16.0 datasets==5.2.0 click PyYAML rich \
   plotext hypothesis pytest pytest-xdist
 CI=1 .venv-versions/oldest-hf/bin/python -m pytest -q -n 2 --dist loadfile tests/adapters/test_adapter.py tests/adapters/test_huggingface.py \
-  tests/adapters/test_huggingface_loss.py
+  tests/adapters/test_huggingface_loss.py tests/adapters/test_accelerate.py
 CI=1 .venv-versions/oldest-hf/bin/python -m pytest -q -k huggingface tests/adapters/test_run.py
 echo "== trackers that are not in the environment of make test: mlflow-skinny brings 30 packages, trackio an older pillow"
 grep -v pillow== constraints.txt > .venv-versions/constraints-trackers.txt
@@ -67,7 +71,7 @@ if ! test -e "$oracles/megatron-core-0.19/.done"; then  # for a newer Python; on
 fi
 fetch levanter levanter==1.2.dev1644
 for package in ai2-olmo-core==3.0.0 llm-foundry==0.22.0 axolotl==0.19.0 verl==0.9.1 torchtitan==0.3.0 llamafactory==0.9.5 \
-  nanotron==0.4 openrlhf==0.11.2 megatron-bridge==0.3.1; do
+  nanotron==0.4 openrlhf==0.11.2 megatron-bridge==0.3.1 google-tunix==0.1.7; do
   fetch "${package%%=*}" "$package"
 done
 if ! test -e "$oracles/deepspeed/.done"; then  # it has no wheel, and its setup needs torch: its files are enough

@@ -14,12 +14,13 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from batchwright import Thresholds
 from batchwright.adapters.huggingface import exact
 
 RAMP = Thresholds(((0, 8), (64, 16), (256, 32)))
+MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "bert": (BertConfig, BertForMaskedLM)}
 
 
 class Documents(torch.utils.data.Dataset):
@@ -45,10 +46,13 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def trainer(out: str = "runs/llama", samples: int = 1024, stock: bool = False, **options) -> Trainer:
+def trainer(
+    out: str = "runs/llama", samples: int = 1024, model: str = "llama", stock: bool = False, **options
+) -> Trainer:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    config, network = MODELS[model]
+    made = network(
+        config(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
     )
     arguments = TrainingArguments(
         output_dir=out, per_device_train_batch_size=4, learning_rate=3e-3, lr_scheduler_type="cosine", warmup_steps=0.1,
@@ -56,11 +60,10 @@ def trainer(out: str = "runs/llama", samples: int = 1024, stock: bool = False, *
         use_cpu=not torch.cuda.is_available(), **options,
     )  # fmt: skip
     given = {"args": arguments, "train_dataset": Documents(length=64, files=20), "data_collator": collate}
-    model = LlamaForCausalLM(config)
-    if stock:  # the Trainer as it is: batchwright check examples/huggingface/train.py:trainer --arg stock=true
-        return Trainer(model, **given)
+    if stock:  # the Trainer as it is, for `batchwright check`
+        return Trainer(made, **given)
     schedule = None if "BATCHWRIGHT_RUN_DIR" in os.environ else RAMP.compile().until(samples)
-    return exact(Trainer)(model, **given, schedule=schedule)
+    return exact(Trainer)(made, **given, schedule=schedule)
 
 
 if __name__ == "__main__":

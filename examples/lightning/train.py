@@ -14,8 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 from batchwright import Constant, SampleSchedule
 from batchwright.adapters.lightning import Steps, exact
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-
 
 class ByteModel(L.LightningModule):
     """An ordinary LightningModule: `training_step` returns the mean loss of one micro batch."""
@@ -58,12 +56,13 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=4, help="optimizer steps between two checkpoints")
     args = parser.parse_args()
     L.seed_everything(0)
-    rows = paragraphs(DOCS)
+    rows = paragraphs(Path(__file__).resolve().parents[2] / "docs")
     steps = Steps(rows[64:], args.batch and Constant(args.batch), micro_batch_size=4, collate=collate)
     steps.learning_rate = SampleSchedule(peak_lr=1.0, end_sample=steps.course.samples, warmup_samples=64).at
     trainer = L.Trainer(
         max_epochs=1,
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # as torchrun has started them
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         gradient_clip_val=1.0,
         callbacks=[ModelCheckpoint(args.out, every_n_train_steps=args.save_every, save_last=True)],
         default_root_dir=args.out,

@@ -52,7 +52,9 @@ class Plan(BatchPlan, Shown):
         return nemo.write_recipe(self, recipe)
 
 
-def _resolve(source: object, given: Mapping[str, Any], own: Collection[str]) -> dialects.Resolved:
+def _resolve(
+    source: object, given: Mapping[str, Any], own: Collection[str], *, defaults: bool = True
+) -> dialects.Resolved:
     """Fields from a mapping with keys in any spelling or a NeMo recipe, and from keywords, which take precedence."""
     entries: list[tuple[str, dialects.Given]] = []
     lenient = False
@@ -65,7 +67,7 @@ def _resolve(source: object, given: Mapping[str, Any], own: Collection[str]) -> 
             keys, lenient = nemo.read_recipe(source), True
         entries += [(key, dialects.Given(value, key, 0)) for key, value in keys.items()]
     entries += [(key, dialects.Given(value, "", 1)) for key, value in given.items() if value is not None]
-    return dialects.resolve(entries, own=own, lenient=lenient)
+    return dialects.resolve(entries, own=own, lenient=lenient, defaults=defaults)
 
 
 def _request(resolved: dialects.Resolved) -> BatchRequest:
@@ -96,7 +98,7 @@ def plan(source: object = None, /, **given: Any) -> Plan:
     (4, 4, 64)
     """
     memory = {name: given.pop(name) for name in MEMORY if name in given}
-    request = _request(_resolve(source, given, READERS))
+    request = _request(_resolve(source, given, READERS, defaults=not memory))
     return plan_in_memory(request, **memory) if memory else _as_plan(_plan(request))
 
 

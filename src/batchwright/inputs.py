@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from .core import codec
 from .core.errors import ConfigError, EnvironmentFault, RunError, Violation, raise_violations
 from .report.documents import ACCEPTED, RampDocument, kind_of, why_not
+from .report.notebook import Shown
 from .rundir import names
+from .rundir.events import has_rounds, read_rounds
 from .rundir.files import parse_object, read_bytes
 
 if TYPE_CHECKING:
     from .launch.directory import RunDirectory
     from .launch.records import RunPlan
-    from .report.notebook import Shown
 
 # A ramp of 100,000 stages has 40 MB.
 _LARGEST = 1 << 28
@@ -25,7 +27,7 @@ _LARGEST = 1 << 28
 
 @dataclass(frozen=True)
 class Input:
-    """A document with its kind (plan, ramp, probe, estimate, run), and what it was read from."""
+    """A document with its kind (plan, ramp, probe, estimate, run, rl), and what it was read from."""
 
     kind: str
     document: Mapping[str, Any]
@@ -48,12 +50,28 @@ def read_inputs(sources: Sequence[str | os.PathLike[str] | Shown]) -> list[Input
 
 
 def _read(source: str | os.PathLike[str] | Shown) -> Input:
-    if not isinstance(source, (str, os.PathLike)):
+    if isinstance(source, Shown):
         return Input(source.kind, source.document(), type(source).__name__)
+    if not isinstance(source, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"{source!r:.120} is a {type(source).__name__}, not a result or a path.",
+            field="source",
+            given=repr(source)[:120],
+        )
     from .launch.directory import RunDirectory
 
     directory = RunDirectory(source, "report")
     if directory.path.is_dir():
+        kind = _run_kind(directory.path)
+        if kind == "rl" and (rounds := read_rounds(directory.path)):
+            return Input("rl", rounds | {"ledger": _audited(directory.path)}, str(source))
+        if kind is None and (below := [str(p) for p in sorted(_folders(Path(source))) if _run_kind(p)]):
+            raise ConfigError(
+                f"{source} is not a run directory. It holds these: {', '.join(below[:6])}{' …' * (len(below) > 6)}.",
+                field="source",
+                given=str(source),
+                nearest=below[:6],
+            )
         return Input("run", read_run(directory), str(source))
     return _read_file(Path(source))
 
@@ -102,6 +120,10 @@ def _record(kind: str) -> Any:
         from .probe.records import Probe
 
         return Probe
+    if kind == "pipeline":
+        from .probe.pipeline import PipelineProbe
+
+        return PipelineProbe
     from .estimate.records import Estimate
 
     return Estimate
@@ -126,24 +148,29 @@ def ledger(directory: RunDirectory, plan: RunPlan) -> dict[str, Any]:
     nothing = {"ok": None, "gaps": None, "repeats": None}
     if plan.kind != "task" or not (directory.path / names.LEDGER).is_dir():
         return nothing
+    keys = ("ok", "gaps", "repeats", "samples", "discarded_samples", "ids_checked", "findings")
+    made = _audited(directory.path)
+    return {key: made[key] for key in keys} if made else nothing
+
+
+def _audited(run: Path) -> dict[str, Any]:
+    """The audit of a ledger, without its ids; empty if there is none."""
     try:
         from .runtime.state.audit import audit
     except ImportError:
         # This machine has no numpy.
-        return nothing
+        return {}
     try:
-        made = codec.encode(audit(directory.path, recompute=False))
+        return codec.encode(audit(run, recompute=False))
     except RunError:
-        return nothing
-    keys = ("ok", "gaps", "repeats", "samples", "discarded_samples", "ids_checked", "findings")
-    return {key: made[key] for key in keys}
+        return {}
 
 
 def discovered(folder: Path) -> list[str]:
     """The run in a folder (itself, or one below it or below runs/) and documents in it, if there is one of each kind."""
-    if _is_run(folder):
+    if _run_kind(folder):
         return [str(folder)]
-    below = [path for parent in (folder, folder / "runs") for path in sorted(_folders(parent)) if _is_run(path)]
+    below = [path for parent in (folder, folder / "runs") for path in sorted(_folders(parent)) if _run_kind(path)]
     found: dict[str, list[str]] = {"run": [str(path) for path in below]} if below else {}
     for path in sorted(folder.glob("*.json"))[:200]:
         try:
@@ -162,12 +189,12 @@ def discovered(folder: Path) -> list[str]:
     return [path for paths in found.values() for path in paths]
 
 
-def _is_run(path: Path) -> bool:
-    """Whether a folder is a run directory: the output of `plan` may have the name plan.json, too."""
-    try:
-        return "launches" in parse_object(read_bytes(path / names.PLAN))
-    except (OSError, ValueError):
-        return False
+def _run_kind(path: Path) -> str | None:
+    """`run` or `rl` for a run directory. The output of `plan` may have the name plan.json, too; `train_rl` writes none."""
+    with suppress(OSError, ValueError):
+        if "launches" in parse_object(read_bytes(path / names.PLAN)):
+            return "run"
+    return "rl" if has_rounds(path) else None
 
 
 def _folders(path: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import torch
 
 from tests.needs import needs
 
-collect_ignore = ["hf.py", "lit_cases.py"]
+collect_ignore = ["hf.py", "lit_cases.py", "sft"]
 FRAMEWORKS = {"huggingface": "transformers", "lightning": "lightning", "accelerate": "accelerate"}
 
 

@@ -21,14 +21,23 @@ from typing import Any
 import batchwright
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FILES = {"huggingface": "optimizer.pt", "lightning": ".last.ckpt."}  # a part of the name of a file of a checkpoint
+# A part of the name of a file of a checkpoint.
+FILES = {"huggingface": "optimizer.pt", "sft": "optimizer.pt", "lightning": ".last.ckpt."}
 
 
 def drive(framework: str, folder: Path, place: str, *arguments: str, **options: Any) -> Any:
     """The example, on one rank up to sample 64, then on two up to sample 128; its status."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{devices}"]
     handled = ["--shutdown-timeout", "60", "--signals-to-handle", "SIGTERM,SIGUSR1"]
-    script = [__file__, place, str(EXAMPLES / framework / "train.py"), "--out", "{run_dir}/out", *arguments]
+    folders = {"sft": Path(__file__).parent / "sft"}  # it is no example
+    script = [
+        __file__,
+        place,
+        str(folders.get(framework, EXAMPLES / framework) / "train.py"),
+        "--out",
+        "{run_dir}/out",
+        *arguments,
+    ]
     return batchwright.run(
         [*torchrun, *handled, *script],
         thresholds="0:8 64:16", samples=128, micro_batch_size=4, nodes=2, devices_per_node=1, node_policy="constant-work",

@@ -160,7 +160,7 @@ def sft(out: Path, schedule: Any, kind: Any = None, **given: Any):
     watch = Watch()
     made = (kind or exact(SFTTrainer))(
         llama(), args=config, train_dataset=data, processing_class=tokenizer, callbacks=[watch],
-        **({} if kind else {"schedule": schedule}),
+        **({} if schedule is None else {"schedule": schedule}),
     )  # fmt: skip
     watch.trainer = made
     return made, watch
@@ -183,6 +183,22 @@ def trained_by(schedule: Any, out: Path, **given: Any) -> Any:
     return exact(Trainer)(Bare(), args=args, train_dataset=rows(64), data_collator=collate, schedule=schedule)
 
 
+class Grows(TrainerCallback):
+    """What looks like a ramp: 2 micro batches, 4 after three steps, 8 after six. Keeps whether gradients differ by rank."""
+
+    def __init__(self) -> None:
+        self.apart: list[bool] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        args.gradient_accumulation_steps = {3: 4, 6: 8}.get(state.global_step, args.gradient_accumulation_steps)
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        own = torch.cat([p.grad.flatten() for p in model.parameters()])
+        every = [torch.empty_like(own) for _ in range(args.world_size)]
+        torch.distributed.all_gather(every, own)
+        self.apart.append(not torch.allclose(*every, rtol=0.01))
+
+
 def compiled(folder: Path) -> None:
     """On each of two ranks: two steps of a compiled model."""
     torch.manual_seed(3)
@@ -203,7 +219,11 @@ def halves(folder: Path) -> None:
     torch.save({"ids": seen.ids[0], "gradient": seen.gradients[0]}, folder / f"gradient-{first.args.process_index}.pt")
     packed = sft_half_way(folder / "s", 16)[1] if find_spec("trl") else Watch()
     other = sft_half_way(folder / "u", 24, resume=True)[1] if find_spec("trl") else Watch()
+    grows = Grows()
+    args = arguments(folder / "stock", per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=8)
+    Trainer(llama(), args=args, train_dataset=rows(128), data_collator=collate, callbacks=[grows]).train()
     found = {"a": seen.ids, "b": rest.ids, "s": packed.ids, "u": other.ids, "step": second.state.global_step}
+    found |= {"apart": grows.apart, "loss": first.state.log_history[0]["loss"]}
     (folder / f"rank-{first.args.process_index}.json").write_text(json.dumps(found))
     try:
         trained_by(RAMP.compile().until(32), folder, fsdp="full_shard")

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from batchwright.runtime import audit
+import batchwright
+from batchwright.runtime import Ledger, audit
 from tests.runtime.conftest import _run_ranks as run_ranks
 
 pytestmark = pytest.mark.torch
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "accelerate.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "accelerate.md"
 
 
 def page() -> dict[str, Any]:
@@ -115,7 +118,7 @@ def test_the_loop_refuses_an_accumulation_of_its_own(tmp_path):
         page()["train"](tmp_path, Accelerator(cpu=True, gradient_accumulation_steps=4))
 
 
-def on_two(rank: int, folder: str) -> list[float]:
+def on_two(rank: int, folder: str) -> tuple[list[float], list[Any]]:
     """On two processes: a run that one process continues, and one that continues that of one process."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     from accelerate import Accelerator
@@ -124,8 +127,8 @@ def on_two(rank: int, folder: str) -> list[float]:
     assert Accelerator(cpu=True).num_processes == 2
     found = errors(names, Path(folder) / "2-to-1", stop_after=6)
     assert len(found) == 6
-    names["train"](Path(folder) / "1-to-2", Accelerator(cpu=True), micro_batch_size=2)
-    return found
+    last = names["train"](Path(folder) / "1-to-2", Accelerator(cpu=True), micro_batch_size=2)
+    return found, [p.tolist() for p in last.parameters()]
 
 
 def test_two_processes_are_exact_and_resume_changes_the_number_of_processes(tmp_path):
@@ -134,14 +137,20 @@ def test_two_processes_are_exact_and_resume_changes_the_number_of_processes(tmp_
     names = page()
     whole = names["train"](tmp_path / "whole", Accelerator(cpu=True))
     names["train"](tmp_path / "1-to-2", Accelerator(cpu=True), stop_after=6)
-    assert max(map(max, run_ranks(on_two, 2, str(tmp_path)))) <= 1e-5
+    (errors, weights), (others, _) = run_ranks(on_two, 2, str(tmp_path))
+    assert max(errors + others) <= 1e-5
     again = names["train"](tmp_path / "2-to-1", Accelerator(cpu=True), micro_batch_size=2)
     for name in ("2-to-1", "1-to-2"):  # the audit compares the id of every sample with the order
         found = audit(tmp_path / name)
         assert (found.ok, found.samples, found.gaps, found.repeats) == (True, 256, 0, 0), found
         assert found.discarded_samples == 32  # steps 5 and 6 were trained after the save, and again after the resume
-    for a, b in zip(whole.parameters(), again.parameters(), strict=True):
+    for a, b, c in zip(whole.parameters(), again.parameters(), weights, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+        torch.testing.assert_close(a, torch.tensor(c), atol=1e-5, rtol=0)  # 1 -> 2
+    complete = names["train"](tmp_path / "2-to-1", Accelerator(cpu=True))  # there is nothing to do
+    assert (
+        all(map(torch.equal, complete.parameters(), again.parameters())) and audit(tmp_path / "2-to-1").samples == 256
+    )
 
 
 def killed(folder: Path, place: str) -> None:
@@ -173,12 +182,44 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, place):
 
     called = f"killed(Path({str(tmp_path)!r}), {place!r})"
     code = f"from pathlib import Path; from tests.adapters.test_accelerate import killed; {called}"
-    root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, timeout=600)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(list(tmp_path.glob("checkpoints/*"))) == 2
     page()["train"](tmp_path, Accelerator(cpu=True), micro_batch_size=2)
     found = audit(tmp_path)
     assert (found.ok, found.samples, found.gaps, found.repeats) == (True, 256, 0, 0), found
     assert found.discarded_samples == 64  # steps 5 to 8
+
+
+def driven() -> None:
+    """In a process of a launch: the loop of the page, killed once, on rank 0 and after the step that ends at sample 48."""
+    from accelerate import Accelerator
+
+    applied, marker = Ledger.applied, Path(os.environ["BATCHWRIGHT_RUN_DIR"]) / "signalled"
+
+    def die(ledger: Any, step: int, start: int, size: int, *given: Any) -> None:
+        applied(ledger, step, start, size, *given)
+        if start + size == 48 and os.environ.get("RANK", "0") == "0" and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Ledger.applied = die
+    page()["train"](Path("unused"), Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.rounds)])
+def test_a_ramp_under_run_survives_a_kill(tmp_path, nodes):
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.adapters.test_accelerate import driven; driven()"
+    torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node {devices} --no-python".split()]
+    status = batchwright.run(
+        [*(torchrun if nodes > 1 else ()), sys.executable, "-c", code],
+        thresholds="0:8 64:16", samples=128, micro_batch_size=4, nodes=nodes, devices_per_node=1,
+        node_policy="constant-work", dir=str(tmp_path), progress=False, retry_seconds=0,
+        environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert (status.state, status.consumed_samples, status.restarts) == ("complete", 128, 1)
+    found = audit(tmp_path)
+    assert (found.ok, found.samples, found.gaps, found.repeats, found.discarded_samples) == (True, 128, 0, 0, 16), found
+    ranks = Counter(path.name[:12] for path in tmp_path.glob("ledger/*"))
+    assert sorted(ranks.values()) == ([1, 1, 2] if nodes > 1 else [1, 1])

@@ -171,6 +171,32 @@ def test_packed_sequences_of_sft(hf, tmp_path):
     assert tokens[-1] == sum(lengths[i] for ids in watch.ids for i in ids)  # the test of the loss is not counted
 
 
+def test_sft_with_a_loss_that_ignores_the_count(hf, tmp_path):
+    """SFTTrainer computes its loss by itself, and alone it is right; in a class whose loss is a mean, it is not."""
+    needs("trl")
+    from trl import SFTTrainer
+
+    from batchwright.adapters.huggingface import exact
+
+    class Mean(SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs, return_outputs)
+
+    errors = []
+    for kind, schedule, accumulation in ((Mean, None, 4), (exact(Mean), batchwright.Constant(8).compile().until(8), 1)):
+        trainer, watch = hf.sft(
+            tmp_path / kind.__name__, schedule, kind, gradient_accumulation_steps=accumulation, max_steps=1,
+            train_sampling_strategy="sequential",
+        )  # fmt: skip
+        before = hf.llama()
+        before.load_state_dict(trainer.model.state_dict())
+        trainer.train()
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(8)])
+        errors.append(error(watch.gradients[0], whole(before, {**batch, "use_cache": False})))
+    assert 2.5 < errors[0] < 3.5  # 4 times the gradient
+    assert errors[1] <= 1e-5
+
+
 def test_micro_batches_without_a_label_do_not_make_weights_nan(hf, tmp_path):
     from transformers import Trainer
 
@@ -368,6 +394,113 @@ def test_grpo_is_refused(hf, tmp_path):
         )  # fmt: skip
 
 
+def test_a_trainer_that_generates_its_batches_is_refused_by_name(hf, tmp_path, monkeypatch):
+    """TRL's GKDTrainer: each of its switches before training, and what it generates in any case."""
+    needs("trl")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from datasets import Dataset
+    from tokenizers.pre_tokenizers import Whitespace
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    from batchwright.adapters.huggingface import exact
+
+    tokens = hf.sft(tmp_path / "tokenizer", batchwright.Constant(4).compile().until(24))[0].processing_class
+    tokens.backend_tokenizer.pre_tokenizer = Whitespace()
+    tokens.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    talk = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"}]
+
+    def made(**given):
+        args = GKDConfig(
+            str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=4, bf16=False, save_strategy="no",
+            gradient_checkpointing=False, max_new_tokens=9, disable_tqdm=True, **given,
+        )  # fmt: skip
+        return exact(GKDTrainer)(
+            hf.llama(), teacher_model=hf.llama(), args=args, train_dataset=Dataset.from_list([{"messages": talk}] * 8),
+            processing_class=tokens, schedule=batchwright.Constant(4).compile().until(8),
+        )  # fmt: skip
+
+    with pytest.raises(PlanError, match=r"trainer=lmbda, seq_kd: must be 0: ExactGKDTrainer replaces batches"):
+        made(lmbda=0.5, seq_kd=True)
+    trainer = made(lmbda=0.0, seq_kd=False)
+    trainer.train()  # as it is without generation
+    assert trainer.batchwright.position == 8
+    trainer.lmbda = 1.0
+    trainer.batchwright.close()
+    with pytest.raises(PlanError, match="trainer=lmbda"):
+        trainer.train()
+
+
+def test_a_training_step_that_changes_the_batch_or_the_loss_is_refused(hf, tmp_path):
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    class Copies(Trainer):
+        """The same data in other tensors: as moving them to a device does."""
+
+        def training_step(self, model, inputs, *given):
+            return super().training_step(model, {name: value.clone() for name, value in inputs.items()}, *given)
+
+    class Changes(Trainer):
+        def training_step(self, model, inputs, *given):
+            inputs["labels"] = inputs["labels"].masked_fill(inputs["labels"] == inputs["labels"].max(), -100)
+            return super().training_step(model, inputs, *given)
+
+    class Alone(Trainer):
+        def training_step(self, model, inputs, *given):
+            loss = model(**inputs)["loss"]
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    def trained(kind):
+        schedule = batchwright.Constant(8).compile().until(16)
+        args = hf.arguments(tmp_path / kind.__name__)
+        return hf.trained(exact(kind), hf.Bare(), hf.rows(16), args, schedule=schedule)[0]
+
+    assert trained(Copies).batchwright.position == 16
+    with pytest.raises(RunError, match=r"training_step of Changes changes the batch: its weight was \d+, and is \d+"):
+        trained(Changes)
+    with pytest.raises(RunError, match="training_step of Alone does not call compute_loss"):
+        trained(Alone)
+
+
+def test_a_training_step_may_take_members_out_of_its_batch(hf, tmp_path):
+    """Also where one batch stands in for others, which have no label."""
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    class Pops(Trainer):
+        def training_step(self, model, inputs, *given):
+            inputs.pop("attention_mask")
+            return super().training_step(model, inputs, *given)
+
+    data = [{**row, "labels": [-100] * len(row["labels"])} if i % 3 else row for i, row in enumerate(hf.rows(32))]
+    args, schedule = hf.arguments(tmp_path, per_device_train_batch_size=1), batchwright.Constant(16).compile().until(32)
+    assert hf.trained(exact(Pops), hf.Bare(), data, args, schedule=schedule)[0].batchwright.done
+
+
+def test_callbacks_of_the_user_see_the_new_position_and_cannot_take_back_a_stop(hf, tmp_path):
+    from transformers import Trainer, TrainerCallback
+
+    from batchwright.adapters.huggingface import exact
+
+    seen = []
+
+    class Sees(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append((trainer.batchwright.position, state.epoch))
+            control.should_training_stop = False
+
+    trainer = exact(Trainer)(
+        hf.Bare(), args=hf.arguments(tmp_path), train_dataset=hf.rows(64), data_collator=hf.collate, callbacks=[Sees()],
+        schedule=batchwright.Constant(8).compile().until(64),
+    )  # fmt: skip
+    trainer.batchwright._stop.set()  # as the signal of a run
+    trainer.train()
+    assert seen == [(8, 8 / 64)]
+
+
 def test_exact_takes_a_class_of_trainers(hf):
     from transformers import Trainer
 
@@ -509,7 +642,7 @@ def test_a_loss_that_does_not_add_up_is_refused_and_a_router_is_named(hf, tmp_pa
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(1000 if ".gate." in name else 1)  # a router that has decided
-    with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
+    with caplog.at_level("WARNING", logger="batchwright.adapters"):
         trainer, _ = hf.trained(exact(Trainer), model, hf.rows(16), hf.arguments(tmp_path / "m"), schedule=schedule)
     assert trainer.batchwright.position == 16
     assert any("balance loss" in record.message for record in caplog.records)
@@ -531,7 +664,7 @@ def test_a_wrong_weight_is_refused_and_a_collator_that_draws_is_not(hf, tmp_path
         return {**made, "labels": made["labels"].masked_fill(drawn, -100)}
 
     trainer = exact(Trainer)(hf.llama(), train_dataset=hf.rows(16), data_collator=masked, **given)
-    with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
+    with caplog.at_level("WARNING", logger="batchwright.adapters"):
         trainer.train()
     assert trainer.batchwright.position == 16 and not caplog.records
     given["args"] = hf.arguments(tmp_path, per_device_train_batch_size=1)
@@ -627,7 +760,7 @@ def test_a_resume_names_the_checkpoints_that_it_cannot_continue(hf, tmp_path, ca
     train(tmp_path / "half", 24, None)
     with (tmp_path / "half" / "checkpoint-3" / "training_args.bin").open("ab") as file:
         file.write(b"1")
-    with caplog.at_level("WARNING", logger="batchwright.adapters.huggingface"):
+    with caplog.at_level("WARNING", logger="batchwright.adapters"):
         made = train(tmp_path / "half", 32, True)
     assert made.batchwright.done and made.state.global_step == 4
     (told,) = [record.message for record in caplog.records]
@@ -652,6 +785,35 @@ def test_a_longer_schedule_continues_at_its_own_learning_rate(hf, tmp_path):
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert rates == [1.0, 0.75, 0.5, 0.25, 0.5, 0.375, 0.25, 0.125]
     assert trainer.optimizer.param_groups[0]["lr"] == 0.0
+
+
+def test_a_resume_draws_the_same_dropout_and_a_complete_run_stays_as_it_is(hf, tmp_path):
+    from transformers import Trainer
+
+    from batchwright.adapters.huggingface import exact
+
+    class Drops(hf.Bare):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Sequential(self.embedding, torch.nn.Dropout(0.5))
+
+    def train(out, end, resume=None):
+        torch.manual_seed(3)
+        args = hf.arguments(out, save_strategy="steps", save_steps=1, lr_scheduler_type="constant")
+        schedule = hf.RAMP.compile().until(end)
+        return hf.trained(exact(Trainer), Drops(), hf.rows(64), args, resume=resume, schedule=schedule)
+
+    whole, _ = train(tmp_path / "whole", 64)
+    train(tmp_path / "parts", 32)
+    again, watch = train(tmp_path / "parts", 64, resume=True)
+    assert len(watch.ids) == 2
+    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    complete, watch = train(tmp_path / "parts", 64, resume=True)
+    assert (watch.ids, complete.state.global_step, complete.batchwright.position) == ([], 5, 64)
+    assert all(map(torch.equal, complete.model.parameters(), again.model.parameters()))
+    found = audit(tmp_path / "parts")
+    assert (found.ok, found.samples, found.repeats) == (True, 64, 0)
 
 
 def test_the_speed_of_a_part_of_a_ramp(hf, tmp_path):
@@ -715,6 +877,14 @@ def test_two_ranks_have_the_gradient_of_the_whole_batch(hf, resumed):
     reference = whole(hf.llama(), hf.collate([data[i] for one in found for i in one["ids"]]))
     for one in found:
         assert error(one["gradient"], reference) <= 1e-5
+    torch.manual_seed(3)
+    loss = hf.llama()(**hf.collate([data[i] for one in found for i in one["ids"]])).loss.item()
+    assert [rank["loss"] for rank in resumed[4]] == [pytest.approx(loss, rel=1e-4)] * 2  # as it is logged
+
+
+def test_a_ramp_by_a_callback_leaves_ranks_apart(resumed):
+    """As docs/huggingface.md says of the Trainer alone: 5 of 8 steps are not synchronised."""
+    assert [rank["apart"] for rank in resumed[4]] == [[False] * 3 + [True] * 5] * 2
 
 
 def test_fsdp_is_refused(resumed):

@@ -196,10 +196,56 @@ def test_a_loss_function_of_the_user(hf, exact, tmp_path):
     given = {"schedule": ONE_STEP, "compute_loss_func": mean}
     _, watch = hf.trained(exact(Trainer), model, data, hf.arguments(tmp_path / "a"), **given)
     assert error(watch.gradients[0], {name: p.grad for name, p in alone.named_parameters()}) <= 1e-5
-    with pytest.raises(RunError, match=r"compute_loss_func failed with num_items_in_batch=None.*must return that mean"):
+    with pytest.raises(
+        RunError, match=r"compute_loss_func may need num_items_in_batch, which is None.*return that mean"
+    ):
         hf.trained(
             exact(Trainer), model, data, hf.arguments(tmp_path / "b"), **{**given, "compute_loss_func": dividing}
         )
+
+
+def test_a_sum_over_one_label_per_row_is_refused_with_its_reason(hf, exact, tmp_path):
+    """Classification, where no label is the first of a row."""
+    from transformers import Trainer
+
+    class Summed(hf.Ignoring):
+        def forward(self, input_ids, labels=None, attention_mask=None, **kwargs):
+            logits = self.head(torch.tanh(self.embedding(input_ids).mean(1)))
+            return {"loss": F.cross_entropy(logits, labels, reduction="sum")}
+
+    def first_tokens(batch):
+        made = hf.collate(batch)
+        return {**made, "labels": made["input_ids"][:, 0]}
+
+    trainer = exact(Trainer)(
+        Summed(), args=hf.arguments(tmp_path), train_dataset=hf.rows(32), data_collator=first_tokens, schedule=ONE_STEP
+    )  # fmt: skip
+    with pytest.raises(
+        RunError, match=r"the loss does not add up.*counts 2 and 2 in the halves.*it is a sum: then divide"
+    ):
+        trainer.train()
+
+
+def test_errors_that_are_no_classes_all_count(hf, exact, tmp_path):
+    """Regression: the mean of squares takes a label of -100.0 as a number."""
+    from transformers import Trainer
+
+    class Regression(hf.Ignoring):
+        def forward(self, input_ids, labels=None, attention_mask=None, **kwargs):
+            kept = attention_mask.to(self.embedding.weight.dtype)[..., None]
+            found = (self.head(torch.tanh(self.embedding(input_ids))) * kept).sum(1)[:, 0]
+            return {"loss": F.mse_loss(found, labels.to(found.dtype))}
+
+    def collate(batch):
+        made = hf.collate(batch)
+        return {**made, "labels": torch.tensor([-100.0 if row["input_ids"][0] % 2 else 1.0 for row in batch])}
+
+    data, watch, model = hf.rows(32), hf.Watch(), Regression()
+    reference = whole(model, collate(data))
+    exact(Trainer)(
+        model, args=hf.arguments(tmp_path), train_dataset=data, data_collator=collate, callbacks=[watch], schedule=ONE_STEP
+    ).train()  # fmt: skip
+    assert error(watch.gradients[0], reference) <= 1e-5
 
 
 def mixtral(hf, **given):

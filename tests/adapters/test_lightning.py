@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import re
 import signal
 from pathlib import Path
@@ -160,6 +162,17 @@ def test_a_loss_that_does_not_add_up_is_refused(lit, tmp_path):
     with pytest.raises(RunError, match="the loss does not add up"):
         fit(lit, tmp_path, Pairs)
 
+    class Tuples(lit.Small):
+        """As SimCLR does: pairs of views, without labels."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            one, two = (self.network[1](view) for view in batch)
+            return torch.nn.functional.cross_entropy(one @ two.T, torch.arange(len(one)))
+
+    views = [(torch.randn(16), torch.randn(16)) for _ in range(16)]
+    with pytest.raises(RunError, match=r"the loss does not add up.*counts 2 and 2 in the halves.*in-batch negatives"):
+        fit(lit, tmp_path, Tuples, data=views, schedule=short(lit, 16), loader={"collate": None})
+
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_a_wrong_weight_is_refused_where_all_losses_are_equal(lit, tmp_path, precision):
@@ -238,6 +251,22 @@ def test_what_cannot_be_exact_is_refused_before_training(lit, tmp_path, monkeypa
     assert not list(tmp_path.rglob("ledger"))
 
 
+def test_processes_of_torchrun_that_would_train_alone_are_refused(lit, tmp_path, monkeypatch):
+    """On the CPU, Lightning's default is one device: under torchrun, each of two processes would be the only one."""
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(PlanError, match=r"devices=1: but torchrun started 2 processes.*devices × num_nodes must be 2"):
+        fit(lit, tmp_path)
+    assert not list(tmp_path.rglob("ledger"))
+
+
 def test_everything_is_refused_at_once(lit, tmp_path):
     kind = module(lit, automatic_optimization=False, **optimizers(2))
     with pytest.raises(PlanError) as caught:
@@ -301,6 +330,23 @@ def test_a_module_that_is_no_class_or_stands_before_the_adapter_is_refused(lit, 
         with pytest.raises(ConfigError, match=re.escape(f"exact({name}): must be a class of lightning")):
             lit.exact(wrong)
     assert lit.exact(lit.exact(lit.Small)) is lit.exact(lit.Small)
+
+
+def test_an_exact_module_is_pickled_and_copied_as_its_class(lit):
+    """As `ddp_spawn` does."""
+    module = lit.exact(lit.Learns)()
+    module.network[1].weight.data.fill_(3.0)
+    for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
+        assert type(other) is lit.exact(lit.Learns) and float(other.network[1].weight.detach().min()) == 3.0
+
+
+@pytest.mark.rounds
+def test_ddp_spawn(lit, tmp_path):
+    module = fit(lit, tmp_path, lit.Learns, data=lit.rows(64), schedule=short(lit, 64), strategy="ddp_spawn", devices=2)
+    alone = fit(lit, tmp_path / "alone", lit.Learns, data=lit.rows(64), schedule=short(lit, 64))
+    for a, b in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    assert audit(tmp_path / "batchwright").unsaved_samples == 64
 
 
 def test_data_that_are_no_steps_are_refused(lit, tmp_path):
@@ -455,6 +501,23 @@ def test_sigterm_ends_the_process_again_after_a_fit_and_after_an_error(lit, laun
         signal.signal(signal.SIGTERM, outside)
 
 
+def test_a_step_that_the_module_does_not_apply_is_an_error_and_ends_the_launch(lit, tmp_path):
+    class Skips(lit.Learns):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            if batch_idx % 2:
+                optimizer_closure()
+            else:
+                optimizer.step(closure=optimizer_closure)
+
+    steps = lit.Steps(lit.rows(), short(lit, 32), micro_batch_size=4, collate=lit.collate)
+    with pytest.raises(RunError, match=r"optimizer_step of the module did not call optimizer\.step in step 1"):
+        lit.trainer(tmp_path).fit(lit.exact(Skips)(), steps)
+    assert steps.adapter.position == 8 and steps.adapter._ledger is None
+    assert (
+        len(next(tmp_path.rglob("*.jsonl")).read_text().splitlines()) == 2
+    )  # the header, and the step that was applied
+
+
 def test_a_save_that_is_cut_off_leaves_the_checkpoint_before(lit, tmp_path, monkeypatch):
     path, trainer = tmp_path / "last.ckpt", fit(lit, tmp_path, schedule=short(lit, 8)).trainer
     trainer.save_checkpoint(path)
@@ -566,8 +629,8 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
     ranks = {"strategy": "ddp", "devices": 2}
     data = [row[:1] if i % 5 == 0 else row for i, row in enumerate(lit.rows())]
     module = fit(lit, root / "gradients", data=data, loader={"micro_batch_size": 2}, **ranks)
-    part(lit, root / "2-to-1", 6, **ranks)
-    part(lit, root / "1-to-2", loader={"micro_batch_size": 2}, **ranks)
+    looked = part(lit, root / "2-to-1", 6, **ranks)._Exact__written is not None
+    last = part(lit, root / "1-to-2", loader={"micro_batch_size": 2}, **ranks)
     fabrics = [fabric_part(lit, root / "fabric-2-to-1", 6, **ranks), fabric_part(lit, root / "fabric-1-to-2", **ranks)]
 
     class Sometimes(lit.Learns):
@@ -593,6 +656,8 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
         "scale": float(used.branch.scale.detach()),
         "fabric": [ids for _, ids in fabrics],
         "weights": [p.tolist() for p in fabrics[1][0]],
+        "last": [p.tolist() for p in last.parameters()],
+        "looked": looked,
     }
 
 
@@ -604,6 +669,7 @@ def test_two_ranks_are_exact_and_a_resume_changes_the_number_of_ranks(lit, tmp_p
     first, second = run_ranks(on_two, 2, str(tmp_path))
     assert max(first["errors"] + second["errors"]) <= 1e-5
     assert first["loss"] == second["loss"]
+    assert (first["looked"], second["looked"]) == (True, False)  # for last.ckpt: rank 0 reports
     assert first["scale"] == second["scale"] != 1.0  # synchronised, though the last micro batch does not use it
     # Fabric: the same samples in each step, and the same weights, on either number of ranks.
     joined = [
@@ -620,8 +686,9 @@ def test_two_ranks_are_exact_and_a_resume_changes_the_number_of_ranks(lit, tmp_p
         expected = (True, 0, 0, discarded)
         assert (found.ok, found.gaps, found.repeats, found.discarded_samples) == expected, (name, found)
         assert found.samples == 256 - 32, name  # the last save was at step 12
-    for a, b in zip(whole.parameters(), again.parameters(), strict=True):
+    for a, b, c in zip(whole.parameters(), again.parameters(), first["last"], strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+        torch.testing.assert_close(a, torch.tensor(c), atol=1e-5, rtol=0)  # 1 -> 2
     # The weights alone are another run, from its first sample on; a checkpoint of Lightning alone has no position.
     tuned = lit.exact(lit.Learns).load_from_checkpoint(tmp_path / "whole" / "last.ckpt")
     steps = lit.Steps(lit.rows(), lit.SCHEDULE, micro_batch_size=4, collate=lit.collate)

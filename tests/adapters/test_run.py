@@ -19,8 +19,12 @@ from tests.needs import needs
 
 pytestmark = pytest.mark.torch
 # The Trainer saves every 5 steps: at 40, at the boundary 64, and at 96. Lightning is told to save every 2.
-PACKAGES = {"huggingface": ("transformers", ()), "lightning": ("lightning", ("--save-every", "2"))}
-BOTH = pytest.mark.parametrize("framework", PACKAGES)
+PACKAGES = {
+    "huggingface": ("transformers", ()),
+    "sft": ("trl", ()),
+    "lightning": ("lightning", ("--save-every", "2")),
+}
+BOTH = pytest.mark.parametrize("framework", ["huggingface", "lightning"])
 
 
 def driven(framework: str, folder: Path, place: str, **options: Any) -> tuple[int, list[tuple[int, int]]]:
@@ -45,6 +49,8 @@ def driven(framework: str, folder: Path, place: str, **options: Any) -> tuple[in
     [
         ("huggingface", "step@48", 8, [(1, 0), (1, 40), (2, 64)]),
         ("lightning", "write@32", 16, [(1, 0), (1, 16), (2, 64)]),
+        pytest.param("sft", "step@48", 8, [(1, 0), (1, 40), (2, 64)], marks=pytest.mark.rounds),
+        pytest.param("sft", "write@96", 32, [(1, 0), (2, 64), (2, 64)], marks=pytest.mark.rounds),
     ],
 )
 def test_a_ramp_over_two_launches_survives_a_kill(tmp_path, framework, place, discarded, launches):

@@ -13,6 +13,7 @@ import pytest
 
 import batchwright
 from batchwright.rundir.trackers import TRACKERS
+from tests.needs import needs
 
 SRC = Path(batchwright.__file__).parent
 MODULES = sorted(SRC.rglob("*.py"))
@@ -26,9 +27,10 @@ ALLOWED = {
     "report": {"core", "rundir", "report"},
     "launch": {"core", "rundir", "processes", "report", "launch"},
     "probe": {"core", "rundir", "processes", "report", "probe"},
-    "estimate": {"core", "rundir", "processes", "runtime", "report", "estimate"},
+    "estimate": {"core", "rundir", "processes", "runtime", "jax", "report", "estimate"},
     "runtime": {"core", "rundir", "processes", "runtime"},
     "adapters": {"core", "rundir", "processes", "runtime", "adapters"},
+    "jax": {"core", "rundir", "processes", "runtime", "jax"},
 }
 # The probe's worker is the only file of its room that runs a user's task; a task may be made from another trainer. The
 # prober asks for an estimate, which another process makes.
@@ -42,6 +44,7 @@ THIRD_PARTY = {
     # rich where a bar is asked for; fsspec and pyarrow in the sources
     "runtime": {"torch", "numpy", "rich", "fsspec", "pyarrow"},
     "launch": {"rich"},
+    "jax": {"jax", "numpy", "optax", "orbax"},
 }
 # One framework per adapter, one package per tracker; what they share imports none.
 FRAMEWORKS = {
@@ -49,6 +52,7 @@ FRAMEWORKS = {
     "runtime/loop/trackers/trackio.py": {"trackio"},
     "runtime/loop/trackers/wandb.py": {"wandb"},
     "adapters/huggingface.py": {"transformers"},
+    "adapters/huggingface_files.py": {"transformers"},
     "adapters/huggingface_task.py": {"transformers"},
     "adapters/lightning.py": {"lightning", "torchmetrics"},  # Lightning installs torchmetrics
     "adapters/lightning_task.py": {"lightning"},
@@ -97,9 +101,10 @@ def test_imports_keep_to_the_rooms(path):
 def test_every_extra_installs_only_what_is_imported():
     project = tomllib.loads((SRC.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     imported = {name.split(".")[0].lower() for path in MODULES for name in imports(path)}
+    imported.add("accelerate")  # of transformers[torch]: the Trainer's; the extra has a newer lower bound
     for extra, packages in project["optional-dependencies"].items():
         names = {re.split(r"[^\w-]", package)[0].lower() for package in packages} - {"batchwright"}
-        modules = {{"vl-convert-python": "vl_convert"}.get(name, name) for name in names}
+        modules = {{"vl-convert-python": "vl_convert", "orbax-checkpoint": "orbax"}.get(name, name) for name in names}
         assert extra == "dev" or modules <= imported, extra
 
 
@@ -151,6 +156,19 @@ RUN = "from batchwright.cli import main\ntry: main({!r})\nexcept SystemExit as e
 )
 def test_light_commands_load_nothing_heavy(code):
     assert not loaded_after(code) & HEAVY
+
+
+def test_the_jax_room_loads_no_torch():
+    needs("orbax")
+    modules = [f"batchwright.jax.{path.stem}" for path in (SRC / "jax").glob("*.py") if path.stem != "__init__"]
+    loaded = loaded_after(f"import {', '.join(modules)}")
+    assert "jax" in loaded and not loaded & {"torch", "transformers", "lightning"}
+
+
+@pytest.mark.torch
+def test_the_runtime_loads_no_jax():
+    loaded = loaded_after("import batchwright.runtime.loop.train, batchwright.runtime.check.compare")
+    assert "torch" in loaded and not loaded & {"jax", "optax", "orbax"}
 
 
 def test_import_alone_loads_no_room():

@@ -82,3 +82,152 @@ def test_each_goes_on_after_a_file_of_no_framework(cli, tmp_path):
     assert ran.code == 0 and f"{other}: no framework" in ran.out and "256 = 4 micro" in ran.out
     found = cli("check", "--each", str(other), str(file), "--devices", "8", "--json").json
     assert found["no_framework"] == [str(other)] and len(found["configurations"]) == 1
+
+
+def test_each_is_decided_by_the_flag_and_not_by_the_number_of_files(cli, tmp_path):
+    other, file, broken = (tmp_path / name for name in ("other.yaml", "sft.yaml", "broken.yaml"))
+    other.write_text("hello: world\n")
+    file.write_text(HF)
+    broken.write_text("a: [1\n")
+    ran = cli("check", "--each", str(other))
+    assert ran.code == 0 and "no framework" in ran.out  # a hook that gets one file of no concern
+    assert cli("check", str(other)).code == 2
+    [one] = cli("check", "--each", str(file), "--devices", "8", "--json").json["configurations"]
+    assert one["file"] == str(file) and one["ok"]
+    ran = cli("check", "--each", str(broken), str(file), "--devices", "8")
+    assert ran.code == 5 and f"{broken}: not ok: it cannot be read" in ran.out and "256 = 4 micro" in ran.out
+    found = cli("check", "--each", str(file), str(broken), "--devices", "8", "--json").json
+    assert not found["ok"] and [one["file"] for one in found["unreadable"]] == [str(broken)]
+    for flag in (("--devices", "x"), ("--from", "nothing")):
+        assert cli("check", "--each", str(file), *flag).code == 2
+
+
+def test_a_folder_whose_name_has_py_in_it_is_no_task(cli, tmp_path):
+    folder = tmp_path / ".pyenv"
+    folder.mkdir()
+    (folder / "hf.yaml").write_text(HF)
+    assert cli("check", str(folder / "hf.yaml"), "--devices", "8").code == 0
+
+
+def test_a_list_of_flags_without_a_program(cli):
+    flags = "--micro-batch-size 4 --global-batch-size 512 --tensor-model-parallel-size 2 --bf16 --devices 8"
+    for line in (flags, flags.replace("--tensor-model-parallel-size 2 ", "") + " --tensor-model-parallel-size=2"):
+        ran = cli("check", *line.split())
+        assert ran.code == 0 and "512 = 4 micro × 32 accumulation × 4 data-parallel" in ran.out, ran
+        assert "1 other key passed over" in ran.out
+    assert cli("convert", *flags.split(), "--to", "nemo").code == 0
+    ran = cli("check", "--micro-batch-size", "4", "--devices", "8")
+    assert ran.code == 2 and "put the program in front" in ran.err
+    layers = "--num-layers 32 --num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 4"
+    planned = cli("plan", *flags.replace("--bf16 ", "").split(), *layers.split(), "--json")
+    assert planned.json["data_parallel_size"] == 1
+    assert "No such option" in cli("plan", *flags.split()).err  # not a pasted line: a flag of nobody is an error
+
+
+MEGATRON = "pretrain_gpt.py --micro-batch-size 2 --global-batch-size 128"
+
+
+@pytest.mark.parametrize(
+    ("line", "equation"),
+    [
+        (f"srun -N 4 --ntasks-per-node=8 python {MEGATRON}", "128 = 2 micro × 2 accumulation × 32 data-parallel"),
+        (f"srun -N4 -n 16 python {MEGATRON}", "128 = 2 micro × 4 accumulation × 16 data-parallel"),
+        (
+            f"env A=1 nohup uv run torchrun --nproc_per_node=8 --nnodes=2 {MEGATRON}",
+            "× 4 accumulation × 16 data-parallel",
+        ),
+        (
+            f"ray job submit --address=http://x -- torchrun --nproc-per-node 8 {MEGATRON}",
+            "accumulation × 8 data-parallel",
+        ),
+        (f"mpirun -np 16 -x A=1 python {MEGATRON}", "128 = 2 micro × accumulation × data-parallel"),
+        ("composer -n 8 train.py mpt.yaml", "1024 = 8 micro × 16 accumulation × 8 data-parallel"),
+        ("llamafactory-cli train lf.yaml --num_processes 4", "32 = 8 micro × 1 accumulation × 4 data-parallel"),
+        ("run.sh --devices 8", "128 = 2 micro × 8 accumulation × 8 data-parallel"),
+    ],
+)
+def test_command_lines_as_they_are_pasted(cli, tmp_path, monkeypatch, line, equation):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mpt.yaml").write_text(
+        "max_seq_len: 2048\nglobal_train_batch_size: 1024\ndevice_train_microbatch_size: 8\n"
+    )
+    (tmp_path / "lf.yaml").write_text("stage: sft\ntemplate: llama3\nfinetuning_type: lora\n")  # the defaults
+    (tmp_path / "run.sh").write_text(f"#!/bin/bash\nset -x\nexport A=1\npython {MEGATRON} \\\n  --save x $@\n")
+    ran = cli("check", *line.split())
+    assert ran.code == 0 and equation in ran.out, ran.out
+
+
+def test_a_file_that_a_command_line_names_and_that_is_not_here(cli, tmp_path):
+    ran = cli("check", *"llamafactory-cli train nothing.yaml".split())
+    assert ran.code == 2 and "nothing.yaml is not a file here" in ran.err
+    ran = cli("check", *"python train.py --config-name=gpt.yaml trainer.devices=8 data.micro_batch_size=4".split())
+    assert ran.code == 0 and "gpt.yaml is not a file here: what it says is not read" in " ".join(ran.out.split())
+
+
+def test_ranks_are_shown_where_the_batch_is_not_known(cli, tmp_path):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 8\n")
+    assert "global batch = micro × 1 accumulation × 8 data-parallel\n" in cli("check", str(file)).out
+
+
+def test_two_keys_for_one_way_to_split_a_replica(cli):
+    """verl 0.9.1: the key of fsdp_config counts, and the old one where it is above 1 (workers/config/actor.py)."""
+    actor = "actor_rollout_ref.actor"
+    keys = [f"{actor}.ppo_mini_batch_size=64", f"{actor}.ppo_micro_batch_size_per_gpu=4", "trainer.n_gpus_per_node=8"]
+    for old, new in ((1, 4), (4, 1), (4, 4)):
+        given = [
+            f"{actor}.ulysses_sequence_parallel_size={old}",
+            f"{actor}.fsdp_config.ulysses_sequence_parallel_size={new}",
+        ]
+        ran = cli("check", *keys, *given, "data.train_batch_size=64")
+        assert ran.code == 0 and "on 2 ranks" in ran.out, ran.out
+
+
+def test_a_wrong_flag_is_an_error_of_the_command_not_of_the_configuration(cli, tmp_path):
+    file = tmp_path / "hf.yaml"
+    file.write_text(HF)
+    for flag in ("--devices", "--sequence-length"):
+        ran = cli("check", str(file), flag, "x")
+        assert ran.code == 2 and ran.err.startswith(f"error: {flag}='x' is not a number"), ran.err
+
+
+def test_every_line_fits_a_narrow_terminal(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("batchwright.cli.text._terminal", lambda: 44)
+    file = tmp_path / "hf.yaml"
+    file.write_text(HF)
+    for line in (["check"], ["convert", "--to", "deepspeed"]):
+        ran = cli(*line, str(file), "--devices", "8")
+        assert max(map(len, ran.out.splitlines())) <= 60, ran.out  # a key is never broken
+
+
+def test_files_that_name_each_other(cli, tmp_path):
+    one, other = tmp_path / "one.yaml", tmp_path / "other.yaml"
+    one.write_text(HF + "deepspeed: other.yaml\n")
+    other.write_text("train_batch_size: 256\ndeepspeed: one.yaml\n")
+    for verb in ("check", "plan"):
+        ran = cli(verb, str(one), "--devices", "8")
+        assert ran.code == 0 and "256 = 4 micro × 8 accumulation × 8 data-parallel" in ran.out, ran
+
+
+def test_a_file_that_a_key_names_counts_in_a_plan_too(cli, tmp_path):
+    host, other = tmp_path / "hf.yaml", tmp_path / "ds.json"
+    host.write_text(HF)
+    other.write_text('{"train_batch_size": 128}')
+    for verb, code in (("check", 5), ("plan", 2)):
+        ran = cli(verb, str(host), f"deepspeed={other}", "--devices", "8")
+        assert ran.code == code and "128" in ran.out + ran.err, ran
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'train_iters: 5\nmicro_batch_size: 2\nseq_length: 8\nstep_batch_size_schedule: "0:64 1M:128"\n',
+        "trainer:\n  mp: f32\n  per_device_parallelism: 2\n  train_batch_size: [{start: 0, value: 64}, {start: 9, value: 128}]\n",
+    ],
+)
+def test_a_plan_of_a_ramp_is_its_last_stage_as_in_check(cli, tmp_path, text):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    for verb in ("check", "plan"):
+        out = cli(verb, str(file), "--devices", "8").out
+        assert "128 = 2 micro × 8 accumulation × 8 data-parallel" in out, out

@@ -251,3 +251,63 @@ def test_an_axolotl_job_that_trains_on_responses_is_not_called_exact(cli, tmp_pa
     ran = cli("convert", str(file), "--to", "huggingface", "--devices", "8")
     assert ran.code == 5 and "counts-responses" in ran.out
     assert "note: counts-responses" in cli("check", str(file), "--devices", "8").out
+
+
+def test_the_whole_file_must_be_right(cli, sft, tmp_path):
+    argv = ("convert", sft, "--devices", "8", "--to")
+    nemo = tmp_path / "nemo.yaml"
+    nemo.write_text("trainer:\n  strategy:\n    tensor_model_parallel_size: 3\n")
+    ran = cli(*argv, "nemo", "--into", nemo)
+    said = " ".join(ran.out.split())
+    assert ran.code == 5 and f"{nemo} as a whole has no valid batch" in said and nemo.read_text().count("\n") == 3
+    elastic = tmp_path / "ds.json"
+    elastic.write_text('{"elasticity": {"enabled": true}}')
+    ran = cli(*argv, "deepspeed", "--into", elastic)
+    assert (
+        ran.code == 5
+        and "as a whole is wrong: " in " ".join(ran.out.split())
+        and "train_batch" not in elastic.read_text()
+    )
+    assert cli(*argv, "deepspeed", "--into", elastic, "--partial").code == 0
+
+
+def test_a_mark_of_the_encoding_stays(cli, sft, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text("{}", encoding="utf-8-sig")
+    assert cli("convert", sft, "--to", "deepspeed", "--devices", "8", "--into", file).code == 0
+    assert file.read_bytes().startswith(b"\xef\xbb\xbf{") and '"train_batch_size": 256' in file.read_text("utf-8-sig")
+
+
+def test_keys_to_write_by_hand_are_one_error(cli, sft, tmp_path):
+    file = tmp_path / "ds.yaml"
+    file.write_text("train_batch_size: &n 8\nmine: *n\n")
+    ran = cli("convert", sft, "--to", "deepspeed", "--devices", "8", "--into", file)
+    assert (
+        ran.code == 2
+        and ran.err.count("error:") == 1
+        and "train_batch_size=256, train_micro" in " ".join(ran.err.split())
+    )
+
+
+def test_a_file_gets_the_keys_of_its_version(cli, sft, tmp_path):
+    file = tmp_path / "titan.toml"
+    file.write_text("[training]\nlocal_batch_size = 1  # per rank\nseq_len = 2048\n")
+    ran = cli("convert", str(sft), "--to", "torchtitan", "--devices", "8", "--into", str(file))
+    assert ran.code == 0, ran.out
+    text = file.read_text()
+    assert "local_batch_size = 4  # per rank" in text and "seq_len = 2048" in text and "tokens" not in text
+
+
+def test_intervals_of_reinforcement_learning_are_compared_too(cli, tmp_path):
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    text = "use_vllm: true\nper_device_train_batch_size: {}\nnum_generations: 8\nsave_steps: 100\nlogging_steps: 1\n"
+    old.write_text(text.format(8))
+    new.write_text(text.format(16))
+    ran = cli("check", str(new), "--against", str(old), "--devices", "8")
+    said = " ".join(ran.out.split())
+    assert (
+        ran.code == 5
+        and "save_steps=100 is as before, and the batch was 64 and is 128" in said
+        and "Nearest: 50" in said
+    )
+    assert "count optimizer steps of 128 responses: save_steps=100 (12,800 responses)" in said

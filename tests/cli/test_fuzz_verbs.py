@@ -114,7 +114,10 @@ LONG = "x" * 300
         ("probe --limit-only -- train \udcff {micro_batch_size}", 0, ""),
         (f"{SLURM} --dir made/\udcff", 0, ""),
         (f"{SLURM} launch.slurm.name=\udcff", 0, ""),
-        *[(f"{SLURM} 'launch.slurm.{key}=\"\\ud800\"'", 2, "\\ud800") for key in ("name", "partition", "prologue", "srun")],
+        *[
+            (f"{SLURM} 'launch.slurm.{key}=\"\\ud800\"'", 2, f"launch.slurm.{key} ")
+            for key in ("name", "partition", "prologue", "srun")
+        ],
     ],
 )  # fmt: skip
 def test_lines_that_once_ended_wrongly(place, text, code, said):

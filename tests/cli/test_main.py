@@ -73,7 +73,7 @@ def test_an_error_suggests_what_was_meant(cli, argv, hint):
 def test_an_interrupt_is_130_without_a_traceback(cli, monkeypatch, stop):
     from batchwright.cli import plan
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise stop
 
     monkeypatch.setattr(plan, "gather", interrupted)
@@ -85,7 +85,9 @@ def test_an_interrupt_is_130_without_a_traceback(cli, monkeypatch, stop):
 def test_ctrl_c_in_a_real_process(tmp_path):
     fifo = tmp_path / "never-written.yaml"
     script = "import sys, time, batchwright.cli as c, batchwright.cli.plan as p\n"
-    script += "p.gather = lambda *_: (print('ready', file=sys.stderr, flush=True), time.sleep(60))\nc.main(['plan'])"
+    script += (
+        "p.gather = lambda *_, **__: (print('ready', file=sys.stderr, flush=True), time.sleep(60))\nc.main(['plan'])"
+    )
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, cwd=fifo.parent)
     assert process.stderr.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
@@ -96,7 +98,7 @@ def test_ctrl_c_in_a_real_process(tmp_path):
 def test_a_bug_in_batchwright_exits_with_1_without_a_traceback(cli, monkeypatch):
     from batchwright.cli import plan
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("boom")
 
     monkeypatch.setattr(plan, "gather", broken)
@@ -187,7 +189,7 @@ def test_closed_streams(line, code, closed):
 
 def test_the_output_of_a_child_process_does_not_get_into_a_file_when_streams_are_closed(tmp_path):
     script = "import subprocess, sys, batchwright.cli as c, batchwright.cli.plan as p\n"
-    script += "def gather(*_):\n    with open('kept', 'w') as f:\n        f.write('a')\n        f.flush()\n"
+    script += "def gather(*_, **__):\n    with open('kept', 'w') as f:\n        f.write('a')\n        f.flush()\n"
     script += "        subprocess.run(['sh', '-c', 'echo out; echo err >&2; cat'])\n    sys.exit(0)\n"
     script += "p.gather = gather\nc.main(['plan'])"
     (tmp_path / "script.py").write_text(script)
@@ -262,7 +264,7 @@ def test_what_is_not_a_file_is_refused_at_once(argv, tmp_path):
 def test_an_error_of_the_operating_system_exits_with_4(cli, monkeypatch):
     from batchwright.cli import plan
 
-    def unreadable(*_: object) -> None:
+    def unreadable(*_: object, **__: object) -> None:
         open("/proc/self/mem/x")
 
     monkeypatch.setattr(plan, "gather", unreadable)

@@ -44,19 +44,19 @@ def rewritten(line: str) -> tuple[str, str]:
          "OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=0,1 torchrun t.py"),
         ("OMP_NUM_THREADS=1 micro_batch_size=2", "OMP_NUM_THREADS=1 micro_batch_size=2", ""),
         # srun: its own short flags, with or without a space
-        ("srun -N 4 -n 32 python t.py -n 5 -N6", "nodes=4 ntasks=32", "srun python t.py -n 5 -N6"),
-        ("srun -N4 -n32 t --x 1 -n 5", "nodes=4 ntasks=32", "srun t --x 1 -n 5"),
+        ("srun -N 4 -n 32 python t.py -n 5 -N6", "nnodes=4 ntasks=32", "srun python t.py -n 5 -N6"),
+        ("srun -N4 -n32 t --x 1 -n 5", "nnodes=4 ntasks=32", "srun t --x 1 -n 5"),
         ("/usr/bin/srun -p gpu -n=32 -N 4 --ntasks-per-node=8 ./t -n 5",
-         "ntasks=32 nodes=4 ntasks_per_node=8", "/usr/bin/srun -p gpu ./t -n 5"),
+         "ntasks=32 nnodes=4 ntasks_per_node=8", "/usr/bin/srun -p gpu ./t -n 5"),
         ("srun --exclusive ./t -n 5", "", "srun --exclusive ./t -n 5"),
-        ("srun --mpi pmix -o out -N 2 t -n 5", "nodes=2", "srun --mpi pmix -o out t -n 5"),
+        ("srun --mpi pmix -o out -N 2 t -n 5", "nnodes=2", "srun --mpi pmix -o out t -n 5"),
         ("srun -N", "", "srun -N"),
         ("srun -N -n 2", "ntasks=2", "srun -N"),
         ("python t.py -N 4 -n 32", "", "python t.py -N 4 -n 32"),
         # tasks that start the ranks are not ranks
-        ("srun -N 4 -n 4 torchrun --nproc-per-node=8 t.py", "nodes=4 nproc_per_node=8", "srun -n 4 torchrun t.py"),
+        ("srun -N 4 -n 4 torchrun --nproc-per-node=8 t.py", "nnodes=4 nproc_per_node=8", "srun -n 4 torchrun t.py"),
         ("srun -N4 --ntasks-per-node 1 python -m torch.distributed.run --nproc-per-node=8 t.py",
-         "nodes=4 nproc_per_node=8", "srun --ntasks-per-node 1 python -m torch.distributed.run t.py"),
+         "nnodes=4 nproc_per_node=8", "srun --ntasks-per-node 1 python -m torch.distributed.run t.py"),
         # not pasted: only spellings that cannot be ours are rewritten
         ("--per_device_train_batch_size 2 --nodes 4", "per_device_train_batch_size=2 --nodes 4", ""),
         ("--unknown 3 file.yaml --nodes nemo", "--unknown 3 file.yaml --nodes nemo", ""),
@@ -102,7 +102,7 @@ def test_every_argument_is_kept_or_listed(argv):
     kept, left = unpaste(argv, OWN, lambda key: False)
 
     def pieces(argv):  # flags by their new names; joined ones are split
-        names = {"nnodes": "--nnodes", "nodes": "-N", "ntasks": "-n"}
+        names = {"nnodes": "--nnodes", "-N": "--nnodes", "ntasks": "-n"}
         parts = [names.get(part, part) for word in argv for part in word.replace("-N4", "-N=4").split("=") if part]
         return sorted(parts)
 

@@ -424,8 +424,8 @@ def test_what_a_pasted_line_names_is_read_only_where_it_configures_a_batch(cli, 
     [
         ("--accumulate-allreduce-grads-in-fp32 --no-gradient-accumulation-fusion", None),
         ("--run_name=batch512 --output_dir /x/batch", None),
-        ("--virtual-pipeline-model-parallel-size 2", "--virtual-pipeline-model-parallel-size 2"),
-        ("--mine.local_batch_size 4 --lr 1", "--mine.local_batch_size 4"),
+        ("--virtual-pipeline-model-parallel-size 2", "virtual_pipeline_model_parallel_size=2"),
+        ("--mine.local_batch_size 4 --lr 1", "mine.local_batch_size=4"),
     ],
 )
 def test_flags_that_may_concern_the_batch_are_named_with_their_values(cli, flags, doubtful):

@@ -51,6 +51,8 @@ def test_counts_always_say_what_they_count(cli):
         "rounds_ahead",
         "on_policy",
         "worst_policy_lag_updates",
+        "train_micro_given",
+        "rollout_micro_given",
         "notes",
         "schema",
         "sources",
@@ -95,7 +97,7 @@ def test_the_examples_of_maxtexts_page(cli, given):
     assert (found["responses_per_update"], found["train_micro_responses"], found["accumulation_steps"]) == (128, 32, 4)
     assert (found["rollout_micro_prompts"], found["rollout_micro_steps"]) == (2, 4)
     assert "was read as prompts, as MaxText's code counts" in found["notes"][0]
-    assert "page counts prompt-response pairs: for that reading give train_micro_responses=2" in found["notes"][0]
+    assert "page counts prompt-response pairs: for that reading give micro_batch_unit=responses." in found["notes"][0]
 
 
 def test_one_micro_batch_for_both(cli):
@@ -104,7 +106,7 @@ def test_one_micro_batch_for_both(cli):
     assert (off["accumulation_steps"], off["rollout_micro_steps"]) == (1, 1) and not off["notes"]
     ranks = cli(*argv, "micro_batch_size=4", "--data-parallel-size", "2", "--json").json
     assert (ranks["train_micro_prompts"], ranks["accumulation_steps"], ranks["rollout_micro_prompts"]) == (2, 2, 4)
-    assert "for that reading give train_micro_responses=2." in ranks["notes"][0]  # of each rank
+    assert "for that reading give micro_batch_unit=responses." in ranks["notes"][0]
     none = cli(*argv, "micro_batch_size=4", "train_micro_batch_size=-1", "--json").json
     assert (none["accumulation_steps"], none["rollout_micro_steps"]) == (1, 2)
     own = cli(*argv, "micro_batch_size=4", "train_micro_batch_size=1", "--json").json
@@ -113,3 +115,55 @@ def test_one_micro_batch_for_both(cli):
     assert (wrong.code, wrong.json["error"]["field"], wrong.json["error"]["nearest"]) == (2, "micro_batch_size", [2, 4])
     odd = cli(*argv, "micro_batch_size=1", "--data-parallel-size", "16")
     assert "No number of prompts works: give --train-micro-responses" in odd.err
+
+
+def test_the_unit_of_the_one_micro_batch(cli):
+    """MaxText's page counts prompt-response pairs, its code prompts; the flag says which, and no note is needed."""
+    argv = ("rl", "batch_size=8", "num_generations=16", "micro_batch_size=32")
+    pairs = cli(*argv, "--micro-batch-unit", "responses", "--json").json
+    assert (pairs["train_micro_responses"], pairs["accumulation_steps"]) == (32, 4)
+    assert (pairs["rollout_micro_prompts"], pairs["rollout_micro_steps"]) == (2, 4)
+    assert "was read as" not in str(pairs["notes"])
+    small = cli(
+        "rl", "batch_size=8", "num_generations=16", "micro_batch_size=2", "micro_batch_unit=responses", "--json"
+    ).json
+    assert (small["train_micro_responses"], small["rollout_micro_steps"]) == (2, 1)
+    assert "not a part of the round in whole groups of 16" in small["notes"][0]
+    ranks = cli(*argv, "micro_batch_unit=responses", "--data-parallel-size", "4", "--json").json
+    assert (ranks["train_micro_responses"], ranks["accumulation_steps"]) == (8, 4)
+    prompts = cli(
+        "rl", "batch_size=8", "num_generations=16", "micro_batch_size=2", "--micro-batch-unit=prompts", "--json"
+    ).json
+    assert prompts["train_micro_prompts"] == 2 and "was read as" not in str(prompts["notes"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("micro_batch_size=32", "--micro-batch-unit=pairs"), "--micro-batch-unit='pairs' is not known. One of: prompts, resp"),
+        (("--micro-batch-unit=prompts",), "--micro-batch-unit=prompts says what --micro-batch-size counts, and that is not"),
+        (("micro_batch_size=24", "--micro-batch-unit=responses"), "it counts the responses of all ranks, an update has 128"),
+        (("updates=3",), "Advantages are computed over whole groups, so a group belongs to one update. Nearest: 2 or 4"),
+    ],
+)  # fmt: skip
+def test_answers_with_names(cli, given, message):
+    failed = cli("rl", "batch_size=8", "num_generations=16", *given)
+    assert failed.code == 2 and message in " ".join(failed.err.split())
+
+
+def test_updates_that_span_rounds_and_smaller_last_updates(cli):
+    trl = "per_device_train_batch_size=8 gradient_accumulation_steps=4 steps_per_generation=6 num_generations=8"
+    spans = cli("rl", *trl.split(), "--data-parallel-size=4")
+    assert spans.code == 2 and "updates span rounds" in spans.err and "Nearest: 4 or 8" in " ".join(spans.err.split())
+    trl = "per_device_train_batch_size=4 gradient_accumulation_steps=1 steps_per_generation=4 num_generations=8"
+    split = cli("rl", *trl.split())
+    said = " ".join(split.err.split())
+    assert split.code == 2 and "split groups: an update has per_device_train_batch_size 4 × 1 processes" in said
+    assert "4 / num_generations 8 = 0.50 groups" in said and said.endswith(
+        "Nearest: 2 for gradient_accumulation_steps."
+    )
+    assert cli("rl", *trl.replace("steps=1", "steps=2").split()).code == 0
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size=24 data.train_batch_size=64 actor_rollout_ref.rollout.n=4"
+    smaller = cli("rl", *mini.split())
+    assert smaller.code == 2 and "smaller last update" in smaller.err
+    assert "then has 16 prompts only" in " ".join(smaller.err.split())

@@ -149,6 +149,8 @@ def test_one_process_is_the_world_where_none_is_given():
         (("--status", ".", "--stop", "."), ConfigError, "stop", "mutually exclusive"),
         (("--resume", ".", "--dry-run"), ConfigError, "dry-run", "--resume needs an existing one"),
         (("train.py:task", *RAMP, "--now"), ConfigError, "now", "--stop RUN_DIR"),
+        (("train.py:task", *RAMP, "--plot"), ConfigError, "plot", "--status RUN_DIR"),
+        (("--status", ".", "--plot", "--json"), ConfigError, "json", "mutually exclusive"),
         (("train.py:task", *RAMP, "--env", "FOO"), ConfigError, "environment", "'FOO' has no value"),
         (("train.py:task", *RAMP, "--env", "A B=3"), ConfigError, "environment", "not the name of a variable"),
         (("train.py:task", *RAMP, "task.settings.max_nrom=2"), ConfigError, "max_nrom", "Nearest: max_norm"),
@@ -295,6 +297,23 @@ def test_a_run_is_resumed_as_it_was_planned():
         assert key in document
     assert (document["state"], document["stage"], document["stages"]) == ("complete", 2, 3)
     assert {"ok", "gaps", "repeats"} <= set(document["ledger"])
+    drawn = run("--status", "r", "--plot")
+    assert "global batch" in drawn and "Node-hours" in drawn and "Node-hours" not in run("--status", "r")
+
+
+def test_the_status_of_a_task_is_drawn(tmp_path):
+    from tests.report import material
+
+    drawn = run("--status", str(material.run_directory(tmp_path / "run", steps=20)), "--plot")
+    for title in (
+        "Loss against samples",
+        "Loss against time",
+        "Throughput by stage",
+        "Gradient noise scale",
+        "Node-hours",
+    ):
+        assert title in drawn
+    assert drawn.index("nodes") < drawn.index("Loss against samples") < drawn.index("next:")
 
 
 def test_a_damaged_plan_is_an_error_that_names_it():
@@ -313,3 +332,28 @@ def test_a_run_that_this_machine_cannot_start_leaves_no_directory(monkeypatch, e
     error = refused("train.py:task", *RAMP, *WORLD, "--engine", engine, "--dir", "runs/x")
     assert error.exit_code == 4 and {"local": "batchwright[torch]", "slurm": "sbatch"}[engine] in str(error)
     assert sorted(os.listdir()) == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "message"),
+    [
+        (("--pipeline-schedule", "zero-bubble", "--strategy", "fsdp2"), "strategy", "it loses gradients"),
+        (("--pipeline-schedule", "zbv", "--virtual-stages", "2", "task.settings.noise_every=2"), "noise_every", "zbv"),
+        (("--strategy", "fsdp2", "task.settings.noise_every=2"), "noise_every", "strategy=fsdp2 in a pipeline"),
+        (("task.settings.grad_scaler=1024",), "grad_scaler", "train in bf16"),
+    ],
+)
+def test_settings_that_a_pipeline_does_not_have_are_refused_before_a_start(more, field, message):
+    line = (
+        "train.py:task",
+        "--nodes",
+        "4",
+        "--devices-per-node",
+        "1",
+        "--global-batch-size",
+        "64",
+        "--micro-batch-size",
+        "4",
+    )
+    error = refused(*line, "--samples", "512", "--pipeline-parallel", "2", *more, "--dry-run")
+    assert error.field == field and message in str(error)

@@ -54,6 +54,17 @@ def test_no_line_is_wider_than_the_terminal(argv, columns):
         assert any(line.startswith("  left out here: from token, to sample") for line in lines)
 
 
+def test_the_status_of_a_run_fits_a_narrow_terminal(tmp_path, monkeypatch):
+    from tests.report import material
+
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = on_terminal(["run", "--status", str(material.run_directory(tmp_path / "run", steps=20)), "--plot"], 42)
+    shown = lines[: lines.index("next:")]  # what follows has paths, which are not broken
+    assert max(map(len, shown)) <= 42 and "  launch  to sample   time  outcome" in shown
+    assert "  left out here: ranks, nodes, stage, from" in shown
+
+
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("TERM", "xterm")])
 def test_colours_are_for_terminals_that_want_them(monkeypatch, variable, value):
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from batchwright import RLPlan, rl
 from batchwright.core.codec import decode, encode
 from batchwright.core.errors import ConfigError, PlanError
+from batchwright.core.rl import resized
 from tests.examples import many
 
 n = st.integers(1, 12)
@@ -145,6 +146,19 @@ def test_one_error_lists_everything_that_is_wrong():
     with pytest.raises(ConfigError) as caught:
         rl(prompts=0, generations="x", updates=-1, rounds_ahead=1.5)
     assert [v.field for v in caught.value.violations] == ["prompts", "generations", "updates", "rounds_ahead"]
+
+
+def test_a_ramp_keeps_the_micro_batches_that_were_given():
+    """Also those that happened to be the whole of the first stage: a larger one may not fit into memory."""
+    given = resized(rl(prompts=8, generations=4, train_micro_responses=32, rollout_micro_prompts=8), 32)
+    assert (given.train_micro_responses, given.accumulation_steps) == (32, 4)
+    assert (given.rollout_micro_prompts, given.rollout_micro_steps) == (8, 4)
+    whole = resized(rl(prompts=8, generations=4), 32)
+    assert (whole.train_micro_responses, whole.rollout_micro_prompts) == (128, 32)
+    assert resized(whole, 8) == rl(prompts=8, generations=4)
+    assert resized(rl(prompts=8, generations=4, micro_batch_size=8), 32).accumulation_steps == 4
+    with pytest.raises(PlanError, match="train_micro_responses=32 does not divide an update"):
+        resized(rl(prompts=8, generations=4, train_micro_responses=32), 4)
 
 
 def test_numbers_too_large_to_divide_are_refused():

@@ -18,8 +18,8 @@ from batchwright.core.ramp.rules import Constant
 from batchwright.runtime.data.loader import Loader
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.data.sampler import StepSampler
+from batchwright.runtime.device import generator_state
 from batchwright.runtime.loop.process import joined, wrapped
-from batchwright.runtime.state import generators
 from batchwright.runtime.state.checkpoint import Checkpoints
 from batchwright.runtime.step.accumulate import Accumulator
 from batchwright.runtime.step.noise import NoiseScale
@@ -95,7 +95,7 @@ def from_cpu(folder: str) -> list[int]:
     run(folder, "cpu", strategy="ddp", micro_batch_size=2, end_sample=48)
     torch.manual_seed(5)
     run(folder, "auto", strategy="ddp", micro_batch_size=2, end_sample=64)
-    return generators.generator_state(place()).tolist()
+    return generator_state(place()).tolist()
 
 
 def test_ranks_that_resume_a_checkpoint_of_the_cpu_draw_different_numbers(on_ranks, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 
@@ -122,6 +123,7 @@ class Mixed(torch.autograd.Function):
 
 def errors_in_backward() -> list[str]:
     module, said = torch.get_device_module(place()), []
+    gc.collect()  # what earlier tests left would be freed in between, and leave room
     x = torch.ones(MIB, device=place(), requires_grad=True)
     limit = module.memory_allocated() + 12 * MIB  # two results of the forward pass, and then no more
     for limited in (True, False):

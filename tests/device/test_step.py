@@ -16,6 +16,7 @@ from batchwright.core.errors import RunError
 from batchwright.runtime.data.windows import windows
 from batchwright.runtime.step.accumulate import Accumulator
 from batchwright.runtime.step.noise import NoiseScale
+from batchwright.runtime.step.pipeline_calls import Output, asked_of, called
 from tests.device.host import SIMULATED, place, same, waits
 
 STEPS, MICRO_STEPS, ROWS = 3, 4, 2
@@ -149,3 +150,31 @@ def after_a_failure() -> list[str]:
 def test_a_step_that_was_refused_leaves_the_scaler_usable(on_device):
     refused, applied = on_device(after_a_failure)
     assert "weight" in refused and applied == "applied"
+
+
+def drawn_by_a_loss() -> tuple[list[float], list[float], list[float], list[float]]:
+    """What the two calls of a loss in a pipeline draw on the device, what one of another seed does, and what comes after."""
+    draws: list[list[float]] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        draws.append(torch.rand(4, device=batch.device).tolist())
+        return model(batch).sum(), len(batch)
+
+    device, (micro,) = place(), windows([torch.ones(2, 6)], accumulation_steps=1)
+    torch.manual_seed(1)
+    expected = torch.rand(4, device=device).tolist()
+    torch.manual_seed(1)
+    asked_of(loss, micro, device, seed=3)
+    torch.rand(1)  # the rank of the last stage has drawn other numbers before
+    called(loss, Output(torch.ones(2, 6, device=device)), micro, device, 3)
+    asked_of(loss, micro, device, seed=4)
+    torch.manual_seed(1)
+    called(loss, Output(torch.ones(2, 6, device=device)), micro, device, 3)
+    after = torch.rand(4, device=device).tolist()
+    assert after == expected
+    return draws[0], draws[1], draws[2], draws[3]
+
+
+def test_the_calls_of_a_loss_in_a_pipeline_draw_the_same_on_a_device(on_device):
+    first, last, other, again = on_device(drawn_by_a_loss)
+    assert first == last == again and other != first

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,6 +37,7 @@ VERSIONS = {
     "nanotron": "0.4",
     "openrlhf": "0.11.2",
     "megatron-bridge": "0.3.1",
+    "google-tunix": "0.1.7",
 }
 Cases = list[dict[str, Any]]
 
@@ -301,13 +303,14 @@ def axolotl(folder: Path, random: Random) -> Cases:
                 keys[name] = random.randint(1, 12)
         if random.random() < 0.5:
             keys |= {"rl": "grpo", "trl": {"num_generations": random.randint(1, 8)}}
+        gpus = random.choice((1, 1, 2, 4))  # what Axolotl finds in WORLD_SIZE
 
-        def refuses(keys: dict[str, Any] = keys) -> Any:
+        def refuses(keys: dict[str, Any] = keys, gpus: int = gpus) -> Any:
             for check in checks.values():
-                check(None, dict(keys))
+                check(None, keys | {"capabilities": {"n_gpu": gpus}})
             return True
 
-        cases.append({"keys": keys} | outcome(refuses))
+        cases.append({"keys": keys, "gpus": gpus} | outcome(refuses))
     return cases
 
 
@@ -443,11 +446,30 @@ def trl(_: Path, random: Random) -> Cases:
     return cases
 
 
-def names_in(folder: Path, pattern: str) -> set[str]:
-    """Every word in the files of a package."""
-    import re
+def tunix(folder: Path, random: Random) -> Cases:
+    """The accumulation of MaxText's trainer for reinforcement learning; its mini batch is one update."""
+    rl = folder / "tunix" / "rl"
+    rules = lifted(rl / "utils.py", ["is_positive_integer", "check_divisibility"])
+    check = lifted(rl / "rl_cluster.py", ["RLTrainingConfig.__post_init__"], {"rl_utils": SimpleNamespace(**rules)})
+    cases: Cases = []
+    for _ in range(60):
+        batch, micro = random.randint(1, 64), random.choice((None, 1, 2, 3, 4, 8, 16, 64))
+        config = SimpleNamespace(mini_batch_size=batch, train_micro_batch_size=micro, gradient_accumulation_steps=None)
+        config.rollout_micro_batch_size = config.compute_logps_micro_batch_size = None
 
-    return {word for path in folder.glob(pattern) for word in re.findall(r"\w+", path.read_text("utf-8", "replace"))}
+        def steps(config: Any = config) -> Any:
+            check["RLTrainingConfig.__post_init__"](config)
+            return config.gradient_accumulation_steps
+
+        cases.append({"batch": batch, "micro": micro} | outcome(steps))
+    return cases
+
+
+def names_in(folder: Path, pattern: str) -> set[str]:
+    """Every word and every flag in the files of a package."""
+    texts = [path.read_text("utf-8", "replace") for path in folder.glob(pattern)]
+    flags = {flag.replace("-", "_") for text in texts for flag in re.findall(r"--([\w-]+)", text)}
+    return flags | {word for text in texts for word in re.findall(r"\w+", text)}
 
 
 KEYS = {
@@ -459,19 +481,27 @@ KEYS = {
     "megatron-bridge": ("megatron-bridge", "megatron/bridge/training/*.py"),
     "axolotl": ("axolotl", "axolotl/utils/**/*.py"),
     "llm-foundry": ("composer", "llmfoundry/**/*.py"),
+    "megatron-core-0.19": ("megatron-lm", "megatron/**/*.py"),
     "levanter": ("levanter", "levanter/**/*.py"),
     "ai2-olmo-core": ("olmo-core", "olmo_core/**/*.py"),
 }
 
 
 def keys_of(package: str) -> Callable[[Path, Random], Cases]:
-    """Which of the dialect's keys the package knows: each part of a dotted key is a word in its files."""
+    """Which of the dialect's keys the package knows: its YAML files have them, or each part is a word in its Python files."""
 
     def make(folder: Path, _: Random) -> Cases:
-        from batchwright.dialects import framework
+        from batchwright.dialects import flatten, framework
 
-        dialect, words = framework(KEYS[package][0]), names_in(folder, KEYS[package][1])
+        dialect, pattern = framework(KEYS[package][0]), KEYS[package][1]
         keys = sorted({*dialect.keys, *dialect.special, *dialect.checked, *dialect.steps})
+        if pattern.endswith(".yaml"):
+            import yaml
+
+            trees = [yaml.safe_load(path.read_text("utf-8")) for path in folder.glob(pattern)]
+            paths = {key for tree in trees for key in flatten(tree)}
+            return [{"key": key, "known": key in paths} for key in keys]
+        words = names_in(folder, pattern)
         return [{"key": key, "known": all(part in words for part in key.split("."))} for key in keys]
 
     return make
@@ -491,7 +521,8 @@ ORACLES: dict[str, tuple[str, Callable[[Path, Random], Cases]]] = {
     "llama_factory": ("llamafactory", llama_factory),
     "transformers": ("transformers", transformers),
     "trl": ("trl", trl),
-    **{f"keys_{name.replace('-', '_')}": (name, keys_of(name)) for name in KEYS},
+    "tunix": ("google-tunix", tunix),
+    **{f"keys_{re.sub('[-.]', '_', name)}": (name, keys_of(name)) for name in KEYS},
 }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from batchwright.core.errors import ConfigError
+from batchwright.dialects import framework
 from batchwright.dialects.checking import CAUSES, check, equation
+from batchwright.dialects.converting import convert
 from batchwright.dialects.reading import job
 from tests.dialects.configurations import causes, checked, reading
 
@@ -101,11 +103,14 @@ NEMO_RL = {
         (NEOX, {"devices": 32}, "gpt-neox", "256 = 4 micro × 8 accumulation × 8 data-parallel"),
         (FOUNDRY, {"devices": 16}, "composer", "256 = 4 micro × 4 accumulation × 16 data-parallel"),
         (OPENRLHF, {}, "openrlhf",
-         "1024 responses per update = 128 prompts × 8 generations; a round has 1024 prompts and 8 updates, on 8 ranks"),
+         "1024 responses per update = 4 micro × 32 accumulation × 8 data-parallel = "
+         "128 prompts × 8 generations; a round has 1024 prompts and 8 updates, on 8 ranks"),
         (FLAT, {"devices": 4}, "openrlhf",
-         "128 responses per update = 16 prompts × 8 generations; a round has 128 prompts and 8 updates, on 4 ranks"),
+         "128 responses per update = 2 micro × 16 accumulation × 4 data-parallel = "
+         "16 prompts × 8 generations; a round has 128 prompts and 8 updates, on 4 ranks"),
         (NEMO_RL, {}, "nemo-rl",
-         "512 responses per update = 32 prompts × 16 generations; a round has 32 prompts and 1 update, on 8 ranks"),
+         "512 responses per update = 4 micro × 16 accumulation × 8 data-parallel = "
+         "32 prompts × 16 generations; a round has 32 prompts and 1 update, on 8 ranks"),
         (HF, {"devices": 8}, "huggingface", "256 = 4 micro × 8 accumulation × 8 data-parallel"),
         (HF, {}, "huggingface", "global batch = 4 micro × 8 accumulation × data-parallel; the number of devices is not given"),
         (DS, {"devices": 16}, "deepspeed", "256 = 4 micro × 4 accumulation × 16 data-parallel"),
@@ -117,9 +122,11 @@ NEMO_RL = {
         (LIGHTNING, {}, "lightning", "64 = 8 micro × 2 accumulation × 4 data-parallel"),
         (SFT, {"devices": 2}, "trl", "16 = 2 micro × 4 accumulation × 2 data-parallel"),
         (GRPO, {"devices": 4}, "trl-grpo",
-         "128 responses per update = 16 prompts × 8 generations; a round has 16 prompts and 1 update, on 4 ranks"),
+         "128 responses per update = 8 micro × 4 accumulation × 4 data-parallel = "
+         "16 prompts × 8 generations; a round has 16 prompts and 1 update, on 4 ranks"),
         (VERL, {}, "verl",
-         "1024 responses per update = 128 prompts × 8 generations; a round has 512 prompts and 4 updates, on 16 ranks"),
+         "1024 responses per update = 4 micro × 16 accumulation × 16 data-parallel = "
+         "128 prompts × 8 generations; a round has 512 prompts and 4 updates, on 16 ranks"),
     ],
 )  # fmt: skip
 def test_the_framework_is_detected_and_the_batch_is_said(keys, world, name, batch):
@@ -158,7 +165,7 @@ def test_the_framework_is_detected_and_the_batch_is_said(keys, world, name, batc
         (NEOX | {"train_batch_size": 100}, None, {"devices": 32}, "!batch", "contradicts"),
         (FOUNDRY | {"global_train_batch_size": 250}, None, {"devices": 16}, "!value", "Nearest: 240 or 256"),
         (FOUNDRY | {"device_train_microbatch_size": "auto"}, None, {"devices": 16}, "changes-the-batch", "is auto"),
-        (FOUNDRY, None, {"devices": 16}, "counts-steps", "max_duration=1000 (256,000 samples)"),
+        (FOUNDRY, None, {"devices": 16}, "counts-steps", "max_duration=1000ba (256,000 samples)"),
         (OPENRLHF | {"train": {"batch_size": 1000}}, None, {}, "!value", "Nearest: 512 or 1024"),
         (FLAT | {"advantage_estimator": "rloo", "n_samples_per_prompt": 1}, None, {}, "!one-generation", "every advantage is 0"),
         (FLAT | {"vllm_generate_batch_size": 256}, None, {}, "!excluded-key", "needs asynchronous training"),
@@ -308,3 +315,41 @@ def test_one_update_of_one_rank_is_singular():
 def test_accelerate_splits_replicas_and_steps(keys, batch):
     report = checked({"compute_environment": "LOCAL", "num_processes": 8, "batch_size": 4, **keys})
     assert report.job is not None and equation(report.job).startswith(f"{batch} accumulation")
+
+
+def test_megatrons_batch_of_evaluation():
+    """megatron-core 0.19.2, training/arguments.py: a multiple of eval_micro_batch_size × ranks."""
+    keys = {"micro_batch_size": 4, "global_batch_size": 64, "train_iters": 10}
+    for more, nearest in (
+        ({"eval_global_batch_size": 24}, (0, 32)),
+        ({"eval_global_batch_size": 24, "eval_micro_batch_size": 3}, ()),
+        ({"eval_micro_batch_size": 3}, (48, 72)),  # the global batch, by default
+        ({"eval_micro_batch_size": 2}, ()),
+        # A schedule: Megatron takes one micro batch of each rank.
+        ({"eval_micro_batch_size": 3, "step_batch_size_schedule": "0:64 1M:128", "seq_length": 8}, (24, 48)),
+    ):
+        given = {k: v for k, v in (keys | more).items() if not (k == "global_batch_size" and "seq_length" in more)}
+        found = [f for f in checked(given, "megatron-lm", devices=8).findings if f.cause == "eval-batch"]
+        assert [f.nearest for f in found] == ([nearest[nearest[0] == 0 :]] if nearest else []), (more, found)
+    assert "eval-batch" not in {f.cause for f in checked(keys | {"eval_global_batch_size": 24}, "megatron-lm").findings}
+
+
+def test_a_default_that_changed_between_versions_is_said_and_converted():
+    keys = {"per_device_train_batch_size": 4}
+    old, new = (reading(keys, f"huggingface@{version}", devices=8) for version in ("4.53", "4.54"))
+    assert "average_tokens_across_devices" in {f.key for f in check(old).findings}
+    assert "average_tokens_across_devices" not in {f.key for f in check(new).findings}
+    name, key = framework("huggingface"), "average_tokens_across_devices"
+    assert convert(old, name).keys[key] is False  # the newest would average
+    assert convert(new, name, (4, 53)).keys[key] is True
+    assert key not in convert(old, name, (4, 53)).keys and key not in convert(new, name).keys
+
+
+def test_axolotls_grpo_needs_a_group_for_each_gpu():
+    keys = {"base_model": "m", "rl": "grpo", "micro_batch_size": 4, "gradient_accumulation_steps": 2}
+    keys |= {"trl": {"num_generations": 4}}
+    assert checked(keys, "axolotl", devices=2).ok
+    report = checked(keys, "axolotl", devices=3)
+    assert [f.nearest for f in report.findings if f.severity == "error"] == [("gradient_accumulation_steps=3",)]
+    assert checked(keys | {"gradient_accumulation_steps": 3}, "axolotl", devices=3).ok
+    assert checked(keys, "axolotl").ok  # the number of GPUs is not known

@@ -123,6 +123,30 @@ def _shape(schedule):
     return [(s.first_step, s.start_sample, s.global_batch_size) for s in schedule.segments]
 
 
+def test_a_plain_batch_is_the_same_in_every_pair():
+    numbers = {
+        "global_batch_size": 64, "micro_batch_size": 2, "accumulation_steps": 4, "data_parallel_size": 8, "devices": 8,
+        "nodes": 1, "devices_per_node": 8, "sequence_length": 1024,
+    }  # fmt: skip
+    plain = Job("train", numbers)
+    asks: set[tuple[str, str]] = set()
+    for first in TRAIN:
+        source = written(plain, first)
+        assert source is not None, shown(first)
+        for second in TRAIN:
+            try:
+                made = convert(source, *second)
+            except ConfigError as wrong:
+                assert wrong.field == "sequence_length"
+                asks.add((shown(first), shown(second)))
+            else:
+                assert made.status == EXACT, (shown(first), shown(second), made.differences)
+    # These have no key for the length of a sample, and those count tokens.
+    without = {shown(pair) for pair in TRAIN if "sequence_length" not in job(written(plain, pair)).numbers}
+    tokens = {shown(pair) for pair in TRAIN if pair[0].name == "olmo-core" or shown(pair) == "torchtitan@newest"}
+    assert asks == {(one, other) for one in without for other in tokens}
+
+
 EVERY_RAMP = ["megatron-lm", "levanter"]
 
 
@@ -216,7 +240,7 @@ def test_olmo_grows_by_whole_factors_only():
     assert converted("olmo-core", devices=64).status == NOT_EXPRESSIBLE
     doubling = {**TRIPLE, "step_batch_size_schedule": "0:256 2B:512 8B:1024"}
     del doubling["rampup_batch_size"], doubling["global_batch_size"]
-    made = converted("olmo-core", doubling, devices=64)
+    made = converted("olmo-core", doubling, "megatron-lm", devices=64)
     [ramp] = made.differences
     assert ramp.status == DIFFERS and "1 step later" in ramp.message  # it waits for an even number of batches
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import tomllib
 
 import pytest
@@ -105,12 +106,31 @@ interval = 10
     )
 
 
-def test_json_keeps_its_order_and_indent():
-    text = '{\n    "b": 1,\n    "a": {"c": 2}\n}\n'
-    assert (
-        edited(text, "json", {"a.d": 3, "b": 4})
-        == '{\n    "b": 4,\n    "a": {\n        "c": 2,\n        "d": 3\n    }\n}\n'
-    )
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        # Only what is set changes: order, indents, spaces, the spelling of numbers, escapes and the last line end stay.
+        (
+            '{\n    "b": 1,\n    "lr": 1.0e-05,\n    "a": {"c": 2},\n    "x": "\\u00e9"\n}',
+            '{\n    "b": 4,\n    "lr": 1.0e-05,\n    "a": {"c": 2, "d": 3},\n'
+            '    "x": "\\u00e9",\n    "s": {\n        "t": 5\n    }\n}',
+        ),
+        (
+            '{\n\t"a": {\n\t\t"c" : 2\n\t}\n}\n',
+            '{\n\t"a": {\n\t\t"c" : 2,\n\t\t"d" : 3\n\t},\n\t"b": 4,\n\t"s": {\n\t\t"t": 5\n\t}\n}\n',
+        ),
+        ('{"a":{},"b":0}', '{"a":{"d": 3},"b":4,"s":{"t": 5}}'),
+        ("{ }", '{"a": {"d": 3}, "b": 4, "s": {"t": 5} }'),
+        ("", '{"a": {"d": 3}, "b": 4, "s": {"t": 5}}'),
+    ],
+)
+def test_json_is_changed_only_where_a_key_is_set(text, made):
+    assert edited(text, "json", {"a.d": 3, "b": 4, "s.t": 5}) == made
+
+
+def test_two_keys_of_one_new_section_and_its_parent():
+    made = edited("a:\n  b:\n    c: 1", "yaml", {"a.b.d": 2, "a.e": 3, "f": 4, "g.h": 5, "g.i": 6, "a.b.c": 7})
+    assert made == "a:\n  b:\n    c: 7\n    d: 2\n  e: 3\nf: 4\ng:\n  h: 5\n  i: 6\n"
 
 
 @pytest.mark.parametrize(
@@ -147,14 +167,21 @@ READ = {"yaml": yaml.safe_load, "json": json.loads, "toml": tomllib.loads}
     st.data(),
 )
 def test_an_edit_sets_its_keys_and_nothing_else(tree, keys, data):
-    form = data.draw(st.sampled_from(["yaml", "json"]))
+    form = data.draw(st.sampled_from(["yaml", "json", "toml"]))
     flow = data.draw(st.sampled_from([None, True, False]))
-    text = (
-        json.dumps(tree, indent=2) if form == "json" else yaml.safe_dump(tree, default_flow_style=flow, sort_keys=False)
-    )
+    if form == "json":
+        text = json.dumps(tree, indent=2)
+    elif form == "toml":
+        text = written(flatten(tree), "toml")
+    else:
+        text = yaml.safe_dump(tree, default_flow_style=flow, sort_keys=False)
     try:
         made = edited(text, form, keys)
     except ConfigError:
+        # Only where a key is a value and a section, in the file or in the keys.
+        paths = [tuple(key.split(".")) for key in (*flatten(tree), *keys)]
+        sections = any(a != b and b[: len(a)] == a for a in paths for b in paths)
+        assert sections
         return
     assert flatten(READ[form](made)) == flatten(tree) | keys
 
@@ -171,3 +198,25 @@ def test_what_is_written_reads_back(keys):
         return  # a key that is a section, too
     for form, read in READ.items():
         assert (read(written(keys, form)) or {}) == nested(keys)
+
+
+@pytest.mark.parametrize("text", ["x = '" + " " * 200_000 + "y'\n", 'x = """\n[a' + " " * 200_000 + 'b\n"""\n'])
+def test_long_lines_of_toml_take_little_time(text):
+    begun = time.process_time()
+    assert edited(text, "toml", {"a.b": 1}) == f"{text}\n[a]\nb = 1\n"
+    assert time.process_time() - begun < 1  # CPU time; with backtracking, minutes
+
+
+@pytest.mark.parametrize("indent", ["", "  "])
+def test_a_list_of_lines_becomes_another_value(indent):
+    text = f"a:\n  k:\n  {indent}- 0\n  {indent}- 1\n  b: 1\nc: 2\n"
+    assert yaml.safe_load(edited(text, "yaml", {"a.k": 5, "c": 3})) == {"a": {"k": 5, "b": 1}, "c": 3}
+    assert yaml.safe_load(edited("k:\n- 0\n", "yaml", {"k": [1, 2]})) == {"k": [1, 2]}
+
+
+def test_a_file_is_composed_once_for_all_keys(monkeypatch):
+    composed = []
+    compose = yaml.compose
+    monkeypatch.setattr(yaml, "compose", lambda *given: composed.append(1) or compose(*given))
+    edited("a: 1\nb: {c: 2}\n", "yaml", {"a": 3, "b.c": 4, "b.d": 5, "e.f": 6})
+    assert len(composed) == 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 import batchwright
 from batchwright.core.errors import PlanError
 from batchwright.dialects.positions import Interleaved, grain_position, megatron_position, torchdata_position
+from tests.needs import needs
 
 SIZE = 96
 
@@ -44,7 +48,9 @@ def rest(dataset: Any, position: int, ranks: int) -> list[int]:
 @pytest.mark.torch
 @pytest.mark.parametrize(("stored", "hosts"), [(4, 2), (4, 1), (2, 4)])  # MaxText's factors 1/2 and 1/4, and more hosts
 def test_other_numbers_of_hosts_go_on_from_the_states_of_grain(stored: int, hosts: int) -> None:
-    grain = pytest.importorskip("grain.python")
+    needs("grain")
+    import grain.python as grain
+
     whole = grain.MapDataset.source(Records()).shuffle(seed=3)
     iterators = [iter(whole[s::stored].to_iter_dataset().batch(2)) for s in range(stored)]
     trained = sorted(int(row) for iterator in iterators for _ in range(4) for row in next(iterator))
@@ -59,7 +65,9 @@ def test_other_numbers_of_hosts_go_on_from_the_states_of_grain(stored: int, host
 
 @pytest.mark.torch
 def test_a_batched_map_dataset_of_grain_counts_batches() -> None:
-    grain = pytest.importorskip("grain.python")
+    needs("grain")
+    import grain.python as grain
+
     iterators = [iter(grain.MapDataset.source(Records())[s::4].batch(2).to_iter_dataset()) for s in range(4)]
     for iterator in iterators:
         next(iterator), next(iterator), next(iterator)
@@ -71,7 +79,8 @@ def test_a_batched_map_dataset_of_grain_counts_batches() -> None:
 @pytest.mark.parametrize("hosts", [2, 1])
 def test_shards_of_grains_data_loader_are_interleaved(hosts: int) -> None:
     """Each of 4 processes shuffles a shard of its own: 2 hosts, or 1, go on with all of them."""
-    grain = pytest.importorskip("grain.python")
+    needs("grain")
+    import grain.python as grain
 
     def sampler(shard: int) -> Any:
         options = grain.ShardOptions(shard_index=shard, shard_count=4, drop_remainder=True)
@@ -95,7 +104,7 @@ def test_shards_of_grains_data_loader_are_interleaved(hosts: int) -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.rounds)])
 def test_other_numbers_of_ranks_go_on_from_the_states_of_torchdata(workers: int) -> None:
-    pytest.importorskip("torchdata")
+    needs("torchdata")
     from torch.utils.data import DistributedSampler
 
     with warnings.catch_warnings():
@@ -119,6 +128,84 @@ def test_other_numbers_of_ranks_go_on_from_the_states_of_torchdata(workers: int)
         torchdata_position([drawn], batch_size=2, shuffled=False)
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("workers", "every"),
+    [(0, 1), pytest.param(2, 1, marks=pytest.mark.rounds), pytest.param(2, 3, marks=pytest.mark.rounds)],
+)
+def test_a_short_last_batch_of_torchdata_is_no_position(workers: int, every: int) -> None:
+    """97 samples on 4 ranks are 25 each, three of them padding: after 13 batches of 2 nobody has trained 104."""
+    needs("torchdata")
+    from torch.utils.data import DistributedSampler
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        data, states = list(range(97)), {12: [], 13: []}
+        for rank in range(4):
+            made = DistributedSampler(data, num_replicas=4, rank=rank, shuffle=False)
+            options = {"num_workers": workers, "snapshot_every_n_steps": every}
+            loader = StatefulDataLoader(data, batch_size=2, sampler=made, **options)
+            iterator = iter(loader)
+            for batch in range(1, 14):
+                next(iterator)
+                if batch in states:
+                    states[batch].append(loader.state_dict())
+    assert torchdata_position(states[12], batch_size=2, shuffled=False) == 96
+    message = "25 samples in 13 batches" if every == 1 else "Give dataset_size"
+    with pytest.raises(PlanError, match=message):
+        torchdata_position(states[13], batch_size=2, shuffled=False)
+    with pytest.raises(PlanError, match=r"25 samples in 13 batches|104 samples are more than dataset_size=97"):
+        torchdata_position(states[13], batch_size=2, shuffled=False, dataset_size=97)
+    with pytest.raises(PlanError, match="batch_size was another"):
+        torchdata_position(states[12], batch_size=3, shuffled=False)
+
+
+# Megatron-LM's training loop is not part of the package megatron-core; its dataset is, and shuffles inside. The sampler of
+# dataloader type single takes its indices in order, whatever the number of ranks, so what follows N samples is sample N.
+MEGATRON = """
+import sys, types, numpy, torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from batchwright.core.ramp.rules import Constant
+from batchwright.dialects.positions import megatron_position
+from batchwright.runtime import GlobalOrder, Loader, StepSampler
+prefix = sys.argv[1]
+builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
+for document in range(200):
+    builder.add_item(torch.arange(document, document + 20))
+    builder.end_document()
+builder.finalize(f"{prefix}.idx")
+config = GPTDatasetConfig(
+    random_seed=5, sequence_length=16, blend=([prefix], None), split="1,0,0", path_to_cache=f"{prefix}-cache",
+    tokenizer=types.SimpleNamespace(eod=999, pad=998, vocab_size=1000, unique_identifiers={"class": "none"}),
+    reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
+)
+[dataset, *_] = BlendedMegatronDatasetBuilder(GPTDataset, [96, 0, 0], lambda: True, config).build()
+theirs = [dataset[i]["tokens"].tolist() for i in range(96)]
+assert len(dataset) >= 96 and theirs != sorted(theirs)  # it shuffles
+order = GlobalOrder(len(dataset), shuffle=False)
+# 32 samples were trained in batches of 8; 3 ranks, or 1, go on with batches of 6.
+for ranks in (3, 1):
+    schedule = Constant(8).compile().until(32).continued(32, Constant(6).compile().until(92))
+    loaders = [Loader(dataset, order, StepSampler(schedule, 2, r, ranks, megatron_position(32))) for r in range(ranks)]
+    ours = [row for micros in zip(*loaders) for micro in micros for row in micro.data["tokens"].tolist()]
+    assert ours == theirs[32:92], (len(ours), ranks)
+print("exact")
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.rounds
+def test_what_follows_in_megatrons_dataset_is_read_next(tmp_path: Path) -> None:
+    needs("megatron.core")
+    command = [sys.executable, "-W", "ignore", "-c", MEGATRON, str(tmp_path / "corpus")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "exact" in done.stdout, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize(
     ("ask", "reason"),
     [
@@ -140,8 +227,21 @@ def test_other_numbers_of_ranks_go_on_from_the_states_of_torchdata(workers: int)
         ),
         (lambda: grain_position([{"next_index": 4}, {"next_index": 5}]), "not equally far: 4, 5 indices"),
         (lambda: grain_position([]), "no states"),
+        (lambda: grain_position([{"next_index": 4}] * 4, processes=8), "4 states are given, and processes=8"),
+        (lambda: grain_position([{"next_index": -4}]), "next_index=-4: must be at least 0"),
+        (lambda: grain_position([{"next_index": True}]), "next_index=True"),
+        (
+            lambda: torchdata_position([{"_num_yielded": True}], batch_size=2, shuffled=False),
+            "_num_yielded=True",
+        ),
+        (lambda: torchdata_position([{"_num_yielded": 1}], batch_size=2, shuffled=False), "Give dataset_size"),
         (lambda: grain_position(["nothing"]), "not a state of grain"),
         (lambda: grain_position([{}]), "not a state of grain"),
+        (lambda: grain_position(["3"]), "not a state of grain: it is no JSON object"),
+        (
+            lambda: grain_position([{"parents": [{"next_index": 1}], "index": 2}]),
+            "state 0 has parents: its pipeline holds",
+        ),
         (
             lambda: grain_position([{"last_seen_indices": {"0": 3}, "sampler": "shard_index=1, shard_count=4"}]),
             "all of them",

@@ -17,7 +17,7 @@ def test_the_stronger_level_wins_and_keeps_its_origin():
         ("micro_batch_size", Given(3, "--micro-batch-size", 2)),
     ]
     for order in (entries, entries[::-1], [entries[1], entries[2], entries[0]]):
-        assert resolve(order).fields == {"micro_batch_size": Given(3, "--micro-batch-size", 2)}
+        assert resolve(order).fields["micro_batch_size"] == Given(3, "--micro-batch-size", 2)
 
 
 def test_the_same_level_may_repeat_but_not_differ():

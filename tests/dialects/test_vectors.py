@@ -135,7 +135,7 @@ def test_llm_foundrys_micro_batches():
 def test_axolotls_rules():
     """One difference on purpose: a batch_size that is no multiple of the micro batch is refused, and rounded down there."""
     for case in vectors("axolotl"):
-        report = checked(case["keys"] | {"base_model": "m"}, "axolotl")
+        report = checked(case["keys"] | {"base_model": "m"}, "axolotl", devices=case["gpus"])
         if "result" in case and not report.ok:
             keys = case["keys"]
             assert keys["batch_size"] % keys.get("micro_batch_size", 1), (case, report.findings)
@@ -162,6 +162,11 @@ def test_verls_rules():
             assert wrong, case
         elif wrong:
             assert case["train"] % case["mini"] or case["mini"] % case["gpus"], (case, report.findings)
+        else:
+            made = report.job
+            assert (made.get("prompts"), made.get("updates")) == (case["train"], case["train"] // case["mini"])
+            each = None if case["micro"] is None else case["micro"] // case["gpus"]  # the old key counts all GPUs
+            assert made.get("train_micro_responses") == each, case
 
 
 def test_torchtitans_accumulation_and_defaults():
@@ -190,6 +195,17 @@ def test_transformers_defaults_and_numbers():
         assert case["result"][2] is True  # average_tokens_across_devices, the default that `check` relies on
 
 
+def test_tunixs_accumulation():
+    """MaxText trains with tunix: micro batches of prompts, over all ranks."""
+    for case in vectors("tunix"):
+        keys = {"batch_size": case["batch"], "rl.num_generations": 2, "train_micro_batch_size": case["micro"]}
+        report = checked({key: value for key, value in keys.items() if value is not None}, "maxtext-rl")
+        assert report.ok == ("result" in case), (case, report.findings)
+        if report.ok:
+            responses = case["batch"] * 2
+            assert report.job.get("train_micro_responses") * (case["result"] or 1) == responses, case
+
+
 def test_trls_generation_batches():
     """One difference on purpose: an update that learns from two rounds is refused, and accepted there."""
     for case in vectors("trl"):
@@ -214,6 +230,7 @@ UNKNOWN = {
         "training.max_context_length",
         "training.num_tokens_per_microbatch_per_dp_rank",
         "training.num_tokens_per_train_step",
+        "experimental.pipeline_parallel_microbatches",
     },
     "keys_megatron_bridge": {"train.step_batch_size_schedule"},  # of the core that later versions require
 }

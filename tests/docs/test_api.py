@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("orbax")
 pytestmark = pytest.mark.torch
 
 

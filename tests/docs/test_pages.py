@@ -49,6 +49,31 @@ def links(page: Path) -> list[Path]:
     return [(page.parent / target).resolve() for target in targets if "://" not in target]
 
 
+@by_name
+def test_every_link_to_a_heading_resolves(page):
+    for target, heading in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            linked = (page.parent / target).resolve() if target else page
+            assert heading in headings(linked), f"{page.name} links to {linked.name}#{heading}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page; of several equal ones the later ones are numbered."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found: set[str] = set()
+    for title in re.findall(r"^#+ +(.*?)\s*$", text, re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower()  # a link is shown as its text
+        name = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
+        found.add(next(n for n in (name, *(f"{name}-{i}" for i in range(1, 100))) if n not in found))
+    return found
+
+
+def test_the_anchors_of_headings_are_those_of_github(tmp_path):
+    page = tmp_path / "x.md"
+    page.write_text("# A [b](c.md): `d_e.py`\n## One, two\n## One, two\n```text\n# no heading\n```\n")
+    assert headings(page) == {"a-b-d_epy", "one-two", "one-two-1"}
+
+
 def test_pictures_are_current_small_and_shown():
     needs("vl_convert")
     spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")

@@ -271,3 +271,37 @@ def sleeps(pid_file: str) -> Task:
     Path(pid_file).write_text(str(os.getpid()))
     time.sleep(600)
     return small()
+
+
+def late() -> Task:
+    """The ninth sample is 40 times as long as the others."""
+    rows = [torch.zeros(400 if i == 8 else 10, 16) for i in range(12)]
+    collate = lambda samples: nn.utils.rnn.pad_sequence(samples, batch_first=True)  # noqa: E731
+    return _mlp(lambda m, x: (m(x).sum(), len(x)), width=16, layers=2, dataset=rows, collate=collate)
+
+
+class Recomputed(nn.Module):
+    """Blocks with torch.utils.checkpoint in their own code."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def recomputed(reentrant: bool | None) -> Task:
+    return Task(
+        model=lambda: Recomputed(reentrant),
+        dataset=torch.zeros(8, 16),
+        loss=lambda model, x: (model(x).square().sum(), len(x)),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    )

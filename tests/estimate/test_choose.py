@@ -171,6 +171,19 @@ def test_tensor_parallel_is_a_rule_and_its_plan_is_of_the_same_batch(parallel):
     assert plan.micro_batch_size * plan.accumulation_steps * (8 // parallel) == plan.global_batch_size == 64
 
 
+def test_a_micro_batch_that_is_a_divisor_is_not_called_the_limit():
+    # 62 samples per rank: 2 fits, 31 does not. With 64, sizes up to 16 fit.
+    made = {}
+    for size in (62, 64):
+        batch = BatchRequest(global_batch_size=size, devices=1, sequence_length=1024)
+        made[size] = choose(batch, ways(batch, BASE, False, None), 2700, Scripted(None)).plan
+    assert [plan.micro_batch_size for plan in made.values()] == [2, 16]
+    assert made[62].sources["max_micro_batch_size"] == "estimated"
+    assert "the largest divisor of 62 samples per rank" in made[62].reasons["max_micro_batch_size"]
+    said = [[note for note in plan.notes if "another global batch would allow them" in note] for plan in made.values()]
+    assert "the next one, 31, does not" in said[0][0] and said[1] == []
+
+
 def test_remedies_name_each_change_with_its_peak_and_the_fewest_ranks():
     walks = Scripted(None)
     batch = BatchRequest(global_batch_size=8, devices=1, sequence_length=1024)

@@ -47,12 +47,14 @@ def test_the_answer_comes_first_and_says_that_it_is_predicted(run, tasks):
     ):
         assert text in out
     assert "estimated micro_batch_size 1 sequence_length 32" in err
+    assert "█" not in out, "a pipe gets no plot unless asked"
 
 
 @pytest.mark.torch
 def test_a_calibrated_answer_shows_both(run, tasks, monkeypatch):
     monkeypatch.setattr("batchwright.estimate.steps.measure", lambda request: 2**20)
-    code, out, _ = run(f"{tasks}:small", "--device", "t4-16g", "--micro-batch-size", "64,128", "--calibrate")
+    code, out, _ = run(f"{tasks}:small", "--device", "t4-16g", "--micro-batch-size", "64,128", "--calibrate", "--plot")
+    assert "Memory, predicted" in out and "◆ measured" in out
     assert code == 0 and "one real trial on this CPU" in out and re.search(r"measured +1\.0 MiB", out)
     assert "with the difference added, max_micro_batch_size would be" in out
 
@@ -84,6 +86,39 @@ def test_invalid_requests_exit_2(run, tasks):
     for verb, task in (("estimate", (named,)), ("plan", planned)):
         code, _, err = run(*task, "--device", "h100", "--memory", "1GiB", verb=verb)
         assert code == 2 and "--device and --memory are mutually exclusive: h100-80g has" in err
+
+
+def test_what_is_kept_free_needs_something_to_keep_it_of(run, tasks):
+    for flag, value in (("margin", "1GiB"), ("context", "1GiB"), ("workspaces", "1GiB"), ("fragmentation", "5%")):
+        code, _, err = run(f"{tasks}:small", f"--{flag}", value)
+        assert code == 2 and f"--{flag}=" in err and "no effect without device or memory" in err, err
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("flag", ["--context", "--workspaces", "--fragmentation", "--margin"])
+def test_a_size_that_leaves_less_than_the_allowance_does_not_fit_safely(run, tasks, peaks, flag):
+    """Three sizes: below what is usable, between that and all memory, and above it."""
+    sizes = (64, 128, 256)
+    low, middle, high = peaks(f"{tasks}:small", sizes).values()
+    total = (middle + high) // 2
+    kept = total - (low + middle) // 2
+    percent = 100 * kept / (total - kept)
+    given = f"{percent:.3f}%" if flag == "--fragmentation" else str(kept)
+    named = (f"{tasks}:small", "--memory", str(total), flag, given, "--micro-batch-size", "64,128,256")
+    code, out, err = run(*named)
+    assert code == 0, err
+    assert out.startswith("max_micro_batch_size 64, predicted, in ")
+    rows = [line.split() for line in out.splitlines() if line.split()[:1] in (["64"], ["128"], ["256"])]
+    assert [row[-1] for row in rows] == ["yes", "safely", "no"] and rows[1][-2] == "not"
+    code, out, _ = run(*named, "--json")
+    made = json.loads(out)
+    assert [p["verdict"] for p in made["points"]] == ["fits", "does not fit safely", "does not fit"]
+    assert [p["fits"] for p in made["points"]] == [True, False, False]
+    assert low <= made["usable_bytes"] < middle <= made["memory_bytes"] < high and made["source"] == "predicted"
+    code, _, err = run(*named[:-1], "128")
+    assert code == 3 and "error: nothing fits safely: " in " ".join(err.split())
+    code, _, err = run(*named[:-1], "256")
+    assert code == 3 and "error: nothing fits: " in " ".join(err.split())
 
 
 def test_devices_are_listed(run):

@@ -34,6 +34,16 @@ def test_a_part_of_a_name_is_enough_where_only_one_name_has_it():
         assert caught.value.nearest == candidates
 
 
+@pytest.mark.parametrize(
+    ("size", "having"),
+    [("64g", ("mi250x-64g",)), ("16 GB", ("t4-16g", "v100-16g")), ("80GiB", ("a100-80g", "h100-80g")), ("7g", ())],
+)
+def test_a_size_is_not_a_device_also_if_only_one_has_it(size, having):
+    with pytest.raises(ConfigError, match=r"is a size.*, and not a name. Give a name, or --memory \d+GiB") as caught:
+        device(size)
+    assert caught.value.nearest == having
+
+
 def test_an_allowance_leaves_exactly_what_it_says():
     allowance = DEVICES["rtx-4090-24g"].allowance
     usable = allowance.usable(24 * 2**30)

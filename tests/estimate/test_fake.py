@@ -6,7 +6,7 @@ import pytest
 
 from batchwright.core.errors import EnvironmentFault, NothingFitsError, PlanError, RunError
 from batchwright.estimate import estimate, predict_slope
-from batchwright.estimate.estimate import choose
+from batchwright.estimate.estimate import trial_point
 from batchwright.estimate.records import EstimateRequest, Point
 from batchwright.estimate.worker import answer
 
@@ -16,6 +16,7 @@ PARAMETERS = 5862400  # of the small GPT, in bytes
 
 def test_the_largest_batch_its_breakdown_and_its_line(tasks):
     made = estimate(f"{tasks}:gpt", memory_bytes=2**30, args={"layers": 1})
+    assert made.to_json()["args"] == {"layers": "1"}
     by_size = {p.micro_batch_size: p for p in made.points}
     best = made.max_micro_batch_size
     assert by_size[best].peak_memory_bytes <= 2**30 < made.lengths[0].slope.predict(best + 1)
@@ -104,6 +105,29 @@ def test_the_prober_gets_a_line(tasks):
     assert slope.bytes_per_sample > 5 * 16 * 4 and slope.predict(1000) > 1000 * slope.bytes_per_sample
     near = predict_slope(f"{tasks}:small", memory_bytes=2**24)
     assert near.bytes_per_sample == pytest.approx(slope.bytes_per_sample, rel=0.02)
+
+
+def test_the_line_of_the_longest_sample_is_steeper(tasks):
+    first, longest = (predict_slope(f"{tasks}:late", longest=longest) for longest in (False, True))
+    assert longest.bytes_per_sample == pytest.approx(40 * first.bytes_per_sample, rel=0.02)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_inside_the_users_own_model_are_followed(tasks, peaks, reentrant):
+    plain, recomputed = (peaks(f"{tasks}:recomputed", (64, 128), args={"reentrant": how}) for how in (None, reentrant))
+    # Six blocks of 16 -> 256 -> 16: without checkpoints, each holds its input, the inner product and its activation. With
+    # them, each holds its input, and one is computed again.
+    per_sample = [(found[128] - found[64]) / 64 / 4 for found in (plain, recomputed)]
+    assert per_sample[0] > 6 * (16 + 2 * 256)
+    assert 6 * 16 + 2 * 256 < per_sample[1] < 6 * 16 + 5 * 256
+    twice = peaks(f"{tasks}:recomputed", (64,), args={"reentrant": reentrant}, accumulation_steps=2)
+    assert recomputed[64] < twice[64] < plain[64]
+
+
+def test_nothing_frozen_cannot_be_stored_in_four_bits(tasks):
+    with pytest.raises(PlanError, match="no linear layer is frozen") as caught:
+        estimate(f"{tasks}:small", micro_batch_sizes=(1,), quantize_frozen=True)
+    assert caught.value.field == "quantize_frozen"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +219,7 @@ def test_a_missing_file_function_or_argument_is_named(tasks):
 
 def test_the_trial_fits_into_the_memory_of_this_machine():
     rows = [Point(b, None, b * 2**28, {}) for b in (1, 2, 64)]
-    assert choose(rows, 2**34).micro_batch_size == 2
-    assert choose(rows[2:], 2**35).micro_batch_size == 64
+    assert trial_point(rows, 2**34).micro_batch_size == 2
+    assert trial_point(rows[2:], 2**35).micro_batch_size == 64
     with pytest.raises(EnvironmentFault, match=r"estimated at 16\.00 GiB, and this machine has 1\.00 GiB free"):
-        choose(rows[2:], 2**30)
+        trial_point(rows[2:], 2**30)

@@ -33,9 +33,10 @@ FAMILIES: dict[str, tuple[Path, str, dict[str, Any]]] = {
 }
 
 
-# A plain training loop without the prober: a new interpreter, torch, the limit, the task's parts, two steps.
+# A plain training loop without the prober: a new interpreter, torch, the limit, the task's parts, two steps. Before the limit
+# it imports what a trial imports: the heap that an import leaves free is 3 MiB more, and the import of transformers uses it.
 PLAIN = """
-import importlib.util, json, resource, sys, torch, torch._dynamo, batchwright.runtime.task
+import importlib.util, json, resource, sys, torch, batchwright.probe.worker
 path, name, args = sys.argv[1:4]
 size, budget = map(int, sys.argv[4:])
 now = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024

@@ -95,3 +95,27 @@ def test_errors_in_the_file_are_named(jax_task):
     with pytest.raises(RunError, match="no_such_thing") as caught:
         estimate(f"{jax_task}:broken", micro_batch_sizes=(1,))
     assert "train_jax.py" in caught.value.__notes__[0]
+
+
+def test_a_jax_task_is_estimated_as_its_loop_runs_it(tmp_path):
+    needs("optax")
+    file = tmp_path / "task.py"
+    file.write_text("""
+import jax.numpy as jnp, numpy as np, optax
+from batchwright.jax import JaxTask
+
+def task():
+    return JaxTask(
+        params=lambda key: {"w": jnp.zeros((256, 256)), "out": jnp.zeros((256, 1))},
+        loss=lambda p, batch: ((jnp.tanh(batch["x"] @ p["w"]) @ p["out"]).sum(), len(batch["x"])),
+        optimizer=optax.adam(1e-3),
+        dataset=[{"x": np.zeros(256, np.float32)}] * 4,
+    )
+""")
+    result = estimate(f"{file}:task", micro_batch_sizes=(64, 4096))
+    small, large = result.points
+    weights = 4 * (256 * 256 + 256)
+    # Parameters and both moments of Adam are arguments; at 64 rows they are nearly all of them.
+    assert 3 * weights < small.breakdown["arguments"] < 3 * weights + 2 * 64 * 256 * 4
+    assert large.breakdown["arguments"] - small.breakdown["arguments"] == (4096 - 64) * 256 * 4
+    assert result.framework == "jax"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import batchwright
+from batchwright.cli.estimate import render
 from batchwright.core.errors import ConfigError, EnvironmentFault, NothingFitsError, PlanError
 from batchwright.estimate import estimate, worker
 from batchwright.estimate.fake import FakeRuns, destroy_fake_group
@@ -73,6 +74,53 @@ def test_options_move_the_peak_as_their_rules_say(tiny):
     assert one(tiny, optimizer="adamw-8bit") < 0.75 * plain
     assert one(tiny, tensor_parallel=2) == pytest.approx(plain / 2, rel=0.01)
     assert one(tiny, ranks=2) < plain
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("options", "source"),
+    [
+        ({}, "predicted"),
+        ({"optimizer": "sgd"}, "predicted"),
+        ({"optimizer": "adamw-8bit"}, "rule"),
+        ({"tensor_parallel": 2}, "rule"),
+        ({"lora": 2, "quantize_frozen": True}, "rule"),
+    ],
+)
+def test_what_is_by_rule_is_marked(tiny, options, source):
+    made = estimate(model=tiny, sequence_lengths=(64,), micro_batch_sizes=(1, 2), **options)
+    assert {p.source for p in made.points} == {source} and made.to_json()["source"] == source
+    table = [line.split() for line in render(made) if line.split()[:1] in (["1"], ["2"])]
+    assert len(table) == 2 and all((row[-1] == "rule") == (source == "rule") for row in table)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_frontier_ends_where_the_positions_of_the_model_end(tmp_path):
+    """GPT-2 calls them n_positions."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    made = estimate(model=str(tmp_path), memory_bytes=2**24, sequence_lengths=(16, 32))
+    assert [row.sequence_length for row in made.frontier] == [16, 32, 64]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_experts_that_cannot_be_grouped_stay_as_they_are(tmp_path):
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64, "num_key_value_heads": 4}
+    path = written(tmp_path, **{**TINY, "num_hidden_layers": 2, "model_type": "llama4_text", **experts})
+    made = estimate(model=path, sequence_lengths=(64,), micro_batch_sizes=(1, 2))
+    assert made.points[1].peak_memory_bytes > made.points[0].peak_memory_bytes
+    assert not any("uniform routing" in line for line in made.assumptions)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_precision_of_a_sharded_model_says_what_the_trainer_does_otherwise(tiny):
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.reduce_dtype is torch.bfloat16
+    made = estimate(model=tiny, sequence_lengths=(64,), micro_batch_sizes=(1,), ranks=2, precision="bf16")
+    assert any("reduced in fp32" in line and "reduces them in bf16 by default" in line for line in made.assumptions)
 
 
 @pytest.mark.usefixtures("in_process")

@@ -102,6 +102,13 @@ def _wait_for(condition, seconds=600):
     return value
 
 
+def test_a_bug_in_the_estimating_process_is_shown_where_it_is():
+    bug = {"type": "bug", "message": "KeyError: 'x'", "traceback": "Traceback (most recent call last):\n  line\n"}
+    with pytest.raises(RuntimeError, match="in the estimating process: KeyError: 'x'") as caught:
+        worker._checked({"error": bug})
+    assert caught.value.__notes__ == ["Traceback (most recent call last):\n  line"]
+
+
 def test_an_end_without_a_result_is_reported(monkeypatch, tmp_path):
     killer = tmp_path / "python"
     killer.write_text("#!/bin/sh\nkill -9 $$\n")

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 from batchwright.core.batch.request import BatchRequest, read_request
-from batchwright.core.errors import ConfigError, PlanError, RunError
+from batchwright.core.errors import ConfigError, PlanError, RunError, ScheduleError
 from batchwright.core.ramp.request import read_ramp
 from batchwright.launch.dataset import dataset_size
 from batchwright.launch.plan import build
@@ -78,7 +78,7 @@ def test_what_is_wrong_is_refused_before_a_task_is_loaded(monkeypatch):
     monkeypatch.setattr("batchwright.launch.plan.dataset_size", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match="samples and epochs are mutually exclusive"):
         planned({"epochs": 2, "samples": 8})
-    with pytest.raises(ConfigError, match="start_sample is for `ramp`"):
+    with pytest.raises(ScheduleError, match="start_sample=8: nothing is left, since the ramp ends at sample 8"):
         planned({"samples": 8, "start_sample": 8})
     with pytest.raises(PlanError, match="epochs=2 needs dataset_size"):
         build(read_request(WORLD), read_ramp({"epochs": 2}), Options(), command=("true",))

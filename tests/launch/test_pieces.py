@@ -432,6 +432,27 @@ def test_lines_and_bar_show_the_same(plan):
         assert "  rank 0 exited with 1: ValueError: [x]" in stream.getvalue() and "  | [last]" in stream.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (120, " 19% stage 2/3 · batch 16 · 2 ranks · 100 samples/s · loss 1.2500 · 30 s left"),
+        (80, " 19% stage 2/3 · batch 16 · 100 samples/s · loss 1.2500 · 30 s left"),
+        (40, " 19% loss 1.2500 · 30 s left"),
+        (20, " 19% loss 1.2500"),
+    ],
+)
+def test_a_narrow_terminal_shows_what_matters_most(plan, monkeypatch, columns, shown):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    manifest = manifest_of(plan, 2, 1)
+    stream = io.StringIO()
+    bar = BarDisplay(stream)
+    bar.launched(plan, manifest)
+    bar.progress(plan, manifest, LaunchProgress(96, samples_per_second=100.0, loss=1.25), 30.0)
+    bar.close()
+    (line,) = [line.rstrip() for line in stream.getvalue().splitlines() if "loss" in line]
+    assert line.endswith(shown) and len(line) <= columns
+
+
 def test_a_closed_stream_does_not_stop_a_run(plan):
     stream = io.StringIO()
     stream.close()

@@ -55,19 +55,27 @@ def test_a_reader_and_a_trainer_are_killed_and_the_audit_is_exact(run, tmp_path)
 
 @pytest.mark.torch
 @pytest.mark.rounds
-def test_a_run_goes_on_with_other_nodes_and_readers(run):
-    run.start(
-        *run.task(
-            "--micro-batch-size", "2", "--loading-hosts", "2", ramp="0:12", samples=360, nodes=3, args=("slow=0.05",)
-        )
-    )
-    run.until(lambda: run.position() >= 60)
-    assert run.process is not None
-    run.process.send_signal(signal.SIGINT)
-    assert run.finish()[0] == 130
-    code, _, err = run.resume("--nodes", "2", "--loading-hosts", "1")
-    assert code == 0, err
+def test_a_run_goes_on_with_other_nodes_and_readers_in_mid_epoch(run):
+    """8 nodes of which 4 read, then 3 of which 2 read, then 5 of which 3 read; an epoch has 1,000 samples."""
+    flags = ("--micro-batch-size", "1", "--loading-hosts", "4", "--read-ahead", "2")
+    run.start(*run.task(*flags, ramp="0:120", samples=2400, nodes=8, args=("slow=0.02", "size=1000")))
+    seen = []
+    for nodes, readers in ((3, 2), (5, 3), (None, None)):
+        before = run.newest()
+        if nodes is not None:
+            begun = run.position()
+            run.until(lambda begun=begun: run.position() >= begun + 240)
+            assert run.process is not None
+            run.process.send_signal(signal.SIGINT)
+        code, _, err = run.finish()
+        assert code == (130 if nodes else 0), err
+        spec = json.loads((before / "spec.json").read_text())["settings"]
+        seen.append((spec["nodes"], spec["loading_hosts"], spec["ranks_per_host"], spec["read_ahead"]))
+        if nodes is not None:
+            place = ("--resume", str(run.directory), "--nodes", str(nodes), "--loading-hosts", str(readers))
+            run.start(*place)
+            run.until(lambda before=before: run.newest() != before)
+    assert seen == [(8, 4, 1, 2), (3, 2, 1, 2), (5, 3, 1, 2)]
     found = audit(run.directory)
-    assert found.ok and found.samples == 360 and found.ids_checked
-    spec = json.loads((run.newest() / "spec.json").read_text())["settings"]
-    assert (spec["loading_hosts"], spec["ranks_per_host"]) == (1, 1)
+    assert (found.ok, found.samples, found.gaps, found.repeats, found.ids_checked) == (True, 2400, 0, 0, True)
+    assert [start["nodes"] for start in run.status()["history"]] == [8, 3, 5]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
+from batchwright.core.errors import ConfigError, EnvironmentFault, NothingFitsError, RunError
 from batchwright.probe import probe
 from batchwright.probe.command import CommandRunner, _Steps
 from batchwright.probe.machine import trial_environment
@@ -46,7 +46,8 @@ def script(tmp_path):
         ("none", "{steps}", {}),
     ],
 )
-def test_limit_and_throughput(script, tmp_path, style, steps, options):
+def test_limit_and_throughput(script, tmp_path, monkeypatch, style, steps, options):
+    monkeypatch.setattr("batchwright.probe.command._BARE_SECONDS", 0.05)
     made = probe(
         script("{micro_batch_size}", steps, style, "5"), dir=tmp_path / "j", seconds=0.1, timeout=60, **options
     )
@@ -68,6 +69,14 @@ def test_limit_and_throughput(script, tmp_path, style, steps, options):
         (["Step 1: tokenizing", "step 2"], []),
         (["  1%|#    | 1/100 [00:01<01:40,  1.0s/it]", "  2%|#    | 2/100 [00:02<01:40]"], [1, 2]),
         (["Step 3 | lr 0.1 | Loss 2.5"], [3]),
+        (["step 3 train_loss=2.5", "step 4 | lm_loss: 2.4", "step 5 step_loss 2.3"], [3, 4, 5]),
+        (["step 3 val_loss=2.5", "step 4: eval/loss 2.4", "step 5 lossless", "step 6 validation loss: 2.0"], []),
+        (["iter 3: train_loss 2.5", "iter 4: lm_loss 2.4"], [3, 4]),
+        (["Epoch 0: 3it [00:01, 2.5it/s, v_num=0]", "Epoch 0: 4it [00:02, 2.5it/s]"], [3, 4]),
+        (["3it [00:01, 2.5it/s, loss=2.1]", "fold 2: 4it [00:02, 2.5it/s, train_loss=2.1]"], [3, 4]),
+        (["3it [00:01, 2.5it/s]", "Loading: 4it [00:02, 2.5it/s]", "Validation: 5it [00:02, 2.5it/s, loss=1]"], []),
+        (["fold: |   | 3/? [00:01<00:00, 2.5it/s, loss=2.1]", "fold: |   | 4/? [00:02<00:00, loss=2.1]"], [3, 4]),
+        (["Loading: |   | 3/? [00:01<00:00, 2.5it/s]", "Validation: |   | 4/? [00:02<00:00, val_loss=2.1]"], []),
         (["\x1b[31mstep:  4  \x1b[32mloss:  8.1"], [4]),
         (
             ["100%|#####| 9/9 [00:01<00:00]", "batchwright: step 1", "100%|#####| 10/10 [", "batchwright: step 2"],
@@ -115,6 +124,39 @@ def test_the_series_that_ends_a_trial_is_the_one_that_is_timed():
         assert not steps.see(f"  {n}%|#  | {n}/100 [00:01<00:10]", n / 100)
     assert any(steps.see(f"step {n} loss 1.0", 10.0 + n) for n in range(6))
     assert steps.timing().seconds == pytest.approx(1.0)
+
+
+def bar(n, of, loss=""):
+    return f"  {100 * n // of}%|#  | {n}/{of} [00:01<00:10{loss}]"
+
+
+def test_a_bar_without_a_description_counts_if_a_sign_of_training_is_beside_it():
+    def enough(*lines):
+        steps = _Steps(None, least=3, seconds=0.0)
+        return [steps.see(line, when) for when, line in lines][-1]
+
+    tenths = [(n / 10, bar(n, 20)) for n in range(1, 21)]
+    assert not enough(*tenths), "it ended: that may be a preparation"
+    assert not enough(*((2 * when, line) for when, line in tenths)), "a slower one, too"
+    assert enough(*((5 * when, line) for when, line in tenths[:-1])), "it lasts"
+    assert enough(*tenths[:5], (0.55, "{'loss': '5.498', 'epoch': '0.1'}"), *tenths[5:8])
+    assert not enough(*tenths[:5], (0.55, "{'eval_loss': '5.498', 'epoch': '0.1'}"), *tenths[5:8])
+    assert not enough((0.0, "initial loss 2.3"), *tenths[:8]), "before the bar"
+    assert enough(*tenths, (2.1, bar(1, 20))), "the next epoch"
+    assert not enough(*tenths, *((2 + n / 10, bar(n, 7)) for n in range(1, 8))), "a second preparation"
+
+
+def test_a_size_that_fails_after_a_bar_of_its_preparation_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr("batchwright.probe.command._BARE_SECONDS", 600.0)  # however slow the machine is
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import sys, time\nfor i in range(1, 21):\n"
+        "    print(f' {5 * i}%|# | {i}/20 [00:01<00:01, 1it/s]', end='\\r', file=sys.stderr, flush=True)\n"
+        "    time.sleep(0.01)\n"
+        "if int(sys.argv[1]) > 5:\n    raise RuntimeError('CUDA out of memory')\n"
+    )
+    made = probe([sys.executable, "-S", str(path), "{micro_batch_size}"], dir=None, throughput=False)
+    assert (made.max_micro_batch_size, made.first_failing_micro_batch_size) == (5, 6)
 
 
 def test_batches_without_a_loss_are_not_steps():
@@ -191,6 +233,14 @@ def test_a_crash_is_not_memory(script, tmp_path):
     assert "Traceback" in caught.value.__notes__[0]
 
 
+def test_a_limit_below_the_libraries_of_the_command_is_named(tmp_path):
+    script = "import sys, torch; print(sys.argv[1])"
+    with pytest.raises(
+        NothingFitsError, match=r"memory=100,000,000 bytes are not enough for the libraries.*imports included"
+    ):
+        probe([sys.executable, "-c", script, "{micro_batch_size}"], memory="100MB", dir=None)
+
+
 def test_a_real_limit_of_address_space(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
@@ -242,6 +292,21 @@ FORMATS = {
                 for n in range(9)
             ),
         ],
+    ),
+    # The same two for a loader without a length: by Lightning's code, with made-up figures.
+    "lightning-tqdm-unknown": (
+        lambda n: f"Epoch 0: |          | {n}/? [00:0{n}<00:00,  5.85it/s, v_num=0]",
+        [
+            "Training: |          | 0/? [00:00<?, ?it/s]",
+            "Epoch 0: |          | 0/? [00:00<?, ?it/s]",
+            *(f"Validation DataLoader 0: |          | {n}/? [00:00<00:00,  9.18it/s]" for n in range(9)),
+        ],
+    ),
+    "lightning-rich-unknown": (
+        lambda n: (
+            f"Epoch 0/-2 \x1b[35m━━━━━━━━\x1b[0m {n}/-- \x1b[2m0:00:0{n} • -:--:--\x1b[0m \x1b[2;4m6.29it/s\x1b[0m"
+        ),
+        [f"Validation \x1b[35m━━━━━━\x1b[0m {n}/-- \x1b[2m0:00:00 • -:--:--\x1b[0m" for n in range(9)],
     ),
     # transformers 5.22.2, its Trainer, and trl 1.16.0, whose SFTTrainer is one.
     "transformers": (
@@ -416,7 +481,7 @@ def test_a_file_that_the_command_writes_is_not_its_code(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text((tmp_path / "train.py").read_text() + "# edited\n")
     edited = probe(command, dir="j", throughput=False)
     assert not any(t.resumed for t in edited.trials)
-    assert any("code changed: train.py" in note or "train.py" in note for note in edited.notes)
+    assert any("code changed: " in note and "train.py" in note for note in edited.notes)
 
 
 @pytest.mark.parametrize(
@@ -457,6 +522,14 @@ def test_a_resumed_command(script, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT + "\n# edited\n")
     made = probe(arguments, dir=tmp_path / "j", throughput=False)
     assert any(note.startswith("code changed") for note in made.notes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's choice is Linux's")
+def test_a_command_is_what_the_kernel_ends_if_the_host_is_out_of_memory(tmp_path):
+    script = "import sys; print(open('/proc/self/oom_score_adj').read(), file=open(sys.argv[1], 'w'))"
+    command = [sys.executable, "-S", "-c", script, str(tmp_path / "{micro_batch_size}")]
+    made = probe(command, dir=None, throughput=False, max=1)
+    assert made.max_micro_batch_size == 1 and (tmp_path / "1").read_text().strip() == "1000"
 
 
 def test_a_program_that_is_not_there():

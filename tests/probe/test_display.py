@@ -19,9 +19,9 @@ COMMAND = ["--", sys.executable, "-S", "-c", PROGRAM, "{micro_batch_size}"]
 PROBE = [sys.executable, "-m", "batchwright", "probe", "--limit-only"]
 
 
-def on_a_terminal(*arguments: str) -> tuple[int, str]:
+def on_a_terminal(*arguments: str, columns: int = 200) -> tuple[int, str]:
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")} | {"TERM": "xterm-256color"}
     running = subprocess.Popen([*PROBE, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)
@@ -47,6 +47,12 @@ def test_a_terminal_shows_the_remaining_time_and_notes_as_they_are(tmp_path):
     code, seen = on_a_terminal("--dir", folder, *COMMAND)
     assert code == 0, seen
     assert f"trials are in {folder}/probe-" in seen.replace("\r\n", ""), seen
+
+
+def test_a_narrow_terminal_shows_lines_instead_of_a_table(tmp_path):
+    code, seen = on_a_terminal("--dir", str(tmp_path), *COMMAND, columns=40)
+    assert code == 0, seen
+    assert "limit       micro_batch_size 4      fits" in seen and "\x1b" not in seen, seen
 
 
 def test_after_a_miss_the_remaining_time_is_the_new_one(capsys):

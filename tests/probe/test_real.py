@@ -110,7 +110,7 @@ def test_the_command_line_measures_and_prints_one_document(task_file, tmp_path, 
         main([*arguments, "--plot"])  # everything is in the journal: one process that describes the task
     out, err = capsys.readouterr()
     assert "micro_batch_size 2 is the largest that ran; larger sizes were not tried" in out
-    assert "samples/s against micro_batch_size" in out
+    assert "up: samples per second" in out and "Time of a step" in out
     assert "resumed: " in err
 
 
@@ -183,6 +183,27 @@ def test_the_longest_sample_fills_the_batch(tmp_path):
         trial = trials.limit(2)
     assert trials.longest_index == 7
     assert trial.peak_memory_bytes > 2 * 20000 * 512 * 4, "the activations of two of them"
+
+
+@pytest.mark.rounds
+@pytest.mark.parametrize("longest", [False, True])
+def test_samples_that_are_longer_than_the_estimate_has_seen(tmp_path, longest):
+    """The first eight samples have 50 rows, the others 2,000: the estimate is 40 times too small, but not with --longest."""
+    path = tmp_path / "ragged.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\nfrom batchwright.runtime.task import Task\n"
+        "class Data:\n    def __len__(self): return 256\n"
+        "    def __getitem__(self, i): return torch.ones(50 if i < 8 else 2000, 64)\n"
+        "def pad(samples): return nn.utils.rnn.pad_sequence(samples, batch_first=True)\n"
+        "def task():\n    return Task(model=lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)),\n"
+        "        dataset=Data(), collate=pad, loss=lambda m, x: (m(x).square().sum(), x.numel()),\n"
+        "        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))\n"
+    )
+    made = probe(f"{path}:task", memory="256MiB", longest=longest, throughput=False, dir=None, timeout=900)
+    assert made.first_failing_micro_batch_size == made.max_micro_batch_size + 1
+    assert 30 < made.max_micro_batch_size < 50
+    assert any("the estimate was far from" in note for note in made.notes) == (not longest)
+    assert len(made.trials) <= (5 if longest else 12)
 
 
 @pytest.mark.rounds

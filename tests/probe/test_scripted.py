@@ -371,6 +371,14 @@ def test_a_changed_optimizer_is_noticed_and_named(scripted):
     assert all(t.resumed for t in back.trials), "what was measured before still holds"
 
 
+def test_a_task_that_can_no_longer_be_built_has_not_changed_in_everything(scripted):
+    run_probe(scripted(LIMIT_40))
+    progress = Watching()
+    with pytest.raises(RunError, match="the user's own mistake"):
+        run_probe(scripted('sys.exit("ValueError: the user\'s own mistake")'), progress=progress)
+    assert progress.notes == []
+
+
 def test_another_budget_is_measured_again(scripted):
     run_probe(scripted(LIMIT_40, memory="1GiB"))
     assert not any(t.resumed for t in run_probe(scripted(LIMIT_40, memory="2GiB")).trials)
@@ -459,13 +467,14 @@ def test_an_interrupted_probe_says_what_is_kept(scripted):
             if len(self.trials) == self.after:
                 raise KeyboardInterrupt
 
-    for after, options in ((0, {}), (2, {}), (2, {"directory": None})):
+    for after, options in ((0, {}), (1, {}), (2, {}), (2, {"directory": None})):
         watching = Interrupt(after)
         with pytest.raises(KeyboardInterrupt):
             run_probe(scripted(LIMIT_40, fresh=True, **options), progress=watching)
         kept = [note for note in watching.notes if "kept in" in note]
         assert len(kept) == (1 if after and not options else 0)
-        assert all(note.startswith("2 trials are kept in") for note in kept)
+        held = "1 trial is" if after == 1 else "2 trials are"
+        assert all(note.startswith(f"{held} kept in") for note in kept)
 
 
 def test_a_message_with_a_full_stop_gets_no_second_one(scripted):

@@ -17,8 +17,10 @@ from batchwright.estimate.records import Calibration, Estimate, Length, Placemen
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.plan import build
 from batchwright.launch.records import TASK, Ending, Failure, Manifest, Options
+from batchwright.probe.pipeline import PipelineProbe, PipelineTrial
 from batchwright.probe.records import Probe, Trial
 from batchwright.probe.speed import Timing, analyse, diagnose
+from batchwright.rundir.events import ROUND_COLUMNS
 
 GIB = 2**30
 START = 1_700_000_000.0
@@ -93,15 +95,57 @@ def plan() -> Any:
     return replace(made, memory=placed, settings={"per_device_train_batch_size": 4})
 
 
+def pipeline() -> PipelineProbe:
+    """A probe of a pipeline of two ranks."""
+    trials = (PipelineTrial(2, 4, 0.5, 0.35, 1 / 3), PipelineTrial(8, 1, 0.4, 0.14, 1 / 9))
+    return PipelineProbe("torch-1f1b", 2, 1, 8, 128.0, "cpu", trials, 8, 2, 24, ("a note",))
+
+
 def documents() -> dict[str, Mapping[str, Any]]:
     """One of each kind that `--json` prints, as JSON."""
     made = {
         "plan": plan(),
         "ramp": gpt3_5b(),
         "probe": probe(),
+        "pipeline": pipeline(),
         "estimate": estimate(),
     }
     return {kind: json.loads(json.dumps(one.to_json())) for kind, one in made.items()}
+
+
+def rounds() -> dict[str, Any]:
+    """A run of `train_rl` as `rundir.events.read_rounds` returns it."""
+    spans = [
+        ["trainer 0", "wait", 0.0, 1.0], ["rollout 0", "rollout", -0.1, 1.0], ["rollout 0", "rollout", 1.0, 2.0],
+        ["trainer 0", "train", 1.0, 1.9], ["trainer 0", "train", 2.0, 2.9], ["trainer 0", "update", 2.9, 3.0],
+    ]  # fmt: skip
+    columns: dict[str, list[float]] = {name: [float(n) for n in range(3)] for name in ROUND_COLUMNS}
+    last = {name: values[-1] for name, values in columns.items()} | {"seconds": 3.0, "spans": [*spans, ["damaged"]]}
+    return {
+        "name": "rl",
+        "rounds": columns,
+        "last": last,
+        "replaced_workers": 0,
+        "discarded_responses": 8,
+        "skipped": {},
+    }
+
+
+def round_event(number: int, samples: int, **more: Any) -> dict[str, Any]:
+    """One round as `train_rl` writes it."""
+    spans = [["rollout 0", "rollout", 0.0, 1.0 + number], ["trainer 0", "train", 1.0 + number, 2.0 + number]]
+    return {
+        "kind": "round", "round": number, "samples": samples, "prompts": 8, "responses": 32, "dropped_responses": 0,
+        "policy_version": number, "policy_lag": 0, "loss": 0.5, "reward": 0.25 * number, "seconds": 2.0 + number,
+        "rollout_seconds": 1.0 + number, "train_seconds": 1.0, "wait_seconds": 0.0, "spans": spans, **more,
+    }  # fmt: skip
+
+
+def rl_directory(root: Path, rounds: int = 3) -> Path:
+    """A run of `train_rl`, which writes no plan.json."""
+    start = {"kind": "launch", "time": START, "launch": 1, "samples": 0}
+    write_lines(root / "events" / "launch-00001.jsonl", [start, *(round_event(i, 8 * i + 8) for i in range(rounds))])
+    return root
 
 
 def step_event(

@@ -24,6 +24,7 @@ FLAGS = [
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser")
     paths = [material.run_directory(folder / 'a "<run>" of everything', losses={20: "nan", 150: 9.5})]
+    paths.append(material.rl_directory(folder / "rl"))
     for kind, document in material.documents().items():
         paths.append(folder / f"{kind}.json")
         paths[-1].write_text(json.dumps(document))
@@ -73,7 +74,7 @@ def test_every_chart_is_drawn(chromium, report, width, scheme):
     page.goto(path.as_uri())
     page.wait_for_function(DRAWN, timeout=120_000)
     sizes = page.evaluate(SIZES)
-    assert len(sizes) == len(made.charts) == 13
+    assert len(sizes) == len(made.charts) == 15
     assert all(w > 200 and h > 40 and paths > 2 for w, h, paths in sizes), sizes
     assert said == [] and [url for url in asked if not url.startswith(("file:", "data:"))] == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width

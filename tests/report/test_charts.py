@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -21,14 +24,18 @@ from batchwright.report.charts import (
     memory,
     node_hours,
     noise_scale,
+    reward,
+    round_times,
     split,
     stage_throughput,
     staircase,
     step_time,
     throughput,
 )
-from batchwright.report.charts.spec import BUCKETS, thinned
+from batchwright.report.charts.pipeline import timeline
+from batchwright.report.charts.spec import BUCKETS, sizes_axis, thinned
 from batchwright.report.charts.theme import COLORS, THEMES, colors
+from batchwright.report.text_charts import text_charts
 from tests.report import material
 
 
@@ -118,17 +125,16 @@ def test_planned_and_trained_are_told_apart(run):
 def test_what_is_predicted_or_planned_is_dashed_or_hollow_and_what_is_measured_is_not(run):
     """The footer of a report promises it."""
     found = 0
-    for kind, document in {**material.documents(), "run": run}.items():
+    for kind, document in {**material.documents(), "run": run, "rl": material.rounds()}.items():
         for name, spec in charts_of(kind, document).items():
             said = {label for label in legend(spec) if "predicted" in label or "planned" in label}
             drawn = [view for view in views(spec) if view["mark"]["type"] in ("line", "point", "bar", "tick", "area")]
             for label in said:
                 assert any(dashed_or_hollow(view, label, spec) for view in drawn), (kind, name, label)
             if "predicted" in spec["title"]["text"]:
-                assert all("strokeDash" in view["mark"] for view in drawn if view["mark"]["type"] == "bar"), (
-                    kind,
-                    name,
-                )
+                bars = [view for view in drawn if view["mark"]["type"] == "bar"]
+                edges = [view["data"] for view in bars if "strokeDash" in view["mark"]]
+                assert edges and all(view["data"] in edges for view in bars), (kind, name)
             found += len(said) + ("predicted" in spec["title"]["text"])
     assert found >= 7
     looks = [view["encoding"] for view in views(noise_scale(run)) if view["mark"]["type"] == "line"]
@@ -142,7 +148,7 @@ def dashed_or_hollow(view, label, spec):
         return label in scale["domain"] and scale["range"][scale["domain"].index(label)] != [1, 0]
     values = view.get("data", spec.get("data"))["values"]
     named = any(row.get("series") == label for row in values) or label == "planned"
-    return named and ("strokeDash" in view["mark"] or view["mark"].get("fill") == colors("light")["background"])
+    return named and "strokeDash" in view["mark"]
 
 
 def columns(run, *rows):
@@ -186,7 +192,9 @@ def test_the_rest_of_a_ramp_says_where_it_begins():
     import batchwright
 
     made = batchwright.ramp(thresholds="0:8 1600:16", samples=4800, start_sample=1600).to_json()
-    assert "in 1 stage, over 3200 samples from sample 1600 on" in staircase(made)["description"]
+    spec = staircase(made)
+    assert "in 1 stage, over 3200 samples from sample 1600 on" in spec["description"]
+    assert spec["encoding"]["x"]["scale"]["domain"] == [1600, 4800]
 
 
 def test_throughput_has_intervals_a_fit_that_says_so_the_knee_and_the_first_failure():
@@ -218,17 +226,73 @@ def test_throughput_of_one_size_has_no_fit_and_of_failed_trials_there_is_no_char
 
 def test_measured_memory_is_solid_predicted_memory_is_dashed_and_hollow():
     spec = memory(material.documents()["probe"])
-    lines = rows(spec, "line")
+    lines, points = rows(spec, "line"), rows(spec, "point")
+    assert [row for row in points if row["series"] == "measured"] == [
+        row for row in lines if row["series"] == "measured"
+    ]
+    assert [row["series"] for row in points] == ["predicted"] * 4 + ["measured"] * 3 + ["failed"], (
+        "what was measured is on top"
+    )
     assert {row["size"]: row["memory"] for row in lines if row["series"] == "measured"} == {1: 2.0, 16: 4.0, 32: 6.0}
     assert {row["size"] for row in lines if row["series"] == "predicted"} == {1, 16, 32, 33}
     assert legend(spec) == {"measured", "predicted", "failed"}
-    hollow = [view for view in views(spec) if "predicted" in str(view.get("transform"))]
-    assert len(hollow) == 1 and hollow[0]["mark"]["fill"] == colors("light")["background"]
-    dashes = spec["layer"][2]["encoding"]["strokeDash"]["scale"]
-    assert dict(zip(dashes["domain"], dashes["range"], strict=True))["measured"] == [1, 0] != dashes["range"][1]
-    crosses = [row for row in rows(spec, "point") if row["series"] == "failed"]
+    fills = [view["encoding"]["fill"]["scale"] for view in views(spec) if "fill" in view["encoding"]]
+    known = colors("light")
+    assert len(fills) == 3, "the points of every series, so that the legend has their fills"
+    for scale in fills:
+        assert dict(zip(scale["domain"], scale["range"], strict=True)) == {
+            "measured": known["blue"], "predicted": known["background"], "failed": known["red"],
+        }  # fmt: skip
+    solid, dashed = (view["mark"]["strokeDash"] for view in views(spec) if view["mark"]["type"] == "line")
+    assert solid == [1, 0] != dashed
+    crosses = [row for row in points if row["series"] == "failed"]
     assert [(row["size"], row["memory"]) for row in crosses] == [(33, 8.0)]
     assert any("limit: 8.00 GiB" in row.get("text", "") for row in rows(spec, "text"))
+
+
+def test_without_predictions_a_failure_is_a_red_cross():
+    probe = material.documents()["probe"]
+    trials = [{**t, "predicted_peak_memory_bytes": None} for t in probe["trials"]]
+    spec = memory({**probe, "trials": trials})
+    points = next(view for view in views(spec) if view["mark"].get("angle"))["encoding"]
+    assert points["shape"]["scale"] == {"domain": ["measured", "failed"], "range": ["circle", "cross"]}
+    assert (
+        points["color"]["scale"]["range"]
+        == points["fill"]["scale"]["range"]
+        == [colors("light")[c] for c in ("blue", "red")]
+    )
+
+
+def test_sizes_that_are_close_to_each_other_are_labelled_if_there_is_room():
+    assert sizes_axis([107, 128])["axis"]["values"] == [107, 128]
+    assert sizes_axis([1, 2, 4, 8, 16, 32, 33])["axis"]["values"] == [1, 2, 4, 8, 16, 33], "the largest one counts"
+
+
+def test_the_parts_of_the_stack_have_the_opacity_that_tells_them_apart_in_grey():
+    """A scale without a type is a line between the first and the last opacity."""
+    pytest.importorskip("vl_convert")
+    from batchwright.report.render import svg
+
+    drawn = re.findall(
+        r'aria-roledescription="bar"[^>]* opacity="([0-9.]+)"', svg(memory(material.documents()["estimate"]))
+    )
+    assert {"0.9", "0.2", "0.95"} <= set(drawn)
+
+
+def test_a_probe_is_drawn_in_the_stack_of_the_estimate_of_the_same_task():
+    documents = material.documents()
+    spec = memory(documents["estimate"], documents["probe"])
+    measured = [row for row in rows(spec, "point") if row["series"] == "measured by the probe"]
+    assert [(row["size"], row["to"]) for row in measured] == [("1", 2.0), ("16", 4.0), ("32", 6.0)]
+    assert spec["encoding"]["x"]["sort"] == ["1", "8", "16", "31", "32"], "sizes of both, in their order"
+    assert (
+        spec["title"]["text"] == "Memory, predicted and measured" and "measured 6.00 GiB at 32" in spec["description"]
+    )
+    assert [row["size"] for row in rows(spec, "bar")] == [
+        row["size"] for row in rows(memory(documents["estimate"]), "bar")
+    ]
+    several = [{**p, "sequence_length": length} for p in documents["estimate"]["points"] for length in (64, 128)]
+    assert "probe" not in str(legend(memory({**documents["estimate"], "points": several}, documents["probe"])))
 
 
 def test_a_size_that_timed_out_did_not_run_out_of_memory():
@@ -249,9 +313,11 @@ def test_the_stack_of_an_estimate_adds_up_to_its_peak():
         tops = [row["to"] for row in bars if row["size"] == str(point["micro_batch_size"])]
         assert max(tops) * 2**30 == pytest.approx(point["peak_memory_bytes"], rel=1e-3)
     assert {"parameters", "gradients", "optimizer", "activations", "measured on this CPU"} <= legend(spec)
+    assert "bars: predicted" in json.dumps(spec["layer"][0])
     texts = [row["text"] for row in rows(spec, "text")]
     assert "memory: 8.00 GiB" in texts and "usable: 7.00 GiB" in texts
-    assert "predicted" in spec["title"]["text"] and "(predicted)" in json.dumps(spec["layer"][0])
+    assert "predicted" in spec["title"]["text"]
+    assert "(predicted)" in json.dumps(memory({**document, "calibration": None})["layer"][0])
     far = memory({**document, "memory_bytes": 2**45, "usable_bytes": 2**45})
     assert not rows(far, "rule"), "a limit far above would flatten all bars"
 
@@ -314,7 +380,7 @@ def test_evaluations_are_inside_the_chart_of_the_loss(run):
         assert "largest 9.5" in spec["description"], "the text is about the training loss"
 
 
-def test_boundaries_against_time_are_where_the_stage_begins_and_above_200_there_are_none(run):
+def test_boundaries_against_time_are_where_the_stage_begins_and_above_40_there_are_none(run):
     steps = columns(run, *((i, 8 * i + 8, 8, 1) for i in range(1000)))
     steps["steps"]["time"] = [1000.0 + i for i in range(1000)]
 
@@ -324,7 +390,7 @@ def test_boundaries_against_time_are_where_the_stage_begins_and_above_200_there_
 
     scale = 60
     assert [row["at"] for row in lines(3)] == pytest.approx([2 / scale, 4 / scale, 6 / scale], rel=1e-4)
-    assert len(lines(200)) == 200 and not lines(201)
+    assert len(lines(40)) == 40 and not lines(41)
 
 
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=300), st.integers(1, 40))
@@ -348,6 +414,43 @@ def test_throughput_by_stage_is_the_median_beside_the_plan(run):
         "measured: median and quartiles",
         "planned",
     }
+
+
+@pytest.mark.parametrize("count", [13, 117, 1000])
+def test_throughput_of_many_stages_has_no_numbers_above_its_bars(run, count):
+    made = columns(run, *((i, 8 * i + 8, 8, 1) for i in range(3 * count)))
+    made["steps"]["stage"] = [float(i // 3) for i in range(3 * count)]
+    made["steps"]["samples_per_second"] = [100.0 + i // 3 for i in range(3 * count)]
+    stages = [
+        {"index": i, "global_batch_size": 8, "nodes": 1, "start_sample": 24 * i, "end_sample": 24 * i + 24}
+        for i in range(count)
+    ]
+    made["plan"] = {**run["plan"], "stages": stages}
+    spec = stage_throughput(made)
+    bars = rows(spec, "bar")
+    assert len(bars) == len(spec["encoding"]["x"]["sort"]) == min(count, 200) and not rows(spec, "text")
+    assert (
+        bars[0]["rate"] == 100
+        and f"100 to {bars[-1]['rate']:,.0f} samples/s in {len(bars)} stages" in spec["description"]
+    )
+    drawn = text_charts("run", {**made, "history": [], "evaluations": []})
+    listed = [line for line in drawn if line.startswith("  stage ")]
+    assert len(listed) == min(count, 20) and (f"  … {len(bars) - 20} more" in drawn) == (len(bars) > 20)
+
+
+def test_texts_of_boundaries_are_apart(run):
+    steps = columns(run, *((i, 8 * i + 8, 8, 1) for i in range(100)))
+    stages = [
+        {"global_batch_size": 8 + i, "start_sample": at, "end_sample": 800}
+        for i, at in enumerate((0, 8, 16, 400, 440, 480))
+    ]
+    spec = loss({**steps, "plan": {**run["plan"], "stages": stages}})
+    assert [row["samples"] for row in rows(spec, "rule")] == [8, 16, 400, 440, 480]
+    assert [row["samples"] for row in rows(spec, "text")] == [8, 400, 480]
+    drawn = text_charts("run", {**steps, "plan": {**run["plan"], "stages": stages}, "history": [], "evaluations": []})
+    below = drawn[drawn.index("Loss against samples") :]
+    top = below[next(i for i, line in enumerate(below) if "┌" in line) + 1]
+    assert re.findall("[0-9]+", top) == ["9", "11", "13"]
 
 
 def test_the_noise_scale_has_its_interval(run):
@@ -402,6 +505,29 @@ def test_node_hours_count_every_launch_also_those_that_failed(run):
     assert not legend(node_hours(changed)), "one line needs no legend"
 
 
+def test_planned_node_hours_begin_where_the_run_begins(run):
+    """Of 200 steps of 0.1 s on one node and 200 on two, another program has trained three quarters of the first."""
+    launches = [{**run["plan"]["launches"][0], "start_sample": 1200}, *run["plan"]["launches"][1:]]
+    spec = node_hours({**run, "plan": {**run["plan"], "launches": launches}})
+    planned = [(row["samples"], row["hours"]) for row in spec["data"]["values"] if row["series"] == "planned"]
+    assert planned[0] == (1200, 0) and [at for at, _ in planned] == [1200, 1600, 4800]
+    assert planned[-1][1] == pytest.approx((50 * 0.1 * 1 + 200 * 0.1 * 2) / 60, rel=1e-4)
+    assert "planned from sample 1,200 on, without restarts" in spec["description"]
+    later = [{**launches[0], "start_sample": 1600}]
+    spec = node_hours({**run, "plan": {**run["plan"], "launches": later}})
+    planned = [row for row in spec["data"]["values"] if row["series"] == "planned"]
+    assert [row["samples"] for row in planned] == [1600, 4800]
+
+
+@pytest.mark.parametrize("count", [2, 2000])
+def test_losses_near_the_limit_of_a_float_are_drawn(run, count):
+    made = columns(run, *((i, 8 * i + 8, 8, 1) for i in range(count)))
+    made["steps"]["loss"] = [sys.float_info.max * (-1) ** (i // 2) for i in range(count)]
+    json.dumps(loss(made), allow_nan=False)
+    rewards = {"rounds": {**made["steps"], "reward": made["steps"]["loss"]}}
+    json.dumps(reward(rewards), allow_nan=False)
+
+
 def test_a_run_without_steps_or_launches_has_only_its_plan(run):
     empty = {
         **run,
@@ -417,7 +543,7 @@ def test_a_run_without_steps_or_launches_has_only_its_plan(run):
 
 @pytest.mark.parametrize("kind", CHARTS)
 def test_a_theme_changes_colours_only(kind, run):
-    document = run if kind == "run" else material.documents()[kind]
+    document = {**material.documents(), "run": run, "rl": material.rounds()}[kind]
     for name, light in charts_of(kind, document, "light").items():
         dark, page = (charts_of(kind, document, theme)[name] for theme in ("dark", "css"))
         text = json.dumps(light, ensure_ascii=False)
@@ -444,14 +570,81 @@ def test_the_colours_of_a_theme_differ_from_each_other_and_from_its_background()
 
 def contrast(one, two):
     """The ratio of WCAG 2."""
+    return ratio(luminance(parts(one)), luminance(parts(two)))
 
-    def luminance(color):
-        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    low, high = sorted((luminance(one), luminance(two)))
+def parts(color):
+    return [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+
+
+def luminance(color):
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def ratio(one, two):
+    low, high = sorted((one, two))
     return (high + 0.05) / (low + 0.05)
+
+
+def greys(color, opacity, background):
+    """A colour on the background as a grey, in the two usual ways: by luminance, and by the weights of television."""
+    mixed = [opacity * c + (1 - opacity) * b for c, b in zip(parts(color), parts(background), strict=True)]
+    return luminance(mixed), luminance([0.299 * mixed[0] + 0.587 * mixed[1] + 0.114 * mixed[2]] * 3)
+
+
+# Two greys of one legend: the contrast that they have at least.
+GREY = 1.2
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_what_only_a_colour_tells_apart_differs_in_grey(theme, run):
+    """Every legend without shapes or dashes: any two of its colours, and each of them and the background."""
+    rl = material.rounds()
+    rl["last"]["spans"].append(["trainer 0", "publish", 2.95, 3.0])
+    specs = {
+        f"{kind} {name}": spec
+        for kind, document in {**material.documents(), "run": run, "rl": rl}.items()
+        for name, spec in charts_of(kind, document, theme).items()
+    }
+    for kinds in ("FB", "FIW"):
+        actions = [(0, kind, 0, at, at + 1) for at, kind in enumerate(kinds)]
+        schedule = {"schedule": "x", "stages": 1, "microbatches": 1, "idle_share": 0.0, "actions": actions}
+        specs[f"timeline {kinds}"] = timeline(schedule, theme=theme)
+    background, seen = colors(theme)["background"], []
+    for name, spec in specs.items():
+        channels = [view.get("encoding", {}) for view in (spec, *spec.get("vconcat", ()), *views(spec))]
+        domains = {
+            channel: [
+                encoding[channel]["scale"]["domain"] for encoding in channels if "scale" in encoding.get(channel, {})
+            ]
+            for channel in ("shape", "strokeDash")
+        }
+        for encoding in channels:
+            scale = encoding.get("color", {}).get("scale")
+            if not scale or len(scale["domain"]) < 2 or any(scale["domain"] in known for known in domains.values()):
+                continue
+            opacities = encoding.get("opacity", {}).get("scale", {}).get("range", [1.0] * len(scale["range"]))
+            drawn = [greys(*look, background) for look in zip(scale["range"], opacities, strict=True)]
+            for one, two in combinations([*drawn, greys(background, 1.0, background)], 2):
+                assert min(map(ratio, one, two)) >= GREY, (name, scale["domain"], drawn)
+            seen.append(name)
+    assert {"estimate memory", "probe step-time", "rl round", "timeline FB", "timeline FIW"} <= set(seen)
+
+
+def test_the_text_on_a_part_of_a_step_can_be_read():
+    for theme in THEMES:
+        spec = step_time(material.documents()["probe"], theme=theme)
+        bar, words = (view["encoding"] for view in spec["layer"])
+        ink, known = words["color"], colors(theme)
+        assert ink["condition"]["test"] == "datum.part == 'compute'"
+        looks = zip(
+            *(bar["color"]["scale"][key] for key in ("domain", "range")), bar["opacity"]["scale"]["range"], strict=True
+        )
+        for name, color, opacity in looks:
+            below = greys(color, opacity, known["background"])[0]
+            above = ink["condition"]["value"] if name == "compute" else ink["value"]
+            assert ratio(below, luminance(parts(above))) >= 4.5, (theme, name)
 
 
 def test_chart_of_gives_one_or_all_and_names_the_known_ones():
@@ -461,6 +654,8 @@ def test_chart_of_gives_one_or_all_and_names_the_known_ones():
     assert chart_of("ramp", material.documents()["ramp"]) == staircase(material.documents()["ramp"])
     with pytest.raises(ConfigError, match="Known: throughput, memory, step-time"):
         chart_of("probe", probe, "losses")
+    with pytest.raises(ConfigError, match="It has none: its numbers are a table"):
+        chart_of("pipeline", material.documents()["pipeline"], "x")
 
 
 def test_a_probe_without_a_limit_or_timings_is_drawn():
@@ -468,3 +663,15 @@ def test_a_probe_without_a_limit_or_timings_is_drawn():
     trials = tuple(replace(t, timing=None, contrasts=None) for t in made.trials)
     found = charts_of("probe", replace(made, trials=trials).to_json())
     assert set(found) == {"throughput", "memory"}
+
+
+def test_a_round_is_drawn_process_by_process():
+    spec = round_times(material.rounds())
+    rows = spec["data"]["values"]
+    assert {(row["process"], row["kind"]) for row in rows} == {
+        ("trainer 0", "wait"), ("trainer 0", "train"), ("trainer 0", "update"), ("rollout 0", "rollout")
+    }  # fmt: skip
+    assert min(row["begin"] for row in rows) == 0 and max(row["end"] for row in rows) == 3
+    assert spec["encoding"]["y"]["sort"] == ["rollout 0", "trainer 0"]
+    assert "rollout 2 s, train 1.8 s, update 0.1 s, wait 1 s" in spec["title"]["subtitle"]
+    assert round_times({"last": {}}) is None

@@ -43,7 +43,7 @@ def test_without_the_extra_the_notebook_draws_the_chart(results, monkeypatch):
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     for one in results.values():
         shown = one._repr_mimebundle_()
-        assert "<table>" in shown["text/html"] and shown[VEGA_LITE] == one.chart()
+        assert shown == {"text/plain": repr(one), VEGA_LITE: one.chart()}, "JupyterLab would show HTML instead"
 
 
 def test_a_run_whose_files_are_gone_is_shown_as_text(results, tmp_path):

@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,8 @@ from batchwright.launch.history import history
 from batchwright.report import render
 from batchwright.report.charts import CHARTS, charts_of
 from batchwright.report.sections import section
-from batchwright.rundir.events import COLUMNS, read_columns, read_events
+from batchwright.rundir import names
+from batchwright.rundir.events import COLUMNS, last_step, read_columns, read_events, read_rounds
 from tests.cli.conftest import run as command_line
 from tests.needs import needs
 from tests.report import material
@@ -39,11 +41,13 @@ def place(tmp_path_factory):
     for kind, document in material.documents().items():
         (folder / f"{kind}.json").write_text(json.dumps(document))
     material.run_directory(folder / "train", steps=60)
+    material.rl_directory(folder / "grpo")
     return folder
 
 
 def files(place: Path) -> list[str]:
-    return [str(place / "train"), *(str(place / f"{kind}.json") for kind in ("plan", "ramp", "probe", "estimate"))]
+    kinds = ("plan", "ramp", "probe", "estimate")
+    return [str(place / "train"), str(place / "grpo"), *(str(place / f"{kind}.json") for kind in kinds)]
 
 
 class Page(HTMLParser):
@@ -88,7 +92,7 @@ def test_one_page_of_everything(place, tmp_path):
     assert (done.code, done.err) == (0, "") and done.out == f"wrote {tmp_path}/sub/report.html\n"
     text = (tmp_path / "sub" / "report.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert len(page.charts) == len([t for t in page.tags if t[0] == "figure"]) == 13
+    assert len(page.charts) == len([t for t in page.tags if t[0] == "figure"]) == 15
     assert text.count("window.vegaEmbed=") == 1, "the bundle is in the page once"
     for said in (
         "complete: 1440 of 1440 samples", "1,024 = 4 micro × 2 accumulation × 128 data-parallel", "rank 0 exited with code 1",
@@ -98,14 +102,86 @@ def test_one_page_of_everything(place, tmp_path):
     ):  # fmt: skip
         assert said in page.text, said
     headings = [tag for tag, _ in page.tags if tag in ("h1", "h2", "h3")]
-    assert headings.count("h1") == 1 and headings.count("h2") == 5
+    assert headings.count("h1") == 1 and headings.count("h2") == 6
     assert all(attributes.get("scope") == "col" for tag, attributes in page.tags if tag == "th")
     figures = [a for t, a in page.tags if t == "div" and a.get("role") == "img"]
-    assert len(figures) == 13 and all(re.search(r"\d", str(f["aria-label"])) for f in figures), "the text has numbers"
+    assert len(figures) == 15 and all(re.search(r"\d", str(f["aria-label"])) for f in figures), "the text has numbers"
     for tag, attributes in page.tags:
         for name in ("src", "href", "action", "poster", "data"):
             assert (attributes.get(name) or "#").startswith(("#", "data:,")), (tag, attributes)
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_probe_of_a_pipeline_is_a_table(place):
+    made = batchwright.report(place / "pipeline.json", markdown="-").markdown
+    assert "fastest: 8 microbatches; plan chooses 2" in made and "predicted idle share" in made and "a note" in made
+
+
+def test_a_probe_is_in_the_stack_of_the_estimate_of_the_same_task_and_of_no_other(tmp_path):
+    probe, estimate = material.probe(ranks=1), material.estimate()
+    said = "measured 6.00 GiB at 32"
+    assert said in batchwright.report(estimate, probe, markdown="-").markdown
+    others = [replace(probe, target="other.py:task"), replace(probe, ranks=2)]
+    assert said not in batchwright.report(estimate, *others, markdown="-").markdown
+    for change in ({"precision": "bf16"}, {"checkpoint_activations": True}, {"model": "llama"}):
+        assert said not in batchwright.report(replace(estimate, **change), probe, markdown="-").markdown
+    elsewhere = replace(probe, target="/home/me/train.py:task")
+    text = batchwright.report(elsewhere, estimate, markdown="-").markdown
+    assert f"{said} (probe of /home/me/train.py:task)" in text, "a path that is not absolute may be this one"
+    absolute = replace(estimate, task="/home/you/train.py:task")
+    assert said not in batchwright.report(elsewhere, absolute, markdown="-").markdown
+    assert (
+        said
+        in batchwright.report(elsewhere, replace(absolute, task="/home/me/../me/train.py:task"), markdown="-").markdown
+    )
+    wide = replace(probe, identity={**probe.identity, "args": {"width": "256"}})
+    assert said not in batchwright.report(wide, estimate, markdown="-").markdown
+    assert said not in batchwright.report(probe, replace(estimate, args={"width": "512"}), markdown="-").markdown
+    assert said in batchwright.report(wide, replace(estimate, args={"width": "256"}), markdown="-").markdown
+    long = replace(estimate, points=tuple(replace(point, sequence_length=512) for point in estimate.points))
+    assert said not in batchwright.report(probe, long, markdown="-").markdown, "the task's own length is another one"
+    measured = replace(probe, identity={"args": {"sequence_length": "512"}})
+    assert said in batchwright.report(measured, long, markdown="-").markdown
+
+
+def test_an_estimate_says_whether_its_chart_has_something_measured():
+    alone = replace(material.estimate(), calibration=None)
+    both = "The sizes in the table are predicted; the chart also shows what was measured."
+    only = "All sizes are predicted, not measured."
+    for sources, said, other in (
+        ([alone], only, both),
+        ([material.estimate()], both, only),
+        ([alone, material.probe(ranks=1)], both, only),
+        ([alone, material.probe(ranks=2)], only, both),
+    ):
+        text = batchwright.report(*sources, markdown="-").markdown
+        assert said in text and other not in text
+
+
+def test_every_report_ends_with_the_version(place, tmp_path):
+    for kind in ("plan", "ramp", "pipeline", "estimate"):
+        made = batchwright.report(place / f"{kind}.json", output=tmp_path / "x.html", markdown="-")
+        assert made.markdown.endswith(f"Made by batchwright report, version {batchwright.__version__}.\n")
+        page = Page((tmp_path / "x.html").read_text(encoding="utf-8")).text
+        assert f"Made by batchwright report, version {batchwright.__version__}." in page
+
+
+def test_links_to_pictures_lead_to_them_from_any_folder(place, tmp_path):
+    for name in ("100%41", "a b (c) #1?x", "ü&<"):
+        folder = tmp_path / name
+        batchwright.report(place / "ramp.json", svg=folder, markdown=tmp_path / "report.md")
+        (link,) = re.findall(r"!\[[^\]]*\]\((\S+)\)\n", (tmp_path / "report.md").read_text(encoding="utf-8"))
+        assert (tmp_path / unquote(link)).samefile(folder / "ramp-staircase.svg"), link
+        assert re.fullmatch(r"[A-Za-z0-9%/._~-]+", link)
+
+
+def test_a_column_of_reasons_that_begin_with_a_number_wraps():
+    from batchwright.report.html import page
+    from batchwright.report.sections import Section, Table
+
+    table = Table("t", ("value", "reason"), (("2", "1024 / (4 × 64)"), ("1,024", "4 ranks × 8 devices")))
+    cells = [a["class"] for tag, a in Page(page("t", [Section("plan", "p", "", (), {}, (table,))])).tags if tag == "td"]
+    assert cells == ["number", "text"] * 2
 
 
 def test_a_hostile_name_stays_text(tmp_path):
@@ -187,7 +263,7 @@ def test_a_wrong_file_is_named_with_the_reason(tmp_path, content, said):
     (tmp_path / "x.json").write_text(content)
     done = command_line("report", tmp_path / "x.json", tmp_path / "missing.json")
     assert done.code == 2 and said in done.err and "missing.json: no such file" in done.err
-    assert "a run directory, or the output of" in done.err
+    assert "a run directory (of run or train_rl), or the output of" in done.err
 
 
 WRONG = st.sampled_from([None, -1, 0, 10**30, 1.5e308, "", "x", [], {}, True, [None], {"a": 1}, "\ud800"])
@@ -225,6 +301,13 @@ def test_other_errors(place, tmp_path, monkeypatch):
     assert done.code == 2 and "must be one of light, dark, auto" in done.err
     done = command_line("report", "--markdown", place / "train")
     assert done.code == 2 and "is a directory" in done.err
+    done = command_line("report", place)
+    assert (
+        done.code == 2 and f"is not a run directory. It holds these: {place / 'grpo'}, {place / 'train'}." in done.err
+    )
+    for flag in ("--png", "--svg"):
+        done = command_line("report", place / "train", flag, place / "ramp.json")
+        assert done.code == 2 and f"error: {flag}=" in done.err and "is a file, and a directory is needed" in done.err
     done = command_line("report", place / "ramp.json", "-o", "/proc/nothing/x.html")
     assert done.code == 4 and "cannot be written" in done.err
     monkeypatch.setitem(sys.modules, "vl_convert", None)
@@ -238,10 +321,112 @@ def test_other_errors(place, tmp_path, monkeypatch):
 def test_a_failed_write_keeps_the_old_report(place, tmp_path, monkeypatch):
     out = tmp_path / "report.html"
     out.write_text("old")
-    monkeypatch.setattr("batchwright.report.write.page", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    with pytest.raises(OSError):
-        batchwright.report(place / "ramp.json", output=out)
-    assert out.read_text() == "old"
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("batchwright.rundir.atomic.os.replace", full)
+    done = command_line("report", place / "ramp.json", "-o", out)
+    assert done.code == 4 and "report.html cannot be written: No space left on device" in done.err
+    assert out.read_text() == "old" and os.listdir(tmp_path) == ["report.html"], "no part of the new one is left"
+
+
+@pytest.mark.parametrize("field", ["output", "markdown", "png", "svg"])
+@pytest.mark.parametrize("name", ["\ud800", "a\0b"])
+def test_a_name_that_no_file_can_have_is_refused(place, field, name):
+    with pytest.raises(ConfigError, match="not a usable path"):
+        batchwright.report(place / "probe.json", **{field: name})
+
+
+def test_a_report_does_not_replace_what_it_is_made_of(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    probe = tmp_path / "probe.json"
+    material.run_directory(tmp_path / "run", steps=10)
+    material.rl_directory(tmp_path / "rl")
+    probe.write_text((place / "probe.json").read_text())
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for arguments, said in {
+        ("--markdown", "probe.json"): "--markdown='probe.json' is a JSON document",
+        ("probe.json", "-o", tmp_path / "." / "probe.json"): "the report is made of this file",
+        ("probe.json", "-o", "-"): "--output='-': a page is written to a file",
+        ("run", "-o", "run/plan.json"): "in a run directory a report must end with .html or .md",
+        ("run", "--markdown", "run/stop.json.txt"): "in a run directory",
+        ("rl", "-o", "rl/events/launch-00001.jsonl"): "in a run directory",
+    }.items():
+        done = command_line("report", *arguments)
+        assert done.code == 2 and said in done.err, (arguments, done.err)
+    for output in ("output", "markdown"):
+        with pytest.raises(ConfigError, match="made of this file"):
+            batchwright.report(probe, **{output: probe})
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for _ in range(2):  # an older report is replaced
+        done = command_line("report", "run", "probe.json", "-o", "run/report.html", "--markdown", "run/report.md")
+        assert done.code == 0, done.err
+    linked = tmp_path / "link.html"
+    linked.symlink_to(probe)
+    assert command_line("report", "probe.json", "-o", linked).code == 2, "the link leads to the input"
+
+
+@pytest.mark.parametrize("source", [None, {"a": 1}, 3, ["probe.json"]])
+def test_a_source_that_is_no_result_and_no_path_is_refused(source):
+    with pytest.raises(ConfigError, match=f"is a {type(source).__name__}, not a result or a path") as refused:
+        batchwright.report(source)
+    assert "A report takes a run directory" in str(refused.value)
+
+
+def test_a_theme_that_is_no_text_is_refused(place):
+    with pytest.raises(ConfigError, match="theme=None must be one of light, dark, auto"):
+        batchwright.report(place / "ramp.json", markdown="-", theme=None)
+
+
+def test_a_probe_of_a_pipeline_is_reported_from_its_object(place):
+    (file,) = read_inputs([place / "pipeline.json"])
+    (given,) = read_inputs([material.pipeline()])
+    assert (given.kind, given.document) == ("pipeline", file.document)
+    assert material.pipeline().chart() is None and "text/html" in material.pipeline()._repr_mimebundle_()
+
+
+def test_the_rounds_of_a_run_of_reinforcement_learning_are_those_that_led_to_its_newest_state(tmp_path):
+    """Launch 2 begins at sample 8, so two of three rounds are discarded; each file has damaged lines."""
+    root = material.rl_directory(tmp_path / "rl")
+    first, second = (root / "events" / f"launch-0000{n}.jsonl" for n in (1, 2))
+    first.write_text(first.read_text() + '{"kind": "round", "rou')
+    rollouts = [{"kind": "rollout", "samples": 8, "discarded_responses": n} for n in (6, "nan", "inf", None, "x", 2)]
+    material.write_lines(
+        second, [{"kind": "launch", "samples": 8, "launch": 2}, *rollouts, {"kind": "rollout_replaced"}]
+    )
+    found = read_rounds(root)
+    assert found["rounds"]["samples"] == [8.0] and found["rounds"]["round"] == [0.0] and found["last"]["round"] == 0
+    assert (found["discarded_responses"], found["replaced_workers"]) == (8, 1)
+    assert found["skipped"] == {"launch-00001.jsonl": 1}
+    done = command_line("report", root, "-o", tmp_path / "report.html", "--json")
+    assert done.code == 0 and done.json["skipped"] == {f"{root}/launch-00001.jsonl": 1}
+    assert done.json["charts"] == ["rl-round", "rl-reward"]
+    text = Page((tmp_path / "report.html").read_text()).text
+    assert "1 round, 8 prompts" in text and "launch-00001.jsonl: 1 line was skipped" in text
+    assert "round 1 took 2 s" in text, "the last round that counts"
+    material.write_lines(
+        second, [{"kind": "launch", "samples": 8}, material.round_event(1, 16, seconds=9.0), {"kind": "step"}]
+    )
+    assert read_rounds(root)["last"]["seconds"] == 9.0
+    material.write_lines(second, [{"kind": "round", "samples": 24, "spans": 3}])
+    assert command_line("report", root, "--markdown").code == 0, "a damaged last round"
+
+
+def test_a_run_of_reinforcement_learning_is_found_without_arguments(tmp_path, monkeypatch):
+    material.rl_directory(tmp_path / "runs" / "grpo")
+    (tmp_path / "runs" / "notes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = command_line("report", "--markdown")
+    assert found.code == 0 and found.out.startswith("# batchwright report: grpo\n"), found.err
+    done = command_line("report", "runs")
+    assert done.code == 2 and "It holds these: runs/grpo." in done.err
+    monkeypatch.chdir(tmp_path / "runs" / "grpo")
+    assert command_line("report", "--markdown").out == found.out
+    material.run_directory(tmp_path / "runs" / "train", steps=10)
+    monkeypatch.chdir(tmp_path)
+    done = command_line("report")
+    assert done.code == 2 and "more than one run: runs/grpo, runs/train" in done.err
 
 
 def test_damaged_and_half_written_events_are_left_out_and_counted(tmp_path):
@@ -310,6 +495,21 @@ def test_columns_are_the_steps_of_the_lineage(tmp_path):
     assert len(columns["step"]) == 100
 
 
+def test_the_last_step_of_earlier_launches_is_found_at_the_ends_of_their_files(tmp_path):
+    """Launch 1 went further than launch 2, whose file is damaged at its end; launch 3 is the one that asks."""
+    events = tmp_path / "events"
+    long = [material.step_event(i, 8 * i + 8, 8, 0, 1, 0.0, 2.0) for i in range(2000)]
+    material.write_lines(events / "launch-00001.jsonl", long)
+    material.write_lines(events / "launch-00002.jsonl", long[:5])
+    with open(events / "launch-00002.jsonl", "a") as file:
+        file.write('{"kind": "step", "step": "x"}\n{"kind": "step", "step": true}\n{"kind": "step", "step": 9999')
+    material.write_lines(events / "launch-00003.jsonl", [material.step_event(5000, 8, 8, 0, 3, 0.0, 2.0)])
+    assert [last_step(tmp_path, before=n) for n in (1, 2, 3, 4)] == [-1, 1999, 1999, 5000]
+    assert (events / "launch-00001.jsonl").stat().st_size > 2 * 2**17, "only the end is read"
+    (events / "launch-00001.jsonl").unlink()
+    assert last_step(tmp_path, before=3) == 4
+
+
 def test_a_report_of_100_000_steps_is_small_and_keeps_its_extremes(tmp_path):
     root = material.run_directory(
         tmp_path / "run", steps=50_000, losses={12_345: 99.5, 70_001: "nan", 88_888: -4.5}, failed=False
@@ -356,3 +556,23 @@ def test_the_rest_of_a_ramp_and_long_lists_say_what_is_left_out(tmp_path):
     long = {**run, "failures": run["failures"] * 25, "ledger": ledger}
     blocks = {block.title: block for block in section("run", long, "run", "light").blocks}
     assert blocks["Earlier failures"].lines == ("5 more.",) and blocks["Ledger"].lines[-1] == "3 more."
+
+
+def test_who_has_read_is_in_the_report(tmp_path):
+    root = material.run_directory(tmp_path / "run", steps=10)
+    read = {"hosts": 2, "loading_hosts": 1, "rows_read": 48, "rows_trained": 40, "read_amplification": 1.2}
+    for number, loading in (
+        (2, read | {"wait_seconds": 0.5}),
+        (3, read | {"loading_hosts": None, "wait_seconds": 3.0}),
+    ):
+        path = root / names.status(number)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"loading": loading}))
+    run = history(RunDirectory(root))
+    blocks = {block.title: block for block in section("run", run, "run", "light").blocks}
+    ranks = run["history"][2]["ranks"]
+    assert blocks["Reading"].rows == (
+        ("2", "1 of 2 hosts", "48", "48", "1.20", "0.5 s"),
+        ("3", "every rank", "48", str(48 // ranks), "1.20", "3.0 s"),
+    )
+    assert "| 2 | 1 of 2 hosts | 48 | 48 | 1.20 | 0.5 s |" in batchwright.report(str(root), markdown="-").markdown

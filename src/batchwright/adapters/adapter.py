@@ -19,12 +19,14 @@ the micro batches and averaged over the ranks, as DDP does, the gradient is that
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from batchwright.core.codec import SCHEMA
-from batchwright.core.errors import ConfigError, RunError
+from batchwright.core.errors import ConfigError, RunError, Violation
 from batchwright.core.ramp.schedule import Step
 from batchwright.rundir import names
 from batchwright.rundir.checkpoint import MANIFEST, STATE, listing
@@ -84,7 +86,7 @@ class Adapter:
         self.launch: int | None = None
         self.sampler()  # refuses batches that do not divide, before anything is built
         self._ledger: Ledger | None = None
-        self._spare: Any = None  # the last data with a weight
+        self._spare: Any = None  # the first data with a weight
         self._stop = threading.Event()
         self._handlers: dict[int, Any] = {}  # those before, by signal
 
@@ -180,18 +182,20 @@ class Adapter:
         weights: list[float] = []
         for index, micro in enumerate(group):
             known = float(weight(micro.data))
-            if known:
-                self._spare = micro.data
-            else:
+            if not known:
                 group[index] = replace(micro, data=self._stand_in(group, weight, micro))
+            elif self._spare is None:
+                self._spare = copy.copy(micro.data)  # the trainer may change the batch
             weights.append(0.0 if micro.filler else known)
-        total, stop = sum(weights), float(self._stop.is_set())
+        wrong = next((own for own in weights if not 0 <= own < float("inf")), None)
+        total, stop = sum(weights) if wrong is None else float("nan"), float(self._stop.is_set())
         if self.ranks > 1:
             sums = torch.tensor([total, stop], dtype=widest_float(torch.device(device)), device=device)
             dist.all_reduce(sums)
             total, stop = sums.tolist()
         if not 0 < total < float("inf"):
-            raise RunError(self._without_weight(group.step, total), field="weight", given=total)
+            given = total if wrong is None else wrong
+            raise RunError(self._without_weight(group.step, given), field="weight", given=given)
         return [self.ranks * own / total for own in weights], bool(stop)
 
     def applied(self, group: Group, outcome: str = "applied") -> None:
@@ -210,10 +214,8 @@ class Adapter:
         """The first micro batch with a weight, read again as a whole and in halves; of a single sample, also the next one."""
         micro = next((m for m in group if not m.filler and weights[0](m.data)), None)
         if micro is None:
-            data = group[0].data
-            for change in hooks.values():
-                data = change(data)
-            return Pieces(data, (), f"no sample of rank {self.rank} has a weight")
+            data, after = group[0].data, hooks.get("after")  # `before` has changed it already
+            return Pieces(after(data) if after else data, (), f"no sample of rank {self.rank} has a weight")
         positions, single = micro.positions, len(micro.positions) == 1
         if single:
             positions = range(positions[0], positions[0] + 2)
@@ -282,20 +284,20 @@ class Adapter:
     def _without_weight(self, step: Step, total: float) -> str:
         ids = self.order.ids(range(step.start_sample, step.end_sample)).tolist()
         shown = ", ".join(map(str, ids[:_SHOWN])) + (f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "")
-        told = (
-            f"step {step.step:,} has no gradient: the weights of its {len(ids):,} samples add up to {total:g}. Their indices "
-            f"in the dataset are {shown}."
-        )
         if total:
-            return f"{told} The weight of a micro batch must be a finite number, 0 or more."
+            return (
+                f"step {step.step:,} has no gradient: a micro batch, or the whole step, has the weight {total:g}. It must be a "
+                f"finite number, 0 or more. The indices of the step's {len(ids):,} samples in the dataset are {shown}."
+            )
         return (
-            f"{told} Give at least one of them a label that counts, or put another sample in its place, and continue from the "
-            "last checkpoint: the length of the dataset must stay the same."
+            f"step {step.step:,} has no gradient: the weights of its {len(ids):,} samples add up to 0. Their indices in the "
+            f"dataset are {shown}. Give at least one of them a label that counts, or put another sample in its place, and "
+            "continue from the last checkpoint: the length of the dataset must stay the same."
         )
 
     def _stand_in(self, group: Group, weight: Weight, micro: Micro) -> Any:
-        """Data with a weight, in place of data without."""
-        found = next((m.data for m in group if weight(m.data)), self._spare)
+        """Data with a weight, in place of data without; a copy, since the trainer may change each batch."""
+        found = next((copy.copy(m.data) for m in group if weight(m.data)), copy.copy(self._spare))
         if found is None and isinstance(micro.data, Mapping) and torch.is_tensor(micro.data.get("labels")):
             # The first step of this rank has no weight at all. Class 0 exists in every model.
             made = {**micro.data, "labels": torch.zeros_like(micro.data["labels"])}
@@ -359,6 +361,7 @@ class Adapter:
         return position, state.get("launch")
 
 
+@cache
 def mixed(mixin: type, given: Any, base: type, wanted: str) -> type[Any]:
     """The class `given` with a mixin before it; once, and if it is a class of `base`."""
     if not (isinstance(given, type) and issubclass(given, base)):
@@ -366,7 +369,39 @@ def mixed(mixin: type, given: Any, base: type, wanted: str) -> type[Any]:
         raise ConfigError(f"exact({name}): must be a class of {wanted}.", field="class", given=name)
     if issubclass(given, mixin):
         return given
-    return type(f"Exact{given.__name__}", (mixin, given), {"__doc__": given.__doc__, "__module__": mixin.__module__})
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        """An object is pickled (`ddp_spawn`) as how its class was made, which has no name in a module."""
+        if type(self) is not made:  # a subclass, which has a name
+            return super(made, self).__reduce_ex__(protocol)
+        return _unpickled, (mixin, given, base, wanted), self.__getstate__()
+
+    members = {"__doc__": given.__doc__, "__module__": mixin.__module__, "__reduce_ex__": reduce}
+    made: type[Any] = type(f"Exact{given.__name__}", (mixin, given), members)
+    return made
+
+
+def _unpickled(*of: Any) -> Any:
+    return object.__new__(mixed(*of))
+
+
+def definer(kind: type, name: str, after: type | None = None) -> type | None:
+    """The class of the method resolution order that defines a method, the first one or the first after a class."""
+    order = kind.__mro__[kind.__mro__.index(after) + 1 :] if after else kind.__mro__
+    return next((one for one in order if name in vars(one)), None)
+
+
+def refused(
+    checks: Iterable[tuple[bool, str, Any, str]], kind: type, mixin: type, part: str, inner: str
+) -> list[Violation]:
+    """What is wrong of (wrong, name, given, why), and a class that stands before the mixin and replaces a part of it."""
+    above = [name for name in vars(mixin) if not name.startswith("__") and definer(kind, name) is not mixin]
+    why = (
+        f"replaces a part of the adapter, since {kind.__name__} is a subclass of it. Put your class inside: "
+        f"class Mine({inner}), and then exact(Mine)"
+    )
+    found = [*checks, (bool(above), part, ", ".join(above), why)]
+    return [Violation(f"{name}={given}: {text}.", name, given) for wrong, name, given, text in found if wrong]
 
 
 def _trained(ledger: Path) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import isnan
 from typing import Any, cast
 
@@ -29,36 +30,43 @@ Weight = Callable[[Any], Any]  # of a batch: a number, or a tensor with one elem
 # How far apart two losses, and two gradients, may be: rounding, relative to their size. Measured: 3e-7 to 9e-7 in fp32 (2 and
 # 24 layers); 3e-3 and 5e-3 in bf16 on tiny models, and it grows with the depth. TF32 has 10 bits: an assumption.
 FP32, TF32, HALF = (1e-4, 1e-4), (1e-3, 1e-2), (5e-2, 0.1)
+_ROUNDING = torch.finfo(torch.float32).eps  # of 1 + x: a loss is log(1 + x) where a model is nearly certain
 _FEW = 8  # parameters whose gradients are compared
 _AGAINST_UNDERFLOW = 2.0**10  # of gradients in fp16; they are compared relative to their norm
 _SEEDS = range(4)  # a permutation of two samples differs between them, of torch, numpy and Python
 
 
 def labels_that_count(shifted: bool, samples: bool = False) -> Weight:
-    """A default weight: labels that are not -100, or those without the first of each row; `samples` where there are no classes.
+    """A default weight: labels that are not -100, or those without the first of each row; `samples` where there are no labels.
+
+    All labels that are not integers count: they are no classes, and a mean of their errors takes -100.0 as a number.
 
     >>> batch = {"labels": torch.tensor([[5, -100, 7], [5, 6, -100]])}
     >>> labels_that_count(shifted=False)(batch), labels_that_count(shifted=True)(batch)
     (tensor(4), tensor(2))
     >>> labels_that_count(shifted=False, samples=True)((torch.ones(4, 2), torch.ones(4)))
     4.0
+    >>> labels_that_count(shifted=True)({"labels": torch.tensor([[-100.0, 1.0], [2.0, 3.0]])})
+    4.0
     """
+    return partial(_count, shifted, samples)  # not a closure: it can be pickled
 
-    def weight(batch: Any) -> Tensor | float:
-        found = _labels(batch)
-        if samples and (found is None or found.is_floating_point()):
-            return float(leading_size(batch))
-        if found is None:
-            raise RunError(
-                "the batch has no tensor `labels`, so the weight of a micro batch is unknown. Pass weight=, a function "
-                'of the batch: what its loss is a mean over, such as weight=lambda batch: len(batch["input_ids"]).',
-                field="weight",
-            )
-        return (
-            (found[..., 1:] if shifted and _has_rows_of_labels(batch) else found) != -100
-        ).sum()  # a tensor: an estimate cannot read its value
 
-    return weight
+def _count(shifted: bool, samples: bool, batch: Any) -> Tensor | float:
+    found = _labels(batch)
+    if found is None and samples:
+        return float(leading_size(batch))
+    if found is None:
+        raise RunError(
+            "the batch has no tensor `labels`, so the weight of a micro batch is unknown. Pass weight=, a function "
+            'of the batch: what its loss is a mean over, such as weight=lambda batch: len(batch["input_ids"]).',
+            field="weight",
+        )
+    if found.is_floating_point():
+        return float(found.numel())
+    return (
+        (found[..., 1:] if shifted and _has_rows_of_labels(batch) else found) != -100
+    ).sum()  # a tensor: an estimate cannot read its value
 
 
 _KNOWN: dict[str, Weight] = {
@@ -280,7 +288,8 @@ def _differences(
     """For each weight, how far the loss and the gradient of the parts are from those of the whole; whether any rank saw them.
 
     The gradient, of the smallest parameters, also sees a wrong weight on a new model, where the losses of all samples are
-    nearly equal.
+    nearly equal. Both are relative to the sizes of the parts: positive and negative ones may add up to nearly 0. What rounding
+    explains counts as 0: `_ROUNDING` of the loss, and of the gradient the same share, up to what half precision is allowed.
     """
     chosen: list[nn.Parameter] = []
 
@@ -324,8 +333,11 @@ def _differences(
         pairs = [(part, weight / total) for part, weight in zip(parts, weights, strict=True) if weight]
         joined = sum(value * share for (value, _), share in pairs)
         gradient = sum((one * share for (_, one), share in pairs), torch.zeros_like(full[1]))
-        norm = float(full[1].norm())
-        flat += [abs(joined - full[0]) / (abs(full[0]) or 1.0), float((gradient - full[1]).norm()) / (norm or 1.0)]
+        size = max(abs(full[0]), sum(abs(value) * share for (value, _), share in pairs))
+        norm = max(float(full[1].norm()), sum(float(one.norm()) * share for (_, one), share in pairs))
+        apart, turned = abs(joined - full[0]), float((gradient - full[1]).norm()) / (norm or 1.0)
+        flat += [0.0 if apart <= _ROUNDING else apart / (size or 1.0)]
+        flat += [0.0 if turned * size <= _ROUNDING and turned <= HALF[1] else turned]
     *flat, seen = largest([*flat, float(bool(found.parts))])
     return list(zip(flat[::2], flat[1::2], strict=True)), bool(seen)
 
@@ -333,7 +345,7 @@ def _differences(
 def _refusal(differences: list[tuple[float, float]], fits: list[bool], found: Pieces, candidates: int) -> str:
     loss, gradient = min(differences[:candidates])
     counts = " and ".join(f"{counted[0]:g}" for counted, _ in found.parts)
-    fitting = [name for name, fit in zip(_KNOWN, fits[candidates:], strict=True) if fit]
+    fitting = [name for name, fit in zip(_KNOWN, fits[-len(_KNOWN) :], strict=True) if fit]
     hint = f" It fits a mean over {fitting[0]}." if fitting else ""
     return (
         f"the loss does not add up: for one micro batch it is {loss:.2%} away from that of its two halves, recombined by weight, "
@@ -347,7 +359,8 @@ def _refusal(differences: list[tuple[float, float]], fits: list[bool], found: Pi
 def _allowed(model: nn.Module, half: bool) -> tuple[float, float]:
     """What rounding may do to the loss, and to the gradient."""
     precision = torch.get_float32_matmul_precision()
-    if half or {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16} or precision == "medium":
+    quantised = {p.dtype for p in model.parameters()} - {torch.float32, torch.float64}  # it computes in half precision
+    if half or quantised or precision == "medium":
         return HALF
     convolutions = torch.backends.cudnn.allow_tf32 and any(isinstance(module, _ConvNd) for module in model.modules())
     return TF32 if precision == "high" or (_device(model).type != "cpu" and convolutions) else FP32

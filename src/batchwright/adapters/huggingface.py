@@ -20,7 +20,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,13 @@ from batchwright.core.ramp.schedule import Rule, Schedule
 from batchwright.runtime.device import pins
 from batchwright.runtime.ranks import discover
 
-from .adapter import Adapter, Group, Weight, mixed
+from .adapter import Adapter, Group, Weight, definer, mixed, refused
 from .additive import labels_that_count, warn_of_batch_statistics
 from .additive import test as test_loss
 from .course import course, under_run
-from .sealed import INTERRUPTED, fault, newest, rotate, seal, sealed, unseal
+from .huggingface_files import NAME, check_position, newest
+from .sealed import fault, rotate, seal, sealed, unseal
 
-NAME = "batchwright"  # of the position in trainer_state.json
 LABELS = labels_that_count(shifted=False), labels_that_count(shifted=True)  # the default weight is the one that fits
 # Methods that decide what is trained when. A class that has its own cannot be adapted.
 _DECIDE = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples", "_run_epoch", "_inner_training_loop")
@@ -108,10 +107,14 @@ class Exact:
         self.__start = 0  # the position at which the launch started
         self.__group: Group | None = None  # the present step
         self.__scale: float | None = None  # of the present micro batch; None outside a step
+        self.__given: Any = None  # the data of the present micro batch, as they were weighed
+        self.__computed = False  # whether its loss was
         self.__loss_scale = 1.0  # of fp16, in the present step
         self.__stop = False
         self.__by_samples: LambdaLR | None = None
-        self.add_callback(_Follow(self.__applied))
+        # First, so that the user's callbacks see the new position; and last, so that none of them takes back a stop.
+        handler = self.callback_handler
+        handler.callbacks = [_Follow(self.__applied), *handler.callbacks, _Follow(self.__ended)]
 
     # -- what is trained when
 
@@ -120,7 +123,7 @@ class Exact:
         raise_violations(PlanError, _refused(self, self.batchwright.run is not None))  # callbacks may be new
         state: Mapping[str, Any] | None = None
         if resume_from_checkpoint is True:
-            found = self.batchwright.from_first(lambda: _newest(Path(self.args.output_dir)))
+            found = self.batchwright.from_first(lambda: newest(Path(self.args.output_dir)))
             resume_from_checkpoint, state = (str(found[0]), found[1]) if found else (None, None)
         elif resume_from_checkpoint:
             state = sealed(Path(resume_from_checkpoint))
@@ -134,7 +137,7 @@ class Exact:
         else:
             resume_from_checkpoint = None
         if state is not None and resume_from_checkpoint is not None:
-            _same_position(Path(resume_from_checkpoint), state)
+            check_position(Path(resume_from_checkpoint), state)
         self.__group = self.__chosen = None
         self.batchwright.open(state, str(resume_from_checkpoint))
         self.__start = self.batchwright.position
@@ -183,13 +186,36 @@ class Exact:
         scales, self.__stop = self.batchwright.weigh(group, self.__chosen, self.args.device)
         try:
             for micro, scale in zip(group, scales, strict=True):
-                self.__scale = scale
+                self.__scale, self.__given, self.__computed = scale, copy.copy(micro.data), False
                 last = micro.index == micro.count - 1
                 with nullcontext() if last else self.accelerator.no_sync(model):
                     losses.append(super().training_step(model, micro.data))
+                if not self.__computed:
+                    raise RunError(
+                        f"training_step of {self.__definer('training_step')} does not call compute_loss, so the adapter cannot "
+                        "scale the loss of a micro batch. This class cannot be exact.",
+                        field="trainer",
+                    )
         finally:
-            self.__scale = None
+            self.__scale = self.__given = None
         return torch.stack(losses).sum()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Refuse a class that trains other data than those that were weighed, if their weight is another one."""
+        given, weight = self.__given, self.__chosen
+        if given is not None and weight is not None and not _same(given, inputs):
+            before, now = float(weight(given)), float(weight(inputs))
+            if before != now:
+                raise RunError(
+                    f"training_step of {self.__definer('training_step')} changes the batch: its weight was {before:g}, and is "
+                    f"{now:g}. The weights of a step must be known before its first micro batch, so this class cannot be "
+                    "exact. Change the batch in the dataset or in the collator.",
+                    field="trainer",
+                )
+        return super()._prepare_inputs(inputs)
+
+    def __definer(self, method: str) -> str:
+        return getattr(definer(type(self), method, after=Exact), "__name__", "this class")
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -198,14 +224,15 @@ class Exact:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
+        self.__computed = True
         try:
             found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=None)
         except TypeError as error:
             if self.compute_loss_func is None:
                 raise
             raise RunError(
-                f"compute_loss_func failed with num_items_in_batch=None: {error}. The adapter scales the mean of each micro "
-                "batch itself, so compute_loss_func must return that mean where num_items_in_batch is None.",
+                f"the model or compute_loss_func failed: {error}. compute_loss_func may need num_items_in_batch, which is None: "
+                "the adapter scales the mean of each micro batch itself, so compute_loss_func must then return that mean.",
                 field="compute_loss_func",
             ) from error
         return (found[0] * self.__scale, *found[1:]) if return_outputs else found * self.__scale
@@ -244,7 +271,7 @@ class Exact:
 
     # -- after a step
 
-    def __applied(self, state: TrainerState, control: TrainerControl) -> None:
+    def __applied(self, state: TrainerState, _: TrainerControl) -> None:
         # Not accelerate's `optimizer_step_was_skipped`: a fused optimizer, the Trainer's default, leaves out the update itself.
         scaler = self.accelerator.scaler
         skipped = scaler is not None and scaler.get_scale() < self.__loss_scale
@@ -254,6 +281,8 @@ class Exact:
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before the first update
                 self.lr_scheduler.step()
         state.epoch = self.batchwright.position / len(self.batchwright.dataset)
+
+    def __ended(self, _: TrainerState, control: TrainerControl) -> None:
         if self.batchwright.done or self.__stop:
             control.should_training_stop = True
             control.should_save = control.should_save or self.batchwright.run is not None
@@ -316,7 +345,6 @@ class Exact:
             super()._track_num_input_tokens(data)
 
 
-@cache
 def exact(trainer: type[Trainer]) -> type[Any]:
     """The Trainer class with exact accumulation, ramps and exact resume.
 
@@ -331,11 +359,11 @@ def exact(trainer: type[Trainer]) -> type[Any]:
 class _Follow(TrainerCallback):
     """Tells the trainer when the optimizer has applied a step."""
 
-    def __init__(self, applied: Callable[[TrainerState, TrainerControl], None]) -> None:
-        self._applied = applied
+    def __init__(self, told: Callable[[TrainerState, TrainerControl], None]) -> None:
+        self._told = told
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._applied(state, control)
+        self._told(state, control)
 
 
 class _Steps:
@@ -371,34 +399,11 @@ def data_of(trainer: Trainer) -> tuple[Any, Callable[[list[Any]], Any]]:
     return trainer.train_dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
 
 
-def _same_position(folder: Path, state: Mapping[str, Any]) -> None:
-    """The seal and the Trainer's own file must name one position."""
-    stored = TrainerState.load_from_json(str(folder / "trainer_state.json")).stateful_callbacks.get(NAME) or {}
-    position = stored.get("attributes", {}).get("position")
-    if position != state.get("position"):
-        raise RunError(
-            f"{folder} is inconsistent: trainer_state.json has position {position}, batchwright.json {state.get('position')}.",
-            field="resume_from_checkpoint",
-            given=str(folder),
-        )
-
-
-def _newest(output: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest complete checkpoint; None if there is none, but an interrupted first save. Others would be overwritten."""
-    folders = sorted(output.glob("checkpoint-*"), key=lambda folder: (len(folder.name), folder.name))
-    found, faults = newest(folders), {folder.name: text for folder in folders if (text := fault(folder))}
-    told = "; ".join(f"{name}: {text}" for name, text in faults.items())
-    if found is None and any(text != INTERRUPTED for text in faults.values()):
-        raise RunError(
-            f"no checkpoint in {output} can be continued. {told}. Give another output_dir, or train with "
-            "resume_from_checkpoint=False, which starts at sample 0 and overwrites them.",
-            field="resume_from_checkpoint",
-            given=str(output),
-        )
-    if faults:
-        start = f"continues from {found[0].name}" if found else "starts at sample 0"
-        logger.warning("In %s training %s. Not complete: %s.", output, start, told)
-    return found
+def _same(given: Any, inputs: Any) -> bool:
+    """Whether a batch has the members of another one: the same objects, and not copies."""
+    if not (isinstance(given, Mapping) and isinstance(inputs, Mapping)):
+        return given is inputs
+    return all(inputs.get(name) is value for name, value in given.items())
 
 
 def _refused(trainer: Any, under_run: bool) -> list[Violation]:
@@ -409,10 +414,11 @@ def _refused(trainer: Any, under_run: bool) -> list[Violation]:
     own = [
         name
         for name in _DECIDE
-        if _definer(type(trainer), name) not in (Exact, Trainer, None)
-        or _definer(type(trainer), name, after=Exact) not in (Trainer, None)
+        if definer(type(trainer), name) not in (Exact, Trainer, None)
+        or definer(type(trainer), name, after=Exact) not in (Trainer, None)
     ]
-    above = [name for name in vars(Exact) if not name.startswith("__") and _definer(type(trainer), name) is not Exact]
+    on_policy = hasattr(trainer, "generate_on_policy_outputs")  # TRL's GKDTrainer
+    generated = [name for name in ("lmbda", "seq_kd") if on_policy and getattr(trainer, name, 0)]
     stopping = [type(c).__name__ for c in trainer.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback)]
     hub = str(getattr(args.hub_strategy, "value", args.hub_strategy))
     optim = str(getattr(args.optim, "value", args.optim))
@@ -464,9 +470,8 @@ def _refused(trainer: Any, under_run: bool) -> list[Violation]:
          "must not count steps, since the learning rate counts samples: pass a scheduler of your own in optimizers="),
         (rate == "inverse_sqrt" and not args.warmup_steps and _scheduler_is_the_trainers(trainer), "lr_scheduler_type", rate,
          "needs warmup_steps: without them its time scale is 10,000 steps, and the learning rate counts samples"),
-        (bool(above), "trainer", ", ".join(above),
-         f"replaces a part of the adapter, since {type(trainer).__name__} is a subclass of it. Put your class inside: "
-         "class Mine(Trainer), and then exact(Mine)"),
+        (bool(generated), "trainer", ", ".join(generated),
+         f"must be 0: {type(trainer).__name__} replaces batches by generated ones, after their weight is known"),
         (bool(own), "trainer", ", ".join(own),
          "is defined by this Trainer class, and the adapter would replace it: the class decides by itself what is trained when"),
     ]  # fmt: skip
@@ -479,15 +484,9 @@ def _refused(trainer: Any, under_run: bool) -> list[Violation]:
         )
         for name, value in saves.items()
     ]
-    return [Violation(f"{name}={given}: {text}.", name, given) for wrong, name, given, text in checks if wrong]
+    return refused(checks, type(trainer), Exact, "trainer", "Trainer")
 
 
 def _scheduler_is_the_trainers(trainer: Any) -> bool:
     """Whether the Trainer makes the scheduler from its arguments: neither given, nor made by a class of the user."""
-    return trainer.lr_scheduler is None and _definer(type(trainer), "create_scheduler", after=Exact) is Trainer
-
-
-def _definer(kind: type, name: str, after: type | None = None) -> type | None:
-    """The class of the method resolution order that defines a method, the first one or the first after a class."""
-    order = kind.__mro__[kind.__mro__.index(after) + 1 :] if after else kind.__mro__
-    return next((one for one in order if name in vars(one)), None)
+    return trainer.lr_scheduler is None and definer(type(trainer), "create_scheduler", after=Exact) is Trainer

@@ -16,18 +16,19 @@ one micro batch; the adapter runs it for every micro batch and scales it by weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    Callback,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
@@ -47,11 +48,11 @@ from batchwright.core.ramp.schedule import Rule, Schedule
 from batchwright.runtime.data.loader import MapDataset
 from batchwright.runtime.step.accumulate import set_learning_rate
 
-from .adapter import Adapter, Group, Weight, mixed
+from .adapter import Adapter, Group, Weight, mixed, refused
 from .additive import labels_that_count, warn_of_batch_statistics
 from .additive import test as test_loss
 from .course import Course, course, under_run
-from .lightning_files import WholeFiles, last_path, saves_last
+from .lightning_files import WholeFiles, last_path, position, reopen, saves_last
 
 _NAMES = {  # arguments of a DataLoader
     "batch_size": "micro_batch_size, and the global batch is in the schedule",
@@ -175,6 +176,10 @@ class Exact:
 
     # -- the start
 
+    def configure_callbacks(self) -> list[Callback]:
+        found = super().configure_callbacks()
+        return [*(found if isinstance(found, Sequence) else [found]), _AtError(self.__close)]
+
     def setup(self, stage: str) -> None:
         self.__loaded = self.__weight = None
         callbacks = self._trainer.callbacks if self._trainer is not None and stage == "fit" else ()
@@ -204,10 +209,10 @@ class Exact:
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFiles()
         self.__steps = steps
-        adapter = steps.open(trainer, *_position(self.__loaded, str(trainer.ckpt_path)))
+        adapter = steps.open(trainer, *position(self.__loaded, str(trainer.ckpt_path)))
         adapter.unlisten()  # until training starts: Lightning stores the handlers now, and restores them after the fit
         if self.__loaded is not None and not adapter.done:
-            _reopen(self.__loaded)
+            reopen(self.__loaded)
         self.__written, self.__loaded = self.__last_file(), None
         if adapter.done:
             trainer.should_stop = True
@@ -219,7 +224,11 @@ class Exact:
 
     def on_fit_end(self) -> None:
         super().on_fit_end()
-        self.__steps.adapter.close()
+        self.__close()
+
+    def __close(self) -> None:
+        if self.__steps is not None and self.__steps.adapter is not None:
+            self.__steps.adapter.close()
 
     # -- the data of a step; hooks of the module or the datamodule get micro batches
 
@@ -320,8 +329,16 @@ class Exact:
         """Apply the step, and then advance: callbacks that save come before `on_train_batch_end` of the module."""
         steps, scaler = self.__steps, getattr(self.trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if scaler is not None else 0.0
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        updates: list[Any] = []
+        with self.trainer.optimizers[0].register_step_post_hook(lambda *_: updates.append(None)):
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         skipped = scaler is not None and scaler.get_scale() < scale
+        if not updates and not skipped:
+            raise RunError(
+                f"optimizer_step of the module did not call optimizer.step in step {self.__item.group.step.step:,}. It is called "
+                "once per optimizer step of the schedule, and must apply each. For a larger batch, change the schedule.",
+                field="optimizer_step",
+            )
         steps.adapter.applied(self.__item.group, "skipped" if skipped else "applied")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
@@ -360,7 +377,7 @@ class Exact:
         Lightning writes a checkpoint and then `last.ckpt`. After a kill between the two, the next launch continues from the
         older one: so the position is reported when the second has changed, and both have the position of the present step.
         """
-        written = self.__last_file()
+        written = self.__last_file() if self.__steps.adapter.rank == 0 else None
         if written is not None and written != self.__written:
             self.__written = written
             self.__steps.adapter.saved()
@@ -374,7 +391,6 @@ class Exact:
         return None if found is None else (found.st_ino, found.st_mtime_ns)
 
 
-@cache
 def exact(module: type[LightningModule]) -> type[Any]:
     """The LightningModule class with exact accumulation, ramps and exact resume; its train loader is `Steps`."""
     return mixed(
@@ -383,6 +399,16 @@ def exact(module: type[LightningModule]) -> type[Any]:
         LightningModule,
         "lightning.pytorch.LightningModule: exact(MyModule)(…), not exact(MyModule(…)); and not of the package pytorch_lightning",
     )
+
+
+class _AtError(Callback):
+    """Ends the launch when a fit fails: there is no such hook of a module."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._close()
 
 
 def loss_of(output: Any) -> Tensor:
@@ -398,43 +424,21 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-def _position(checkpoint: Mapping[str, Any] | None, path: str) -> tuple[Mapping[str, Any] | None, str]:
-    """The state of `Steps` in a checkpoint, and the name of its file; an empty state has no position."""
-    if checkpoint is None:
-        return None, path
-    if "optimizer_states" not in checkpoint:
-        raise RunError(
-            f"{path} has weights only (save_weights_only), so it cannot be continued. To train these weights from the first "
-            "sample on, load them with load_from_checkpoint.",
-            field="ckpt_path",
-            given=path,
-        )
-    states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
-    return states[0] if states else {}, path
-
-
-def _reopen(checkpoint: Mapping[str, Any]) -> None:
-    """The run is one epoch. Where a launch ended, Lightning has saved it as complete, and would not continue."""
-    loop = checkpoint["loops"]["fit_loop"]
-    loop["epoch_loop.batch_progress"]["is_last_batch"] = False
-    for progress in loop["epoch_progress"].values():
-        if isinstance(progress, dict):
-            progress["processed"] = progress["completed"] = max(0, progress["ready"] - 1)
-
-
 def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
     """Everything about a trainer and a module that cannot be exact, or was not tested."""
     strategy = trainer.strategy
     tested = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not strategy.handles_gradient_accumulation
     own = signature(super(Exact, module).training_step).parameters
-    above = [kind for kind in type(module).__mro__ if issubclass(kind, Exact)][:-1]  # the last one is Exact itself
-    replaced = [name for kind in above for name in vars(kind) if name in vars(Exact) and not name.startswith("__")]
     schedulers = trainer.lr_scheduler_configs
     by_epoch = [type(c.scheduler).__name__ for c in schedulers if c.interval == "epoch"]
     scheduled = isinstance(steps, Steps) and steps.learning_rate is not None and bool(schedulers)
+    started = TorchElasticEnvironment().world_size() if TorchElasticEnvironment.detect() else trainer.world_size
     checks: list[tuple[bool, str, Any, str]] = [
         (not isinstance(steps, Steps), "train_dataloaders", type(steps).__name__,
          "must be batchwright.adapters.lightning.Steps: one item is one optimizer step"),
+        (started != trainer.world_size, "devices", trainer.world_size // max(1, trainer.num_nodes),
+         f"but torchrun started {started} processes, which would train alone: devices × num_nodes must be {started}. On the CPU "
+         "Lightning's default is 1"),
         (trainer.accumulate_grad_batches != 1, "accumulate_grad_batches", trainer.accumulate_grad_batches,
          "must be 1: the schedule decides how many micro batches a step has"),
         (trainer.fit_loop.max_epochs != 1, "max_epochs", trainer.fit_loop.max_epochs,
@@ -451,9 +455,6 @@ def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
          "must return one optimizer"),
         ("dataloader_iter" in own, "training_step", "dataloader_iter",
          "must take a batch: a step of its own reading has no position"),
-        (bool(replaced), "module", ", ".join(replaced),
-         f"replaces a part of the adapter, since {type(module).__name__} is a subclass of it. Put your class inside: "
-         "class Mine(MyModule), and then exact(Mine)"),
         (not tested, "strategy", type(strategy).__name__, "was not tested, and is refused: use one device, or ddp"),
         (bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph")), "static_graph", True,
          "must be False: DDP would record the backward of one micro batch as that of the step"),
@@ -480,4 +481,4 @@ def _refused(module: Any, trainer: Any, steps: Any) -> list[Violation]:
             (share != 1.0, "limit_train_batches", share, f"must be 1.0 {early}"),
             (bool(ends), "callbacks", ", ".join(ends), f"must not be used {early} (Timer is that of max_time)"),
         ]  # fmt: skip
-    return [Violation(f"{name}={given}: {text}.", name, given) for wrong, name, given, text in checks if wrong]
+    return refused(checks, type(module), Exact, "module", "MyModule")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from batchwright.core.errors import RunError
 from batchwright.rundir.atomic import sync_directory
 
 
@@ -50,3 +52,27 @@ def last_path(callback: ModelCheckpoint) -> Path:
     if callback.last_model_path:
         return Path(callback.last_model_path)
     return Path(callback.dirpath or "") / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+
+
+def position(checkpoint: Mapping[str, Any] | None, path: str) -> tuple[Mapping[str, Any] | None, str]:
+    """The state of `Steps` in a checkpoint, and the name of its file; an empty state has no position."""
+    if checkpoint is None:
+        return None, path
+    if "optimizer_states" not in checkpoint:
+        raise RunError(
+            f"{path} has weights only (save_weights_only), so it cannot be continued. To train these weights from the first "
+            "sample on, load them with load_from_checkpoint.",
+            field="ckpt_path",
+            given=path,
+        )
+    states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
+    return states[0] if states else {}, path
+
+
+def reopen(checkpoint: Mapping[str, Any]) -> None:
+    """The run is one epoch. Where a launch ended, Lightning has saved it as complete, and would not continue."""
+    loop = checkpoint["loops"]["fit_loop"]
+    loop["epoch_loop.batch_progress"]["is_last_batch"] = False
+    for progress in loop["epoch_progress"].values():
+        if isinstance(progress, dict):
+            progress["processed"] = progress["completed"] = max(0, progress["ready"] - 1)

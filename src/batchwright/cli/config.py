@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,10 +12,12 @@ from batchwright.core.batch.request import READERS, BatchRequest, read_request
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.fields import unknown_key
 
-from .files import read_keys, scalar
+from .files import read_arguments, without_deleted, words_of
 from .naming import Verb, remember
-from .options import FILES
 from .paste import unpaste
+
+if TYPE_CHECKING:
+    from batchwright.dialects.record import Dialect, Given
 
 # The sections of batchwright.yaml and their fields; a verb takes those it reads.
 SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -48,12 +49,11 @@ NOT_READ = "Ignored because batchwright does not know it, though it may concern 
 class PasteCommand(Verb):
     """A verb that also accepts the flags of another tool, or its whole command line.
 
-    `kind` says which frameworks it reads; with `everything`, a pasted line is read whole, but for the flags `inside` it.
+    `kind` says which frameworks it reads. A pasted line is read whole, but for the verb's own flags `inside` it (None: all).
     """
 
     kind: str | None = "train"
-    everything = False
-    inside: Collection[str] = ()
+    inside: Collection[str] | None = None
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # a shell completes the line
@@ -65,8 +65,8 @@ class PasteCommand(Verb):
             own,
             lambda key: f"--{key.replace('_', '-')}" in own,
             kind=self.kind,
-            everything=self.everything,
-            inside=self.inside,
+            everything=True,
+            inside=own if self.inside is None else self.inside,
         )
         ctx.meta["left_out"] = left
         return super().parse_args(ctx, arguments)
@@ -87,9 +87,17 @@ class Gathered:
 
 
 def gather(
-    arguments: tuple[str, ...], flags: Mapping[str, Any], left_out: tuple[str, ...] = (), own: Collection[str] = READERS
+    arguments: tuple[str, ...],
+    flags: Mapping[str, Any],
+    left_out: tuple[str, ...] = (),
+    own: Collection[str] = READERS,
+    *,
+    defaults: bool = True,
 ) -> Gathered:
-    """The values of files, `key=value` arguments and flags, for the fields that a verb reads (`own`)."""
+    """The values of files, `key=value` arguments and flags, for the fields that a verb reads (`own`).
+
+    A configuration of another framework has that framework's `defaults`, unless the caller chooses the micro batch.
+    """
     typed = {name: value for name, value in flags.items() if value is not None and value is not False}
     if not arguments and not left_out:
         # Flags alone need no translation.
@@ -99,54 +107,56 @@ def gather(
     entries: list[tuple[str, dialects.Given]] = []
     lenient = bool(left_out)
     wrong: list[Violation] = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and not os.path.exists(argument):
-            key = key.strip()
-            lenient = lenient or dialects.is_foreign(key)
-            in_section = "." in key and key.split(".")[0] in SECTIONS
-            if in_section and key not in _NATIVE and not dialects.is_foreign(key):
+    lenient = lenient or any(argument.startswith("~") for argument in arguments)
+    read: set[str] = set()  # arguments and keys that name a file
+    for argument, is_key, found in read_arguments(arguments, left_out):
+        if is_key:
+            key, _, value = argument.partition("=")
+            key = key.strip().lstrip("+")
+            foreign = dialects.is_foreign(key)
+            lenient = lenient or foreign or len(found) > 1
+            read |= {key} if len(found) > 1 else set()
+            if "." in key and key.split(".")[0] in SECTIONS and key not in _NATIVE and not foreign:
                 wrong.append(unknown_key(key, value, _NATIVE))
                 continue
-            if not value.strip() and (_native(key) in own or dialects.is_foreign(key)):
+            if not value.strip() and (_native(key) in own or foreign):
                 wrong.append(Violation(f"{key[:60]}= has no value. Write {key[:60]}=N, or leave it out.", key[:60]))
                 continue
-            if value.strip().lower() in ("null", "none", "~", ""):
-                continue
-            entries.append((_native(key), dialects.Given(value.strip().strip("'\""), f"{key}={value}", 1)))
+        elif argument in left_out:
+            read.add(argument)
+        elif all(name.split(".")[0] in SECTIONS for name, _ in found):
+            wrong += [
+                unknown_key(name, given.value, _NATIVE, f" of {argument}")
+                for name, given in found
+                if SECTIONS[name.split(".")[0]] and name not in _NATIVE
+            ]
+            found = [(name, given) for name, given in found if name in _NATIVE]
         else:
-            keys = read_keys(argument)
-            ours = all(name.split(".")[0] in SECTIONS for name in keys)
-            lenient = lenient or not ours
-            for name, item in keys.items():
-                if item in (None, "auto") or (ours and not SECTIONS[name.split(".")[0]]):
-                    continue
-                if ours and name not in _NATIVE:
-                    wrong.append(unknown_key(name, scalar(item), _NATIVE, f" of {argument}"))
-                else:
-                    entries.append((_native(name), dialects.Given(scalar(item), f"{argument}: {name}", 0)))
-    raise_violations(ConfigError, wrong + dialects.misspelt_flags(left_out, own, [key for key, _ in entries]))
-    read: set[str] = set()
-    unread: list[str] = []
-    for argument in left_out:
-        for name, item in _pasted(argument).items():
-            if dialects.is_foreign(name) or name in _NATIVE:
-                read.add(argument)
-                entries.append((_native(name), dialects.Given(scalar(item), f"{argument}: {name}", 0)))
-            elif dialects.is_about_a_batch(name):
-                unread.append(name)
+            lenient = True
+        entries += [(_native(name), given) for name, given in found]
+    raise_violations(ConfigError, wrong)
+    entries = without_deleted(entries, (*arguments, *left_out))
+    other, _ = dialects.detect([key for key, _ in entries], (*left_out, *words_of(arguments)))
+    typed_as = {key: given.origin for key, given in entries if given.level == 1}
+    entries, others = without_others(entries, {*own, *_NATIVE.values()}, left_out, other)
     entries += [(name, dialects.Given(value, f"--{name.replace('_', '-')}", 2)) for name, value in typed.items()]
-    resolved = dialects.resolve(entries, own={*own, *_NATIVE.values()}, lenient=lenient)
-    other, _ = dialects.detect([key for key, _ in entries], left_out)
+    resolved = dialects.resolve(
+        entries,
+        own={*own, *_NATIVE.values()},
+        lenient=lenient,
+        framework=other if other is not None and other.kind == "train" else None,
+        defaults=defaults,
+    )
+    ignored = {key: typed_as.get(key, key) for key in (*others, *resolved.ignored) if key not in read}
     notes = [*resolved.notes]
     if other is not None and other.kind == "rl":
         hint = f"These are keys of {other.title}, which counts {other.unit}: batchwright rl reads them."
         if not any(given.level < 2 for given in resolved.fields.values()):
             raise ConfigError(hint, field="file")
         notes.append(hint)
-    rest, doubtful = _apart(tuple(argument for argument in left_out if argument not in read), dialects.is_about_a_batch)
-    doubtful += [*filter(dialects.is_about_a_batch, resolved.ignored), *unread]
-    if plain := [argument for argument in (" ".join(rest), *resolved.ignored) if argument and argument not in doubtful]:
+    rest = " ".join(argument for argument in left_out if argument not in read)
+    doubtful = [shown for key, shown in ignored.items() if dialects.is_about_a_batch(key)]
+    if plain := [argument for argument in (rest, *ignored.values()) if argument and argument not in doubtful]:
         notes.append("Ignored because it does not concern the batch: " + _brief(plain))
     if doubtful:
         notes.append(f"{NOT_READ}: " + _brief(doubtful))
@@ -155,38 +165,55 @@ def gather(
     if others:
         notes.append(f"Not read by this verb: {', '.join(others)}. See batchwright --help.")
     fields = {name: given for name, given in resolved.fields.items() if name in own}
+    if grown := _last_stage(resolved.fields, own):
+        fields["global_batch_size"] = grown
+        notes.append(f"The batch grows: {grown.value} is its last stage. batchwright ramp shows all.")
     values = {name: given.value for name, given in fields.items()}
     origins = {name: given.origin for name, given in fields.items()}
     remember(values, origins)
     return Gathered(values, origins, tuple(notes))
 
 
-def _pasted(argument: str) -> Mapping[str, Any]:
-    """The keys of a configuration file that a pasted line names; none if it names no file."""
-    path = argument.rpartition("=")[2]
-    if not path.endswith(FILES) or not os.path.isfile(path):
-        return {}
-    try:
-        return {name: item for name, item in read_keys(path).items() if item not in (None, "auto")}
-    except ConfigError:
-        # The file holds something else, such as data.
-        return {}
+def _last_stage(fields: Mapping[str, Given], own: Collection[str]) -> Given | None:
+    """The batch at the end of a ramp, for a verb that reads no ramps, where only its stages say how large it is."""
+    names = ("thresholds", "thresholds_tokens", "thresholds_steps", "doubling")
+    rule = next((name for name in names if name in fields and name not in own), None)
+    if rule is None or {"global_batch_size", "global_batch_size_tokens"} & set(fields):
+        return None
+    from batchwright.core.ramp.request import RAMP_READERS, compile_schedule, read_ramp
+
+    values = {name: given.value for name, given in fields.items()}
+    request = read_request({name: value for name, value in values.items() if name in READERS})
+    wanted = {name: values[name] for name in (rule, "allow_falling") if name in values and name in RAMP_READERS}
+    schedule, _ = compile_schedule(request, read_ramp(wanted), None)
+    return replace(fields[rule], value=schedule.segments[-1].global_batch_size)
 
 
-def _apart(arguments: tuple[str, ...], doubtful: Callable[[str], bool]) -> tuple[list[str], list[str]]:
-    """Arguments of a pasted line that do not concern the batch, and flags that may, each with its value."""
-    rest: list[str] = []
-    found: list[str] = []
-    into = rest
-    for argument in arguments:
-        if argument.startswith("-"):
-            into = found if argument.startswith("--") and doubtful(argument.partition("=")[0]) else rest
-        elif into is found:
-            found[-1] += f" {argument}"
-            into = rest
-            continue
-        into.append(argument)
-    return rest, found
+def without_others(
+    entries: Iterable[tuple[str, Given]],
+    own: Collection[str],
+    left_out: tuple[str, ...],
+    framework: Dialect | None,
+    kind: str = "train",
+) -> tuple[list[tuple[str, Given]], list[str]]:
+    """The entries without those of a pasted line that are no keys of ours or of its framework, and the names of these.
+
+    A flag that looks like a misspelt key about the batch is an error.
+    """
+    from batchwright import dialects
+
+    kept = list(entries)
+    if not left_out:
+        return kept, []
+    every = dialects.dialects()
+    inside = every if framework is None else [framework, every[-1], *(d for d in every if d.name in framework.beside)]
+    known = {key for key, _ in kept if key in own or any(d.knows(key) for d in inside)}
+    flags = {key for key, given in kept if given.level == 1 and key not in known}
+    foreign = {key for key in flags if any(d.knows(key) for d in every)}
+    others = [key for key, _ in kept if key in flags and (key in foreign or "." not in key)]
+    plain = [key for key in others if key not in foreign]
+    raise_violations(ConfigError, dialects.misspelt_flags(plain, own, [key for key, _ in kept], kind))
+    return [one for one in kept if one[0] not in others], others
 
 
 def _native(key: str) -> str:

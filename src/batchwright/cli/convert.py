@@ -10,12 +10,12 @@ from typing import Any
 import click
 
 from batchwright.core.codec import SCHEMA
-from batchwright.core.errors import ConfigError, RunError
-from batchwright.dialects.checking import equation
+from batchwright.core.errors import ConfigError, PlanError, RunError
+from batchwright.dialects.checking import check, equation
 from batchwright.dialects.converting import DIFFERS, NOT_EXPRESSIBLE, Conversion, Difference, compare, convert
 from batchwright.dialects.editing import FORMS, edited, written
 from batchwright.dialects.reading import job, named
-from batchwright.dialects.record import version_text
+from batchwright.dialects.record import NEWEST, version_text
 
 from . import text
 from .config import PasteCommand
@@ -23,12 +23,13 @@ from .files import read_keys, read_text
 from .frameworks import heading, passed_over, read_configuration, read_text_as, spelled
 from .options import CONFIGURATION_FLAGS, FILES, FRAMEWORK, complete, devices_options, json_option, number, print_json
 
+_WHOLE = "whole file"
+
 
 class ConvertCommand(PasteCommand):
     """A verb that reads a pasted command line whole."""
 
     kind = None
-    everything = True
     inside = CONFIGURATION_FLAGS
 
 
@@ -57,7 +58,7 @@ def command(ctx: click.Context, arguments: tuple[str, ...], list_frameworks: boo
 
     The keys that are written are read back as that framework reads them, and compared with the source. The conversion is
     exact, differs (by how many steps or samples, and where), or cannot express something. What it leaves out is listed.
-    Exits with 5 if something cannot be expressed, or if the file of --into as a whole would mean another batch.
+    Exits with 5 if something cannot be expressed, or if the file of --into as a whole would mean another batch or break a rule.
     """
     left_out: tuple[str, ...] = ctx.meta["left_out"]
     if list_frameworks:
@@ -81,12 +82,14 @@ def command(ctx: click.Context, arguments: tuple[str, ...], list_frameworks: boo
     reading = read_configuration(arguments, left_out, flags, flags["from"])
     before = "" if into is None else _text(into)
     present = read_keys(into) if into is not None and before.strip() else ()  # limits what a file may contain
+    if version == NEWEST and present and target.version_of:
+        version = target.version_of(present)  # a file has the keys of one version
     made = convert(reading, target, version, present)
     after, others = before, list[str]()
     if into is not None and made.keys:
         after = _edited(before, made, into)
         others = _other_batch(made, into, after)
-        whole = [Difference("whole file", DIFFERS, f"{into} as a whole means another batch: {one}") for one in others]
+        whole = [Difference(_WHOLE, DIFFERS, f"{into} as a whole {one}") for one in others]
         made = replace(made, differences=(*made.differences, *whole))
     document = _document(made, form)
     lines = render(made, form)
@@ -140,15 +143,17 @@ def _document(made: Conversion, form: str) -> dict[str, Any]:
 def render(made: Conversion, form: str) -> list[str]:
     """A conversion as text: the verdict, the equation, the keys, and what differs or is left out."""
     version = version_text(made.version)
-    lines = [f"{made.status}: {heading(made.reading)} -> {made.target.title}{f' {version}' if version else ''}", ""]
-    lines += text.fitted([equation(made.job)])
+    verdict = f"{made.status}: {heading(made.reading)} -> {made.target.title}{f' {version}' if version else ''}"
+    lines = [*text.fitted([verdict]), "", *text.fitted([equation(made.job)])]
     if made.keys:
         lines += ["", *written(made.keys, form).splitlines()]
     for difference in made.differences:
         lines += ["", f"{difference.status}: {difference.what}"]
-        lines += text.bullets([spelled(made.reading, difference.message)])
+        whole = difference.what == _WHOLE  # in the words of the other framework
+        lines += text.bullets([difference.message if whole else spelled(made.reading, difference.message)])
     if made.left_out:
-        lines += ["", f"left out, because {made.target.title} has no key for it:", *text.bullets(made.left_out)]
+        head = f"left out, in no key of {made.target.title} here:"
+        lines += ["", *text.fitted([head]), *text.bullets(made.left_out)]
     if made.notes:
         lines += ["", "notes:", *text.bullets(made.notes)]
     return [*lines, *passed_over(made.reading)]
@@ -166,7 +171,8 @@ def _text(path: str) -> str:
 def _edited(before: str, made: Conversion, path: str) -> str:
     """The text with the keys set, and with the line ends that it had."""
     form = {".json": "json", ".toml": "toml"}.get(os.path.splitext(path)[1], "yaml")
-    after = edited(before, form, made.keys, path)
+    mark = "\ufeff" * before.startswith("\ufeff")
+    after = mark + edited(before.removeprefix(mark), form, made.keys, path)
     return re.sub(r"\r?\n", "\r\n", after) if before.count("\n") == before.count("\r\n") > 0 else after
 
 
@@ -200,13 +206,19 @@ def _into(path: str, before: str, after: str, *, dry_run: bool, write: bool) -> 
 
 
 def _other_batch(made: Conversion, path: str, text: str) -> list[str]:
-    """How the batch of the edited file differs from the one that was written: by keys that were in it before."""
+    """How the edited file differs from the batch that was written, and which rules it breaks: by keys that were in it before."""
     version = version_text(made.version)
     name = f"{made.target.name}@{version}" if version else made.target.name
     world = {} if made.target.has_world else {n: made.job.get(n) for n in ("devices", "nodes", "devices_per_node")}
     try:
-        whole = job(read_text_as(path, text, world, name))
-    except ConfigError as wrong:
-        return [str(wrong)]
-    known = {d.what for d in made.differences}
-    return [d.message for d in compare(made.job, whole, made.target) if d.what not in known]
+        reading = read_text_as(path, text, world, name)
+        whole = job(reading)
+    except PlanError as wrong:
+        return [f"has no valid batch: {wrong}"]
+    known = {d.what for d in made.differences} | {d.message for d in made.differences}
+    found = [f"means another batch: {d.message}" for d in compare(made.job, whole, made.target) if d.what not in known]
+    return found + [
+        f"is wrong: {f.message}"
+        for f in check(reading).findings
+        if f.severity == "error" and not {f.message, f.key} & known
+    ]

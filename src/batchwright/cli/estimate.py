@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -56,8 +57,9 @@ if TYPE_CHECKING:
 @task_option
 @click.option("--calibrate", is_flag=True, help="Also run one real trial on this CPU and compare it with its estimate.")
 @number("--timeout", "Stop the estimating process after this many seconds.  [default: 1800]", "S")
+@click.option("--plot/--no-plot", default=None, help="Draw the parts of the memory.  [default: on a terminal]")
 @json_option
-def command(task: str | None, as_json: bool, **flags: Any) -> None:
+def command(task: str | None, plot: bool | None, as_json: bool, **flags: Any) -> None:
     """Predict peak memory by micro batch, without training and without a GPU.
 
     Takes a function that returns a Task (or a JaxStep), or the configuration of a Hugging Face model, follows two training
@@ -89,6 +91,10 @@ def command(task: str | None, as_json: bool, **flags: Any) -> None:
         print_json(made.to_json())
     else:
         click.echo("\n".join(render(made)))
+        if sys.stdout.isatty() if plot is None else plot:
+            from batchwright.report.text_charts import text_charts
+
+            click.echo("\n".join(text_charts("estimate", made.to_json())))
 
 
 def _devices(as_json: bool) -> None:
@@ -154,6 +160,7 @@ def render(made: Estimate) -> list[str]:
             f"max_micro_batch_size {made.max_micro_batch_size}{length}, predicted, in {where(made)}",
             "",
         ]
+    by_rule = any(p.source == "rule" for p in made.points)
     kinds = [k for k in made.points[0].breakdown if any(p.breakdown.get(k) for p in made.points)]
     head = (
         *(["length"] if several else []),
@@ -161,6 +168,7 @@ def render(made: Estimate) -> list[str]:
         "peak",
         *kinds,
         *(["fits"] if made.usable_bytes is not None else []),
+        *([""] if by_rule else []),
     )
     rows = [
         (
@@ -169,6 +177,7 @@ def render(made: Estimate) -> list[str]:
             format_bytes(p.peak_memory_bytes),
             *(format_bytes(p.breakdown.get(k, 0)) if p.breakdown.get(k, 0) else "-" for k in kinds),
             *([_FITS[verdict]] if (verdict := made.verdict(p)) else []),
+            *([p.source] if by_rule else []),
         )
         for p in made.points
     ]

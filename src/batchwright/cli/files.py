@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from batchwright.core.errors import ConfigError
 from batchwright.core.numbers import LONGEST
 
 from .options import FILES
 
+if TYPE_CHECKING:
+    from batchwright.dialects.record import Given
+
 # A few times the largest file in use (MaxText's base.yml): a larger one would take more than a second.
 LARGEST_FILE = 2**18
 MOST_KEYS = 10_000
-MOST_ITEMS = 100_000
+MOST_ITEMS = 20_000
+MOST_NODES = 2 * MOST_KEYS + MOST_ITEMS  # of YAML: every key, value and item
+DEEPEST = 100
+_LEVELS = 16
+_DIGITS = re.compile(r"[-+]?\d[\d_:.]*").fullmatch
+_PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*"""
+_LONG_KEY = re.compile(rf"(?:^|[{{,])[ \t]*\[{{0,2}}[ \t]*(?:{_PART}\.[ \t]*){{{_LEVELS}}}", re.MULTILINE).search
 
 
 def read_file(path: str) -> Mapping[str, Any]:
@@ -80,9 +89,92 @@ def read_keys(path: str, text: str | None = None) -> dict[str, Any]:
     return {key: _referenced(key, value, found) for key, value in found.items()}
 
 
+def read_entries(path: str, text: str | None = None) -> list[tuple[str, Given]]:
+    """The keys of a file that have a value, and those of the DeepSpeed configuration that it names or contains."""
+    return _entries(path, read_keys(path, text), follow=True)
+
+
+def _entries(path: str, keys: Mapping[str, Any], *, follow: bool) -> list[tuple[str, Given]]:
+    from batchwright.dialects.record import Given
+
+    found = [
+        # DeepSpeed's configuration inside another one has DeepSpeed's keys.
+        (key.removeprefix(_DEEPSPEED), Given(scalar(value), f"{path}: {key}", 0))
+        for key, value in keys.items()
+        if value not in (None, "auto")
+    ]
+    named = keys.get("deepspeed")
+    if follow and isinstance(named, str):
+        beside = os.path.join(os.path.dirname(path), named)
+        found += read_named(beside if os.path.isfile(beside) else named, follow=False)
+    return found
+
+
+_DEEPSPEED = "deepspeed."
+
+
+def read_named(argument: str, *, follow: bool = True) -> list[tuple[str, Given]]:
+    """The keys of a configuration that a command line names (`--deepspeed ds.json`); none if it is something else."""
+    path = argument.rpartition("=")[2]
+    if not path.endswith(FILES) or not os.path.isfile(path):
+        return []
+    try:
+        return _entries(path, read_keys(path), follow=follow)
+    except ConfigError:
+        return []  # data, for example
+
+
+def read_arguments(
+    arguments: Iterable[str], left_out: Iterable[str] = ()
+) -> Iterator[tuple[str, bool, list[tuple[str, Given]]]]:
+    """Each argument, whether it is `KEY=VALUE`, and its keys: those of a file, or one and those of the file that it names.
+
+    The files that the rest of a pasted line (`left_out`) names come last. What `~key` deletes is still there.
+    """
+    from batchwright.dialects.record import Given
+
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        key, value = key.strip().lstrip("+"), value.strip()
+        if argument.startswith("~"):
+            continue
+        if not equals or os.path.exists(argument):
+            yield argument, False, read_entries(argument)
+        elif is_unset(value):
+            yield argument, True, []
+        else:
+            plain = value.strip("'\"")
+            read_as = scalar(read_value(key, plain)) if plain[:1] in ("[", "{") else plain
+            yield argument, True, [(key, Given(read_as, f"{key}={value}", 1)), *read_named(value)]
+    for argument in left_out:
+        if named := read_named(argument):
+            yield argument, False, named
+
+
+def words_of(arguments: Iterable[str]) -> list[str]:
+    """The words of command lines that are kept in files, such as shell scripts: a program in them says which framework it is."""
+    lines = [one for one in arguments if not one.endswith(FILES) and os.path.isfile(one)]
+    return [word for path in lines for word in read_text(path).split()]
+
+
+def is_unset(value: str) -> bool:
+    """Whether the value of `key=value` says that none is given, or that the program finds it.
+
+    >>> [is_unset(value) for value in ("null", "auto", "", "0", "false")]
+    [True, True, True, False, False]
+    """
+    return value.strip().lower() in ("", "null", "none", "~", "auto")
+
+
+def without_deleted(entries: Iterable[tuple[str, Given]], arguments: Collection[str]) -> list[tuple[str, Given]]:
+    """The entries without those that Hydra's `~key` deletes, each with all keys below it."""
+    deleted = [one[1:].partition("=")[0] for one in arguments if one.startswith("~")]
+    return [(key, one) for key, one in entries if not any(f"{key}.".startswith(f"{name}.") for name in deleted)]
+
+
 def _has_flags(text: str) -> bool:
     return (
-        re.search(r"^\s*(--?[a-zA-Z]|[+\w.]+=)", text, re.MULTILINE) is not None
+        re.search(r"^[ \t]*(--?[a-zA-Z]|[+\w.]+=)", text, re.MULTILINE) is not None
         or re.search(r"\s--[a-zA-Z]", text) is not None
     )
 
@@ -118,10 +210,12 @@ def _flag_keys(words: list[str]) -> dict[str, Any]:
 def _referenced(key: str, value: Any, keys: Mapping[str, Any]) -> Any:
     """The value that OmegaConf's `${a.b}`, `${.b}` or `${oc.select:a.b,default}` stands for; others stay as they are."""
     for _ in range(8):
-        if isinstance(value, str) and (variable := re.fullmatch(r"\$\{oc\.env:\w+,\s*([^{}]*?)\s*\}", value)):
-            return variable[1]  # the default of an environment variable
+        if isinstance(value, str) and (variable := re.fullmatch(r"\$\{oc\.env:\w+,([^{}]*)\}", value)):
+            return variable[1].strip()  # the default of an environment variable
         match = (
-            re.fullmatch(r"\$\{(oc\.select:)?(\.*)([\w.]+)(?:,([^{}]*))?\}", value) if isinstance(value, str) else None
+            re.fullmatch(r"\$\{(oc\.select:)?(\.*)(\w[\w.]*)(?:,([^{}]*))?\}", value)
+            if isinstance(value, str)
+            else None
         )
         if match is None:
             return value
@@ -154,7 +248,7 @@ def read_value(key: str, value: str) -> Any:
 
 
 def _parse(path: str, text: str) -> Any:
-    kind = os.path.splitext(path)[1][1:]
+    kind, text = os.path.splitext(path)[1][1:], text.removeprefix("\ufeff")  # a mark of the encoding
     try:
         if kind == "json":
             import json
@@ -163,29 +257,39 @@ def _parse(path: str, text: str) -> Any:
         if kind == "toml":
             import tomllib
 
+            if _LONG_KEY(text):  # the parser's time grows with the square of the parts
+                raise ValueError(f"it has a key of more than {_LEVELS} parts")
             return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid {kind.upper()}: {error}.", field="file", given=path) from None
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """Plain YAML of limited depth. A key that is given twice is an error."""
+    from batchwright.dialects.editing import fast_loader
 
-        depth = 0
+    class Loader(fast_loader()):
+        """Plain YAML. A key that is given twice is an error, and so are merge keys (`<<`) that make too many pairs."""
 
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            self.depth += 1
-            if self.depth > 100:
-                raise ValueError("it is nested more than 100 levels deep")
-            node = super().compose_node(parent, index)
-            self.depth -= 1
-            return node
+        def __init__(self, stream: Any) -> None:
+            super().__init__(stream)
+            self.flat: set[int] = set()
+            self.merged = 0
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        def flatten_mapping(self, node: Any) -> None:
+            if id(node) in self.flat:
+                return
+            self.flat.add(id(node))
             _unique((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-            return super().construct_mapping(node, deep)
+            merged = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
+            for one in (inner for value in merged for inner in (value.value if value.id == "sequence" else [value])):
+                if isinstance(one, yaml.MappingNode):
+                    self.flatten_mapping(one)
+                    self.merged += len(one.value)
+                if self.merged > MOST_KEYS:
+                    raise ValueError(f"its merge keys (<<) make more than {MOST_KEYS:,} keys")
+            super().flatten_mapping(node)
 
     try:
+        _refuse_large(yaml.parse(text, fast_loader()))
         return yaml.load(text, Loader)
     except Exception as error:
         # A tag with a wrong value raises any kind of error: KeyError, IndexError and others.
@@ -195,11 +299,27 @@ def _parse(path: str, text: str) -> Any:
         raise ConfigError(f"{path} is not plain YAML: {problem}{where}.", field="file", given=path) from None
 
 
+def _refuse_large(events: Iterable[Any]) -> None:
+    """Limit depth and size before a tree is made: in C, a deep one would end the process."""
+    from yaml import CollectionEndEvent, CollectionStartEvent, NodeEvent, ScalarEvent
+
+    depth = nodes = 0
+    for event in events:
+        nodes += isinstance(event, NodeEvent)
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+        if nodes > MOST_NODES:
+            raise ValueError(f"it has more than {MOST_NODES:,} keys, values and list items")
+        if isinstance(event, ScalarEvent) and len(event.value) > 4 * LONGEST and _DIGITS(event.value):
+            raise ValueError(f"it has a number of more than {LONGEST} digits")  # 1:1:1 counts in powers of 60
+
+
 def refuse_deep(path: str, tree: Any) -> None:
     """Limit depth and size: with anchors, a small file can describe an endless tree."""
     level: list[Any] = [tree]
     keys = items = 0
-    for _ in range(16):
+    for _ in range(_LEVELS):
         keys += sum(len(one) for one in level if isinstance(one, Mapping))
         items += sum(len(one) for one in level if isinstance(one, list))
         if keys > MOST_KEYS or items > MOST_ITEMS:
@@ -210,7 +330,7 @@ def refuse_deep(path: str, tree: Any) -> None:
             return
     raise ConfigError(
         f"{path[:120]} has too many keys, list items or levels for a configuration file: at most {MOST_KEYS:,} keys and "
-        f"{MOST_ITEMS:,} items in 16 levels.",
+        f"{MOST_ITEMS:,} items in {_LEVELS} levels.",
         field="file",
         given=path[:120],
     )

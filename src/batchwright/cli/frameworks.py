@@ -5,82 +5,50 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError
+from batchwright.core.numbers import count
 from batchwright.dialects import is_about_a_batch
 from batchwright.dialects.checking import Report, equation
 from batchwright.dialects.reading import read
 from batchwright.dialects.record import Given, Reading, version_text
 
 from . import text
-from .files import read_keys, read_value, scalar
+from .files import read_arguments, read_entries, without_deleted, words_of
 from .naming import Names
-from .options import DEVICES, FILES
+from .options import DEVICES
 
 
 def read_configuration(
     arguments: tuple[str, ...], left_out: tuple[str, ...], flags: Mapping[str, Any], name: str | None
 ) -> Reading:
     """The keys of files, KEY=VALUE and a pasted line, as the framework reads them."""
-    entries: list[tuple[str, Given]] = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if argument.startswith("~"):
-            continue
-        if equals and not os.path.exists(argument):
-            key = key.strip().lstrip("+")
-            if value.strip().lower() not in ("", "null", "none", "~", "auto"):
-                entries += _named(value.strip())
-                plain = value.strip().strip("'\"")
-                entries.append(
-                    (key, Given(scalar(read_value(key, plain)) if plain[:1] in "[{" else plain, f"{key}={value}", 1))
-                )
-        else:
-            entries += _entries(argument)
-    for argument in left_out:
-        entries += _named(argument.rpartition("=")[2])
-    # Hydra's ~ deletes a key, or all keys below it.
-    deleted = [one[1:].partition("=")[0] for one in (*arguments, *left_out) if one.startswith("~")]
-    entries = [(key, one) for key, one in entries if not any(f"{key}.".startswith(f"{name}.") for name in deleted)]
-    return read(entries, words=left_out, name=name, world=_world(flags))
+    entries = [one for _, _, found in read_arguments(arguments, left_out) for one in found]
+    entries = without_deleted(entries, (*arguments, *left_out))
+    reading = read(entries, words=(*left_out, *words_of(arguments)), name=name, world=world_of(flags))
+    named = dict.fromkeys(one.rpartition("=")[2] for one in (*left_out, *arguments))
+    shown = ", ".join(path[-80:] for path in named if path.endswith(_CONFIGS) and not os.path.exists(path))
+    if not shown:
+        return reading
+    if not any(reading.dialect.reads(key) for key in reading.given):
+        raise ConfigError(f"{shown} is not a file here, and no other key about the batch is given.", field="file")
+    return replace(reading, notes=(*reading.notes, f"{shown} is not a file here: what it says is not read."))
+
+
+_CONFIGS = (".yaml", ".yml", ".toml")
 
 
 def read_text_as(path: str, text: str, flags: Mapping[str, Any], name: str) -> Reading:
     """A text that is not yet in its file, as a framework reads it."""
-    return read(_entries(path, text), name=name, world=_world(flags))
+    return read(read_entries(path, text), name=name, world=world_of(flags))
 
 
-def _world(flags: Mapping[str, Any]) -> dict[str, Given]:
-    return {n: Given(flags[n], f"--{n.replace('_', '-')}", 2) for n in DEVICES if flags.get(n) is not None}
-
-
-def _named(path: str) -> list[tuple[str, Given]]:
-    """The keys of a configuration that a command line names (`--deepspeed ds.json`); none if it is something else."""
-    if not path.endswith(FILES) or not os.path.isfile(path):
-        return []
-    try:
-        return _entries(path)
-    except ConfigError:
-        return []  # data, for example
-
-
-def _entries(path: str, text: str | None = None) -> list[tuple[str, Given]]:
-    keys = read_keys(path, text)
-    found = [
-        # DeepSpeed's configuration inside another one has DeepSpeed's keys.
-        (key.removeprefix(_DEEPSPEED), Given(scalar(value), f"{path}: {key}", 0))
-        for key, value in keys.items()
-        if value not in (None, "auto")
-    ]
-    named = keys.get("deepspeed")
-    if isinstance(named, str) and (beside := os.path.join(os.path.dirname(path), named)) != path:
-        found += _named(beside if os.path.isfile(beside) else named)
-    return found
-
-
-_DEEPSPEED = "deepspeed."
+def world_of(flags: Mapping[str, Any]) -> dict[str, Given]:
+    """The devices that flags give."""
+    return {n: Given(count(flags[n], n), f"--{n.replace('_', '-')}", 2) for n in DEVICES if flags.get(n) is not None}
 
 
 def heading(reading: Reading) -> str:
@@ -95,7 +63,7 @@ def render(report: Report) -> list[str]:
     """A report as text: the verdict, the equation, the keys with their meaning, and the findings."""
     errors = sum(finding.severity == "error" for finding in report.findings)
     verdict = "ok" if report.ok else f"not ok: {errors} error{'s' * (errors > 1)}"
-    lines = [f"{verdict}: {heading(report.reading)}", ""]
+    lines = [*text.fitted([f"{verdict}: {heading(report.reading)}"]), ""]
     if report.job is not None:
         lines += [*text.fitted([equation(report.job)]), ""]
     lines += keys_table(report.reading)
@@ -118,12 +86,11 @@ def keys_table(reading: Reading) -> list[str]:
         for key, given in reading.given.items()
         if reading.dialect.reads(key)
     ]
-    others = [
-        (given.origin, "", f"{name} {_shown(given.value)}")
-        for name, given in reading.fields.items()
-        if given.origin and not _keys_of(reading, given)
-    ]
-    return text.table([*rows, *others], right=[1])
+    others: dict[str, list[str]] = {}
+    for name, given in reading.fields.items():
+        if given.origin and not _keys_of(reading, given):
+            others.setdefault(given.origin, []).append(f"{name} {_shown(given.value)}")
+    return text.table([*rows, *((origin, "", ", ".join(shown)) for origin, shown in others.items())], right=[1])
 
 
 def _keys_of(reading: Reading, given: Given) -> list[str]:
@@ -156,9 +123,9 @@ def spelled(reading: Reading, message: str, field: str | None = None) -> str:
 
 def passed_over(reading: Reading) -> list[str]:
     """How many keys do not concern the batch."""
-    count = len(reading.passed_over)
-    if not count:
+    others = len(reading.passed_over)
+    if not others:
         return []
     doubtful = [key for key in reading.passed_over if is_about_a_batch(key)][:5]
     named = f"; these may be about the batch: {', '.join(doubtful)}" if doubtful else ": not about the batch"
-    return ["", *text.fitted([f"{count} other key{'s' * (count > 1)} passed over{named}"])]
+    return ["", *text.fitted([f"{others} other key{'s' * (others > 1)} passed over{named}"])]

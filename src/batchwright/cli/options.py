@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
+from batchwright.core.batch.pipeline import TORCH_RULES
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 
 from .naming import Verb
+
+if TYPE_CHECKING:
+    from batchwright.launch.records import RunPlan
 
 # Endings of the files that are read as configuration.
 FILES = (".yaml", ".yml", ".toml", ".json")
@@ -78,6 +82,25 @@ world_options = stack(
     number("--context-parallel", "Devices that split each sequence.  [default: 1]"),
     number("--expert-parallel", "Devices that share the experts; does not change the batch.  [default: 1]"),
     number("--expert-tensor-parallel", "Devices that split one expert.  [default: --tensor-parallel]"),
+)
+
+schedule_options = stack(
+    number(
+        "--pipeline-schedule",
+        "Of any framework: gpipe. By Megatron's rules: 1f1b | interleaved. By MaxText's: circular. By torch's: "
+        f"{' | '.join(TORCH_RULES)}.  [default: 1f1b; interleaved with --virtual-stages]",
+        "NAME",
+    ),
+    number("--virtual-stages", "Schedules that use a device several times: model chunks per device.  [default: 1]"),
+)
+inner_options = stack(
+    number("--pipeline-microbatches", "Microbatches per pipeline pass.  [default: derived]"),
+    number(
+        "--pipeline-style",
+        "What a pipeline microbatch is: accumulation (Megatron: an accumulation step) | inner (MaxText: a part of one).  "
+        "[default: accumulation]",
+        "NAME",
+    ),
 )
 
 devices_options = stack(
@@ -234,3 +257,16 @@ def counts(text: str | None, field: str) -> tuple[int, ...]:
     from batchwright.core.numbers import count
 
     return tuple(count(part, field) for part in (text or "").replace(",", " ").split())
+
+
+def check_settings(plan: RunPlan) -> RunPlan:
+    """The plan; an error for settings of a task that the loop would refuse, before anything is written."""
+    from batchwright.launch.work import pipeline_settings
+
+    more = pipeline_settings(plan)
+    if plan.kind == "task" and (plan.options.settings or more):
+        from batchwright.runtime.loop.settings import read_settings
+
+        first = {"directory": "", "micro_batch_size": 1, "strategy": plan.options.strategy}
+        read_settings({**first, **plan.options.settings, **more}, "task.settings")
+    return plan

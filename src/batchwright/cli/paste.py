@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 
 # The programs whose command lines are recognised by their first argument.
 _PROGRAMS = frozenset(
@@ -14,14 +15,33 @@ _PROGRAMS = frozenset(
 )  # fmt: skip
 _SWITCHES = frozenset({"decrease_batch_size_if_needed"})  # flags without a value
 # Programs that only start the next one; environment variables may follow them.
-_WRAPPERS = frozenset({"env", "nohup", "uv", "uvx", "poetry", "time", "nice", "stdbuf", "numactl"})
+_WRAPPERS = frozenset(
+    {
+        "env",
+        "nohup",
+        "uv",
+        "uvx",
+        "poetry",
+        "time",
+        "nice",
+        "stdbuf",
+        "numactl",
+        "ray",
+        "mpirun",
+        "mpiexec",
+        "sudo",
+        "exec",
+    }
+)
 
 
-def _is_foreign(key: str, kind: str | None) -> bool:
+def _is_foreign(flag: str, kind: str | None, *, common: bool = False) -> bool:
+    """Whether a flag is one of a framework; with `common`, also one that other programs have, too."""
     # Imported here: a command line with flags of ours only does not need it.
-    from batchwright.dialects import is_foreign
+    from batchwright.dialects import dialects, is_foreign
 
-    return is_foreign(key, kind)
+    key = flag.partition("=")[0][2:].replace("-", "_")
+    return is_foreign(key, kind) or (common and any(d.reads(key) for d in dialects(kind)))
 
 
 def unpaste(
@@ -37,7 +57,7 @@ def unpaste(
 
     `--per_device_train_batch_size 2` is understood anywhere. A whole pasted line may contain anything. `own_flags`
     maps each of our flags to whether it takes a value. With `everything`, every flag of a pasted line is rewritten,
-    but our own ones that are `inside`.
+    but our own ones that are `inside`; so are those of a list of flags without a program, if not all of ours are.
 
     >>> unpaste("nemo llm pretrain --factory llama3_8b data.micro_batch_size=4".split(), {}, lambda key: False)
     (['data.micro_batch_size=4'], ('nemo', 'llm', 'pretrain', '--factory', 'llama3_8b'))
@@ -54,6 +74,13 @@ def unpaste(
     tasks: frozenset[str] = frozenset()
     kept: list[str] = []
     left: list[str] = []
+    begins = cache(lambda name: any(word.startswith(name) for word in arguments))
+    # Flags without a program, of which one is a framework's: then others that are common belong to it, too.
+    listed = any(
+        word[:2] == "--" and word.partition("=")[0] not in own_flags and _is_foreign(word, kind) for word in arguments
+    )
+    listed_whole = everything and listed and not set(own_flags) <= set(inside)
+    last = max((n for n, word in enumerate(arguments) if _program(word) in _PROGRAMS), default=-1)
     at = 0
     while at < len(arguments):
         argument = arguments[at]
@@ -61,17 +88,14 @@ def unpaste(
         flag, equals, value = argument.partition("=")
         after = arguments[at] if at < len(arguments) else "-"
         takes_next = not equals and _is_value(after)
-        if flag in own_flags and not (pasted and everything and flag not in inside):
+        whole = listed_whole or (everything and bool(pasted))
+        if flag in own_flags and not (whole and flag not in inside):
             kept.append(argument)
             if own_flags[flag] and not equals and at < len(arguments):
                 kept.append(arguments[at])
                 at += 1
             continue
-        if (
-            (pasted is None or not (begun or own_flags))
-            and _is_setting(argument)
-            and any(_program(w) in _PROGRAMS for w in arguments[at:])
-        ):
+        if (pasted is None or not (begun or own_flags)) and _is_setting(argument) and at <= last:
             # An environment variable for the program that follows.
             left.append(argument)
             continue
@@ -103,15 +127,11 @@ def unpaste(
 
             left += [argument] if equals else [argument, after]
             at += not equals
-            kept += [
-                key
-                for key in factory(value or after)
-                if not any(w.startswith(key.partition("=")[0]) for w in arguments)
-            ]
+            kept += [key for key in factory(value or after) if not begins(key.partition("=")[0])]
         elif argument.startswith("--") and len(argument) > 2:
             key = flag[2:].replace("-", "_")
-            wanted = everything if pasted else False
-            if (wanted or _is_foreign(key, kind) or (pasted and is_ours(key))) and key not in tasks:
+            wanted = listed_whole or (everything and bool(pasted))
+            if (wanted or _is_foreign(flag, kind, common=listed) or (pasted and is_ours(key))) and key not in tasks:
                 if takes_next:
                     value, equals = arguments[at], "="
                     at += 1

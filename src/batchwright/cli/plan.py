@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.core import codec
-from batchwright.core.batch.pipeline import SCHEDULES
 from batchwright.core.batch.plan import BatchPlan, plan
 from batchwright.core.errors import BatchwrightError, PlanError, Violation, raise_violations
 from batchwright.core.numbers import format_bytes, percentage
@@ -20,12 +19,14 @@ from .naming import notes, spell
 from .options import (
     batch_options,
     complete,
+    inner_options,
     json_option,
     memory_options,
     number,
     print_json,
     read_task,
     read_training,
+    schedule_options,
     stack,
     task_arguments,
     task_option,
@@ -40,18 +41,9 @@ if TYPE_CHECKING:
     from batchwright.core.nodes.throughput import Throughput
 
 _pipeline_options = stack(
-    number(
-        "--pipeline-schedule", f"{' | '.join(SCHEDULES)}.  [default: 1f1b; interleaved with --virtual-stages]", "NAME"
-    ),
-    number("--pipeline-microbatches", "Microbatches per pipeline pass.  [default: derived]"),
-    number(
-        "--pipeline-style",
-        "What a pipeline microbatch is: accumulation (Megatron: an accumulation step) | inner (MaxText: a part of one).  "
-        "[default: accumulation]",
-        "NAME",
-    ),
+    schedule_options,
+    inner_options,
     number("--pipeline-group", "Interleaved schedule: microbatches per group.  [default: the stages]"),
-    number("--virtual-stages", "Interleaved and circular schedules: model chunks per device.  [default: 1]"),
     click.option("--delayed-forwarding", is_flag=True, help="Circular schedule: forward activations one step later."),
 )
 
@@ -138,11 +130,11 @@ def command(
     if named := {name: value for name, value in memory.items() if value != _NOT_GIVEN.get(name)}:
         if not left_out:
             unused = {"from_probe": from_probe, "tolerance": tolerance}
-            _planned(gather(arguments, flags), memory, unused, as_json)
+            _planned(gather(arguments, flags, defaults=False), memory, unused, as_json)
             return
         # In a pasted line, --model and --device are the program's.
         left_out += tuple(word for name, value in named.items() for word in _typed(name, value))
-    request = gather(arguments, flags, left_out).request()
+    request = gather(arguments, flags, left_out, defaults=from_probe is None).request()
     times = None
     if from_probe:
         request, times = _probed(request, from_probe)
@@ -295,13 +287,14 @@ def _typed(name: str, value: Any) -> tuple[str, ...]:
     return (f"--{flag}", str(value))
 
 
-def _probed(request: BatchRequest, path: str) -> tuple[BatchRequest, Throughput]:
+def _probed(request: BatchRequest, path: str) -> tuple[BatchRequest, Throughput | None]:
     """The request within what a probe measured, and the measured times."""
     from batchwright.core.batch.request import within_probe
     from batchwright.core.nodes.throughput import Throughput
 
     record = read_file(path)
-    return within_probe(request, record, path), Throughput.from_probe(record)
+    times = None if record.get("kind") == "pipeline" else Throughput.from_probe(record)
+    return within_probe(request, record, path), times
 
 
 def render(made: BatchPlan, near: tuple[Nearby, ...] | None = None) -> list[str]:

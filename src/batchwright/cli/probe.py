@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
+from batchwright.core.batch.pipeline import HALF_SPEED_TOKENS
 from batchwright.core.errors import ConfigError, RunError
-from batchwright.core.numbers import format_bytes
+from batchwright.core.numbers import count, format_bytes, positive
 
 from . import text
 from .naming import notes
 from .options import (
     CommandLine,
     complete,
+    counts,
     json_option,
     number,
     print_json,
     read_task,
+    schedule_options,
     stack,
     task_arguments,
     task_option,
@@ -29,11 +33,12 @@ if TYPE_CHECKING:
     from batchwright.probe.records import Probe
     from batchwright.probe.speed import Curve
 
+_WIDE = 76  # columns that the table of trials needs; below, each trial is a line
 _limit_options = stack(
     number(
         "--memory",
         "Memory limit in bytes, such as 2GiB. CPU: above the size after importing torch. Else: of the "
-        "device.  [default: half of the host's memory; what is free on the device]",
+        "device.  [default: of a task, half of the host's memory or what is free on the device; of a command, no limit]",
         "BYTES",
     ),
     number("--margin", "Memory to keep free, in bytes.  [default: 0]", "BYTES"),
@@ -71,9 +76,22 @@ _speed_options = stack(
 )
 
 
+_pipeline_options = stack(
+    number(
+        "--pipeline-microbatches",
+        "Measure a pipeline instead: step time and idle share at these numbers of microbatches.",
+        "M,M,...",
+    ),
+    number("--pipeline-parallel", "With --pipeline-microbatches: processes that hold the stages.  [default: 2]"),
+    number("--global-batch-size", "With --pipeline-microbatches: samples of a step.  [default: the largest number]"),
+    schedule_options,
+)
+
+
 @click.command(
     cls=CommandLine,
     epilog="\b\nExamples:\n  batchwright probe train.py:task --memory 2GiB\n"
+    "  batchwright probe train.py:task --pipeline-microbatches 4,8,16 --global-batch-size 64\n"
     "  batchwright probe -- python train.py --per_device_train_batch_size {micro_batch_size}",
 )
 @click.argument(
@@ -81,6 +99,7 @@ _speed_options = stack(
 )
 @_limit_options
 @_speed_options
+@_pipeline_options
 @task_option
 @click.option(
     "--dir", "dir", default=".batchwright", metavar="DIR", show_default=True, help="Directory of the journal."
@@ -125,7 +144,30 @@ def command(
             nearest=("auto", "cpu"),
         )
     target, arguments = read_task(target, args) if target else (None, task_arguments(args))
-    progress = TrialTable() if sys.stderr.isatty() else TrialLines()
+    names = ("pipeline_microbatches", "pipeline_parallel", "global_batch_size", "pipeline_schedule", "virtual_stages")
+    pipeline = {name: flags.pop(name) for name in names}
+    if pipeline["pipeline_microbatches"] is not None:
+        used = {"target", "args", "on", "timeout", "as_json", *names}
+        given = [
+            p.name for p in ctx.command.params if ctx.get_parameter_source(p.name or "") is ParameterSource.COMMANDLINE
+        ]
+        if unused := [name for name in given if name and name not in used]:
+            raise ConfigError(
+                f"{' and '.join(unused)} cannot be used with pipeline_microbatches: that probe measures the time of steps, "
+                "not memory.",
+                field=unused[0],
+            )
+        _pipelined(target, arguments, pipeline, flags["on"], flags["timeout"], as_json)
+        return
+    if unused := [name for name in names if pipeline[name] is not None]:
+        raise ConfigError(
+            f"{unused[0]}={pipeline[unused[0]]} needs pipeline_microbatches, the numbers of microbatches to measure.",
+            field=unused[0],
+            given=pipeline[unused[0]],
+        )
+    # 0: a terminal that does not know its size.
+    wide = sys.stderr.isatty() and not 0 < os.get_terminal_size(sys.stderr.fileno()).columns < _WIDE
+    progress = TrialTable() if wide else TrialLines()
     try:
         made = probe(
             target or list(command),
@@ -146,7 +188,9 @@ def command(
     else:
         click.echo("\n".join(render(made)))
         if plot or (plot is None and sys.stdout.isatty()):
-            click.echo("\n".join(draw(made)))
+            from batchwright.report.text_charts import text_charts
+
+            click.echo("\n".join(text_charts("probe", made.to_json())))
     if made.journal_error:
         click.echo(
             f"error: the journal could not be written: {made.journal_error}. The results above are complete, but a later "
@@ -156,36 +200,65 @@ def command(
         ctx.exit(4)
 
 
-def draw(made: Probe) -> list[str]:
-    """Throughput and memory against the micro batch, as plots; nothing where there are fewer than two points."""
-    from shutil import get_terminal_size
+def _pipelined(
+    target: str | None,
+    arguments: dict[str, Any],
+    given: dict[str, Any],
+    on: str | None,
+    timeout: str | None,
+    as_json: bool,
+) -> None:
+    """Measure a pipeline, and print its times."""
+    from batchwright.probe.pipeline import probe_pipeline
 
-    from batchwright.report.plots import curve
-
-    width = min(100, get_terminal_size().columns)
-    ran = [t for t in made.trials if t.fits]
-    speed = _best([(t.micro_batch_size, t.samples_per_second or 0.0) for t in ran])
-    memory = _best([(t.micro_batch_size, (t.peak_memory_bytes or 0) / 2**20) for t in ran if t.purpose == "limit"])
-    lines: list[str] = []
-    if len(speed) > 1:
-        knee = made.saturating_micro_batch_size
-        points = [(knee, speed[knee], f"knee {knee}", "◆")] if knee in speed else []
-        lines += ["", *curve("samples/s against micro_batch_size (knee: 90% of the best)", speed, points, width=width)]
-    # Without a limit, the peak of a command is only its memory on the host.
-    if len(memory) > 1 and made.memory_bytes:
-        size = made.first_failing_micro_batch_size
-        points = [(size, made.memory_bytes / 2**20, f"fails {size}", "×")] if size else []
-        lines += ["", *curve("peak memory, MiB, against micro_batch_size", memory, points, width=width)]
-    return lines
-
-
-def _best(points: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """The largest value of each size, without zeros."""
-    found: dict[int, float] = {}
-    for size, value in sorted(points):
-        if value > 0:
-            found[size] = max(found.get(size, 0.0), value)
-    return found
+    if target is None:
+        raise ConfigError(
+            "pipeline_microbatches needs a task, FILE.py:function: a command has its own pipeline.", field="target"
+        )
+    microbatches = counts(given["pipeline_microbatches"], "pipeline_microbatches")
+    numbers = {
+        name: count(given[name], name)
+        for name in ("pipeline_parallel", "global_batch_size", "virtual_stages")
+        if given[name]
+    }
+    virtual = numbers.get("virtual_stages", 1)
+    made = probe_pipeline(
+        target,
+        args=arguments,
+        microbatches=microbatches,
+        stages=numbers.get("pipeline_parallel", 2),
+        global_batch_size=numbers.get("global_batch_size", max(microbatches)),
+        schedule=given["pipeline_schedule"] or ("interleaved" if virtual > 1 else "1f1b"),
+        virtual_stages=virtual,
+        device=on or "auto",
+        timeout=600.0 if timeout is None else positive(timeout, "timeout"),
+    )
+    if as_json:
+        print_json(made.to_json())
+        return
+    rows = [
+        (
+            t.pipeline_microbatches,
+            t.micro_batch_size,
+            f"{1000 * t.step_seconds:.1f} ms",
+            f"{t.idle_share:.0%}",
+            f"{t.predicted_idle_share:.0%}",
+        )
+        for t in made.trials
+    ]
+    head = ("microbatches", "micro", "step", "idle", "predicted idle")
+    lines = [
+        f"{made.schedule} on {made.stages} ranks, {made.global_batch_size} samples ({made.tokens:,.0f} tokens) per step",
+        "",
+        *text.table(rows, head=head, right=range(5)),
+        "",
+        f"fastest: {made.best_microbatches} microbatches; plan chooses {made.planned_microbatches} of these",
+    ]
+    if made.half_speed_tokens is not None:
+        lines.append(
+            f"a microbatch of {made.half_speed_tokens:,} tokens runs at half speed (plan assumes {HALF_SPEED_TOKENS})"
+        )
+    click.echo("\n".join([*lines, *notes(made.notes)]))
 
 
 def render(made: Probe) -> list[str]:

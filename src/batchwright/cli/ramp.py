@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from batchwright.core import codec
-from batchwright.core.batch.pipeline import SCHEDULES
 from batchwright.core.batch.request import READERS, BatchRequest
 from batchwright.core.errors import ConfigError
 from batchwright.core.nodes.policies import POLICIES
@@ -22,7 +21,7 @@ from . import text
 from .config import PasteCommand, gather
 from .files import read_file
 from .naming import notes
-from .options import batch_options, complete, json_option, number, print_json, stack, world_options
+from .options import batch_options, complete, json_option, number, print_json, schedule_options, stack, world_options
 
 # `run` takes these, too: the rule of a schedule, and how its stages get their nodes.
 rule_options = stack(
@@ -100,8 +99,7 @@ _rate_options = stack(
 @click.option("--list-recipes", is_flag=True, help="Print the published schedules that --recipe knows.")
 @batch_options
 @world_options
-@number("--pipeline-schedule", f"{' | '.join(SCHEDULES)}.  [default: 1f1b; interleaved with --virtual-stages]", "NAME")
-@number("--virtual-stages", "Interleaved and circular schedules: model chunks per device.  [default: 1]")
+@schedule_options
 @node_options
 @_rate_options
 @number("--start-sample", "Plan only what is left from this sample on (counted from 0).", "SAMPLE")
@@ -136,7 +134,8 @@ def command(
         return
     _refuse_together({"at": at, "at-step": at_step, "compare": compare, "csv": as_csv})
     _refuse_together({"csv": as_csv, "json": as_json})
-    gathered = gather(arguments, flags, ctx.meta["left_out"], own=[*READERS, *RAMP_READERS])
+    own = [*READERS, *RAMP_READERS]
+    gathered = gather(arguments, flags, ctx.meta["left_out"], own, defaults=from_probe is None)
     probe = {"probe": read_file(from_probe)} if from_probe else {}
     wanted = read_ramp({name: value for name, value in gathered.values.items() if name in RAMP_READERS} | probe)
     request = gathered.request()

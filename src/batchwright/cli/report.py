@@ -48,12 +48,14 @@ def command(
     """Make a report: one HTML file with charts and tables that opens offline.
 
     Takes run directories, and documents that plan, ramp, probe and estimate print with --json; several become one report.
-    Without arguments: the run and the documents in this directory, if there is one of each kind. Only files are read; a run
-    may still be running. HTML, PNG and SVG need the extra [report].
+    Without arguments: the run and the documents in this directory, if there is one of each kind. Files are read, and for a run
+    on Slurm also its queue; a run may still be running. HTML, PNG and SVG need the extra [report].
     """
-    if markdown is not None and markdown != "-" and os.path.isdir(markdown):
+    if markdown is not None and markdown != "-" and (os.path.isdir(markdown) or markdown.lower().endswith(".json")):
+        what = "a directory" if os.path.isdir(markdown) else "a JSON document"
         raise ConfigError(
-            f"--markdown={markdown[:120]!r} is a directory, and a file is needed. To print the Markdown, write --markdown last.",
+            f"--markdown={markdown[:120]!r} is {what}, and --markdown takes the file to write. To print the Markdown, write "
+            "--markdown last.",
             field="markdown",
             given=markdown[:120],
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,13 +10,13 @@ import click
 
 from batchwright.core import codec
 from batchwright.core.errors import ConfigError, Violation, raise_violations
-from batchwright.core.rl import RLPlan, rl
-from batchwright.dialects import detect, misspelt_flags, resolve
+from batchwright.core.rl import UNITS, RLPlan, rl
+from batchwright.dialects import detect, resolve
 from batchwright.dialects.record import PARALLEL_FIELDS, RL_FIELDS, WORLD_FIELDS, Given
 
 from . import text
-from .config import PasteCommand
-from .files import read_keys, scalar
+from .config import PasteCommand, without_others
+from .files import read_arguments, without_deleted, words_of
 from .naming import notes, remember
 from .options import complete, json_option, number, print_json
 
@@ -41,7 +40,12 @@ class RLCommand(PasteCommand):
 @number("--rollout-micro-prompts", "Prompts for which responses are generated at once; -1 is all.  [default: -1]")
 @number(
     "--micro-batch-size",
-    "Both micro batches as MaxText counts them, in prompts over all ranks; -1 is all at once.  [default: -1]",
+    "Both micro batches, as MaxText's one key, over all ranks; -1 is all at once.  [default: -1]",
+)
+@number(
+    "--micro-batch-unit",
+    "What --micro-batch-size counts: prompts (MaxText's code) or responses (its page).  [default: prompts]",
+    "|".join(UNITS),
 )
 @number("--updates", "Optimizer updates per round; they share its prompts.  [default: 1]")
 @number("--iterations", "Training passes over the responses of a round.  [default: 1]")
@@ -71,29 +75,20 @@ def _gather(
     """Values, where each was given, and notes. A flag wins over KEY=VALUE, which wins over a file."""
     entries: list[tuple[str, Given]] = []
     inside: set[str] = set()  # keys of files, where unknown ones are passed over
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and not os.path.exists(argument):
-            entries.append((_own(key.strip(), flags), Given(value.strip().strip("'\""), argument, 1)))
-            continue
-        for key, value in read_keys(argument).items():
-            if value not in (None, "auto"):
-                entries.append((_own(key, flags), Given(scalar(value), f"{argument}: {key}", 0)))
-                inside.add(key)
+    for _, is_key, found in read_arguments(arguments, left_out):
+        entries += [(_own(key, flags), given) for key, given in found]
+        inside |= set() if is_key else {key for key, _ in found}
+    entries = without_deleted(entries, (*arguments, *left_out))
+    own = {*flags, *WORLD_FIELDS, *PARALLEL_FIELDS}
+    framework, _ = detect([key for key, _ in entries], (*left_out, *words_of(arguments)), "rl")
     entries += [
         (name, Given(value, f"--{name.replace('_', '-')}", 2)) for name, value in flags.items() if value is not None
     ]
-    own = {*flags, *WORLD_FIELDS, *PARALLEL_FIELDS}
-    found, _ = detect([key for key, _ in entries], left_out, "rl")
-    if found is not None and not any(name in WORLD_FIELDS for name, _ in entries):
-        own_world = f"{found.title}'s default"
-        defaults = [(key, value) for key, value in found.defaults.items() if found.keys.get(key) in WORLD_FIELDS]
-        entries += [(key, Given(value, own_world, -2)) for key, value in defaults]
-    if found is None and not left_out:
+    if framework is None and not left_out:
         entries = [(key, given) for key, given in entries if key not in inside or key in own]
-    raise_violations(ConfigError, misspelt_flags(left_out, own, [key for key, _ in entries], "rl"))
-    lenient = bool(found or left_out)
-    resolved = resolve(entries, own=own, lenient=lenient, kind="rl", framework=found)
+    entries, _ = without_others(entries, own, left_out, framework, "rl")
+    lenient = bool(framework or left_out)
+    resolved = resolve(entries, own=own, lenient=lenient, kind="rl", framework=framework)
     fields = {name: given for name, given in resolved.fields.items() if name in RL_FIELDS}
     values = {name: given.value for name, given in fields.items()}
     sources = {name: given.origin for name, given in fields.items()}

@@ -24,11 +24,14 @@ from .naming import spell
 from .options import (
     CommandLine,
     batch_options,
+    check_settings,
     complete,
+    inner_options,
     json_option,
     mapping,
     number,
     print_json,
+    schedule_options,
     stack,
     task_arguments,
     task_option,
@@ -44,6 +47,12 @@ _world_options = stack(
     number("--nodes", "Nodes of the largest stage; on this machine, a node is a group of processes."),
     number("--devices-per-node", "Processes (devices) in each node."),
     number("--devices", "Number of processes in total, instead of --nodes and --devices-per-node."),
+    number("--pipeline-parallel", "Processes that hold the stages of one model.  [default: 1]"),
+    schedule_options,
+    inner_options,
+)
+_start_option = number(
+    "--start-sample", "The first sample to train, if those before it were trained by another program.", "SAMPLE"
 )
 _loading_options = stack(
     number(
@@ -135,6 +144,7 @@ _LAUNCH_FLAGS = (
 @rule_options
 @batch_options
 @_world_options
+@_start_option
 @_loading_options
 @node_options
 @_launch_options
@@ -148,6 +158,11 @@ _LAUNCH_FLAGS = (
 @click.option(
     "--stop", "stop_of", metavar="RUN_DIR", help="Stop a run after it has saved a checkpoint.", shell_complete=complete
 )
+@click.option(
+    "--plot",
+    is_flag=True,
+    help="With --status: also draw batch, nodes, loss, throughput by stage, noise scale and node-hours.",
+)
 @click.option("--now", is_flag=True, help="With --stop: do not save a checkpoint.")
 @json_option
 @click.pass_context
@@ -158,6 +173,7 @@ def command(
     resume: str | None,
     status_of: str | None,
     stop_of: str | None,
+    plot: bool,
     now: bool,
     as_json: bool,
     **flags: Any,
@@ -183,8 +199,12 @@ def command(
         )
     if now and stop_of is None:
         raise ConfigError("--now needs --stop RUN_DIR.", field="now")
+    if plot and status_of is None:
+        raise ConfigError("--plot needs --status RUN_DIR.", field="plot")
+    if plot and as_json:
+        raise ConfigError("--plot and --json are mutually exclusive.", field="json")
     if status_of is not None:
-        _show_status(RunDirectory(status_of, "--status"), as_json)
+        _show_status(RunDirectory(status_of, "--status"), as_json, stairs=plot, charts=plot)
     elif stop_of is not None:
         _stop(RunDirectory(stop_of, "--stop"), now, as_json)
     elif resume is not None:
@@ -251,10 +271,7 @@ def _new(
         command=after or (() if targets else split_command(there["command"] or ())),
         position_command=split_command(flags["position_command"] or there["position_command"] or ()),
     )
-    if plan.options.settings and plan.kind == "task":
-        from batchwright.runtime.loop.settings import read_settings
-
-        read_settings({"directory": "", "micro_batch_size": 1, **plan.options.settings}, "task.settings")
+    check_settings(plan)
     place = flags["dir"] if flags["dir"] is not None else _text(there["dir"], "launch.dir")
     return default_directory(plan) if place is None else RunDirectory(place, "--dir"), plan, made
 
@@ -338,7 +355,7 @@ def _resumed(
     section: dict[str, Any] = {"engine": options.engine, "slurm": dict(options.slurm)}
     _cluster(section, flags)
     changes = {**values, "slurm": section["slurm"], "environment": list(flags["env"])}
-    return directory, resume(directory, changes, gathered.request(), ramp)
+    return directory, check_settings(resume(directory, changes, gathered.request(), ramp))
 
 
 def _detach(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
@@ -376,16 +393,19 @@ def _supervise(directory: RunDirectory, plan: RunPlan, as_json: bool) -> int:
         state = supervise(directory, plan, shown, owns_process=True)
     finally:
         shown.close()
-    proven = _show_status(directory, as_json, plot=True, plan=plan)
+    proven = _show_status(directory, as_json, stairs=True, plan=plan)
     if state == "complete" and not proven:
         return RunError.exit_code
     return {"complete": 0, "stopped": 130}.get(state, RunError.exit_code)
 
 
-def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, plan: RunPlan | None = None) -> bool:
-    """Print the state of a run; returns False if the audit of its ledger found a fault."""
+def _show_status(
+    directory: RunDirectory, as_json: bool, *, stairs: bool = False, charts: bool = False, plan: RunPlan | None = None
+) -> bool:
+    """Print the state of a run; returns False if the audit of its ledger found a fault. `charts` needs every event."""
     from batchwright.inputs import ledger as audited
     from batchwright.launch import status as shown
+    from batchwright.report.sections import verdict
 
     plan = plan or directory.plan()
     now, jobs = shown.status(directory, plan), None
@@ -397,28 +417,32 @@ def _show_status(directory: RunDirectory, as_json: bool, plot: bool = False, pla
     if as_json:
         print_json(now.to_json(ledger) | ({"chain": jobs.to_json(plan)} if jobs else {}))
         return ledger["ok"] is not False
-    lines = [shown.headline(plan, now)]
-    if now.reason:
-        lines += [f"reason: {now.reason}"]
+    lines = text.fitted([shown.headline(plan, now), *([f"reason: {now.reason}"] if now.reason else [])])
     if rows := shown.launch_rows(now):
-        lines += ["", *text.table(rows, head=shown.LAUNCH_HEAD, right=range(7))]
-    if rows := shown.reading_rows(now):
-        lines += ["", "reading:", *text.table(rows, head=shown.READING_HEAD, right=(0, 2, 3, 4))]
+        less = ("ranks", "nodes", "stage", "from sample")
+        lines += ["", *text.table(rows, head=shown.LAUNCH_HEAD, right=range(7), drop=less)]
+    if rows := shown.reading_rows(now.starts_list[-16:]):
+        less = ("rows per reader", "amplification", "rows read")
+        lines += ["", "reading:", *text.table(rows, head=shown.READING_HEAD, right=(0, *range(2, 6)), drop=less)]
     if jobs:
         lines += ["", *text.table(jobs.cells(), head=jobs.head, right=(0, 1, *range(3, 9))), f"  {jobs.sum(plan)}"]
     if rows := shown.boundary_rows(now.boundaries):
-        lines += ["", "time lost at boundaries:", *text.table(rows, head=shown.BOUNDARY_HEAD, right=range(6))]
+        head, less = shown.BOUNDARY_HEAD, ("load", "save", "stop", "start")
+        lines += ["", "time lost at boundaries:", *text.table(rows, head=head, right=range(6), drop=less)]
     if ledger.get("ok") is not None:
-        verdict = f"{'ok' if ledger['ok'] else 'NOT ok'} (spans and counts, not ids), {ledger['gaps']} gaps"
-        verdict += f", {ledger['repeats']} repeats, {ledger['discarded_samples']} samples discarded and trained again"
-        lines += ["", f"ledger: {verdict}"]
+        lines += ["", *text.fitted([f"ledger: {verdict(ledger)}"])]
         lines += text.bullets([f"{f['cause']}: {f['message']}" for f in ledger["findings"][:3]])
-    if plot and now.starts:
+    if stairs and now.starts and not charts:
         from batchwright.report.plots import staircase
 
         edges = [*(s.start_sample for s in plan.stages), plan.total_samples]
         series = {"global batch": [s.global_batch_size for s in plan.stages], "nodes": [s.nodes for s in plan.stages]}
         lines += ["", staircase(edges, series, xlabel="samples", height=9, color=text.color())]
+    if charts:
+        from batchwright.launch.history import history
+        from batchwright.report.text_charts import text_charts
+
+        lines += text_charts("run", history(directory, plan, now, ledger))
     verbs = [verb for group in GROUPS.values() for verb in group]
     if steps := shown.next_steps(plan, now, ledger, verbs):
         lines += ["", "next:", *text.bullets(steps)]

@@ -123,6 +123,18 @@ def _brief(value: object) -> str:
     return repr(value) if value is None or isinstance(value, bool) else type(value).__name__
 
 
+def short(number: float, digits: int = 4) -> str:
+    """A rounded number with a suffix, for an axis or a chart; `human` is exact.
+
+    >>> short(10**7), short(1083, 3), short(0.25), short(999.96, 3)
+    ('10M', '1.08K', '0.25', '1K')
+    """
+    for factor, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if float(f"{number:.{digits}g}") >= factor:
+            return f"{number / factor:.{digits}g}{suffix}"
+    return f"{number:.{digits}g}"
+
+
 def human(number: int) -> str:
     """A short form if it is exact (`50M`), else the number with commas.
 

@@ -40,9 +40,14 @@ class RLPlan:
     rounds_ahead: int
     on_policy: bool
     worst_policy_lag_updates: int
+    train_micro_given: bool = True
+    """False: a training micro batch is a rank's whole part of an update, whatever the number of prompts."""
+    rollout_micro_given: bool = True
+    """False: a rollout micro batch is the whole round, whatever the number of prompts."""
     notes: tuple[str, ...] = ()
 
 
+UNITS = ("prompts", "responses")
 LARGEST = 10**12  # far above any round, and listing its divisors is still fast
 _OFF = ("-1", "none", "null", "off")
 
@@ -59,10 +64,12 @@ def rl(
     rounds_ahead: int | str = 0,
     data_parallel_size: int | str = 1,
     micro_batch_size: int | str | None = None,
+    micro_batch_unit: str | None = None,
 ) -> RLPlan:
     """The batch of an RL job; a micro batch of None or -1 means no micro-batching.
 
-    `micro_batch_size` is MaxText's one key for both micro batches, rollout and training: prompts over all ranks.
+    `micro_batch_size` is MaxText's one key for both micro batches, rollout and training, over all ranks. MaxText's code counts
+    prompts in it, and its page counts responses (prompt-response pairs): `micro_batch_unit` says which.
 
     >>> plan = rl(prompts=32, generations=8, train_micro_prompts=4)
     >>> plan.responses_per_update, plan.accumulation_steps, plan.on_policy
@@ -90,6 +97,13 @@ def rl(
     )
     rollout_prompts = micro_or_none("rollout_micro_prompts", rollout_micro_prompts)
     both = micro_or_none("micro_batch_size", micro_batch_size)
+    unit = "prompts" if micro_batch_unit is None else str(micro_batch_unit).strip().lower()
+    if unit not in UNITS:
+        message = f"micro_batch_unit={micro_batch_unit!r} is not known. One of: {', '.join(UNITS)}."
+        wrong.append(Violation(message, "micro_batch_unit", micro_batch_unit, UNITS))
+    elif micro_batch_unit is not None and micro_batch_size is None:
+        message = f"micro_batch_unit={unit} says what micro_batch_size counts, and that is not given."
+        wrong.append(Violation(message, "micro_batch_unit", micro_batch_unit))
     passes, ahead = read("iterations", iterations), read("rounds_ahead", rounds_ahead, 0)
     raise_violations(ConfigError, wrong)
     count(sizes.prompts * sizes.generations, "responses_per_round", most=LARGEST)
@@ -97,20 +111,78 @@ def rl(
     rolls = rollout_micro_prompts is None
     if both is None or not (trains or rolls):
         return _graph(sizes, rollout_prompts, passes, ahead)
+    if unit == "responses":
+        return _in_responses(both, sizes, trains, rolls, rollout_prompts, passes, ahead)
     if trains:
         sizes = replace(sizes, train_micro_prompts=_prompts_of_a_rank(both, sizes))
     if rolls:
         made = _graph(sizes, both, passes, ahead, rollout_name="micro_batch_size")
     else:
         made = _graph(sizes, rollout_prompts, passes, ahead)
+    if micro_batch_unit is not None:
+        return made
     note = (
         f"micro_batch_size={both} was read as prompts, as MaxText's code counts: {both} × {sizes.generations} generations = "
-        f"{both * sizes.generations} responses. MaxText's page counts prompt-response pairs"
+        f"{both * sizes.generations} responses. MaxText's page counts prompt-response pairs: for that reading give "
+        "micro_batch_unit=responses."
     )
-    pairs, over = divmod(both, sizes.data_parallel_size)
-    if trains and not over and made.responses_per_update // sizes.data_parallel_size % pairs == 0:
-        note += f": for that reading give train_micro_responses={pairs}"
-    return replace(made, notes=(f"{note}.", *made.notes))
+    return replace(made, notes=(note, *made.notes))
+
+
+def _in_responses(
+    both: int, sizes: _Sizes, trains: bool, rolls: bool, rollout_prompts: int | None, passes: int, ahead: int
+) -> RLPlan:
+    """MaxText's one micro batch, counted in responses over all ranks. A rollout samples whole groups."""
+    ranks, notes = sizes.data_parallel_size, ()
+    if trains:
+        responses = sizes.prompts // sizes.updates * sizes.generations
+        whole = [ranks * n for n in divisors(responses // ranks)] if responses % ranks == 0 else []
+        # If the updates or the ranks do not divide, `_graph` says so.
+        if whole and sizes.prompts % sizes.updates == 0 and both not in whole:
+            near = nearest_of(whole, both)
+            raise PlanError(
+                f"micro_batch_size={both} does not divide an update: it counts the responses of all ranks, an update has "
+                f"{responses} responses, {responses} / {both} = {responses / both:.2f}, and {both} / {ranks} "
+                f"data_parallel_size = {both / ranks:.2f}. Nearest: {either(near)}.",
+                field="micro_batch_size",
+                given=both,
+                nearest=near,
+            )
+        sizes = replace(sizes, train_micro_responses=max(1, both // ranks))
+    if rolls:
+        groups, over = divmod(both, sizes.generations)
+        if over == 0 and sizes.prompts % groups == 0:
+            rollout_prompts = groups
+        else:
+            notes = (
+                f"micro_batch_size={both} responses are not a part of the round in whole groups of {sizes.generations}: "
+                "responses to all prompts are generated at once. To split the rollout, give rollout_micro_prompts.",
+            )
+    made = _graph(sizes, rollout_prompts, passes, ahead)
+    return replace(made, notes=(*notes, *made.notes))
+
+
+def resized(plan: RLPlan, prompts: int) -> RLPlan:
+    """The same plan for a round with another number of prompts: a prompt ramp.
+
+    A micro batch that was given stays as it is. Without one, it stays the whole round, or a rank's whole part of an update.
+
+    >>> plan = rl(prompts=32, generations=8, train_micro_responses=16, rollout_micro_prompts=4)
+    >>> resized(plan, 8).accumulation_steps, resized(plan, 8).rollout_micro_steps
+    (4, 2)
+    """
+    if prompts == plan.prompts_per_round:
+        return plan
+    return rl(
+        prompts=prompts,
+        generations=plan.generations_per_prompt,
+        train_micro_responses=plan.train_micro_responses if plan.train_micro_given else None,
+        rollout_micro_prompts=plan.rollout_micro_prompts if plan.rollout_micro_given else None,
+        updates=plan.updates_per_pass,
+        iterations=plan.iterations,
+        rounds_ahead=plan.rounds_ahead,
+        data_parallel_size=plan.data_parallel_size,
+    )
 
 
 def _prompts_of_a_rank(micro: int, sizes: _Sizes) -> int:
@@ -171,7 +243,8 @@ def _graph(
         wrong.append(
             Violation(
                 f"updates={updates} would split a prompt's group of responses: {prompts} prompts / {updates} updates = "
-                f"{prompts / updates:.2f} prompts each. Nearest: {either(near)} updates.",
+                f"{prompts / updates:.2f} prompts each. Advantages are computed over whole groups, so a group belongs to one "
+                f"update. Nearest: {either(near)} updates.",
                 "updates",
                 updates,
                 near,
@@ -266,6 +339,8 @@ def _graph(
         rounds_ahead=rounds_ahead,
         on_policy=on_policy,
         worst_policy_lag_updates=(updates_per_round - 1) + rounds_ahead * updates_per_round,
+        train_micro_given=not (train_micro_prompts is None and train_micro_responses is None),
+        rollout_micro_given=rollout_micro_prompts is not None,
         notes=_notes(generations, micro, share, updates_per_round, rounds_ahead, rollout < prompts),
     )
 
@@ -294,6 +369,7 @@ def _notes(
     if rounds_ahead:
         notes.append(
             f"Responses wait up to {rounds_ahead} round{'s' * (rounds_ahead > 1)} before they are learned from: "
-            "correct for the policy that sampled them. Dropped groups make the update smaller: count them."
+            "correct for the policy that sampled them. Where groups that are too old are dropped, count them: train_rl "
+            "samples them again, and elsewhere the update gets smaller."
         )
     return tuple(notes)

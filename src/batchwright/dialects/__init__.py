@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
@@ -17,7 +17,19 @@ from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.fields import unknown_key
 
-from .record import PARALLEL_FIELDS, WORLD_FIELDS, Dialect, Fields, Given
+from .record import (
+    DEFAULT,
+    PARALLEL_FIELDS,
+    RL_FIELDS,
+    RULES,
+    WORLD_FIELDS,
+    Dialect,
+    Fields,
+    Given,
+    by_default,
+    count_ranks,
+    origins,
+)
 
 # One module per framework, with one record or several. Where keys fit several frameworks, the first is chosen.
 MODULES = (
@@ -89,6 +101,8 @@ def detect(
     'deepspeed'
     """
     found = set(keys)
+    every = tuple(program for dialect in frameworks(kind) for program in dialect.programs)
+    words = [word for word in words if word.rsplit("/", 1)[-1].startswith(every)]  # of thousands, a few
     ranked: list[tuple[int, Dialect, list[str]]] = []
     for dialect in frameworks(kind):
         programs = [word for word in words if any(_starts_program(word, program) for program in dialect.programs)]
@@ -135,8 +149,12 @@ def resolve(
     lenient: bool = False,
     kind: str = "train",
     framework: Dialect | None = None,
+    defaults: bool = True,
 ) -> Resolved:
     """Fields from keys in any spelling: `own` are batchwright's names; `lenient` ignores unknown keys.
+
+    What the framework's keys do not say has its default there; without `defaults`, or where a batch is asked for by
+    batchwright's own names, it is left to be derived.
 
     >>> resolve([("data.micro_batch_size", Given(4))]).fields["micro_batch_size"].value
     4
@@ -149,14 +167,22 @@ def resolve(
     names = [key for key, _ in entries]
     main = framework or detect(names, kind=kind)[0]
     known = dialects(kind)
+    inside = known  # the frameworks whose keys count in a file: its own, those beside it, and launchers
     if main is not None:
         known = (main, *(d for d in known if d is not main))
+        ours = {k for k, given in entries if k in own and not main.reads(k) and not (lenient and given.level == 0)}
+        defaults = defaults and not ours & _BATCH
+        beside = [d for d in known if d.name in main.beside]
+        inside = (main, *beside, known[-1])
+        entries = [(key, _as_strong(key, given, entries, main, beside)) for key, given in entries]
+        entries += _defaults(main, names, batch=defaults, world=not ours & set(WORLD_FIELDS))
     used: list[str] = []
-    candidates = _candidates(own, names, main, kind)
+    candidates = _candidates(own, main, kind)
     later: dict[str, str] = {}
     for key, given in entries:
         # A key of the detected framework has its meaning there, whatever it means in others.
-        readers = (main,) if main is not None and main.reads(key) else known
+        passed = main is not None and lenient and given.level == 0 and not any(d.reads(key) for d in inside)
+        readers = () if passed else (main,) if main is not None and main.reads(key) else known
         dialect = next((d for d in readers if key in d.special and (d is main or key not in d.common)), None)
         if _is_later(key, given, next((d.keys[key] for d in readers if key in d.keys), key)):
             later[key] = f"{key}={given.value} is known only when the job runs: it counts as not given."
@@ -165,16 +191,16 @@ def resolve(
             _put(specials.setdefault(dialect.name, {}), key, given, wrong)
             continue
         dialect = next((d for d in readers if key in d.keys and (d is main or key not in d.common)), None)
-        if key in own:
+        if key in own and not passed:
             _put(fields, key, given, wrong)
         elif dialect is not None:
             used.append(dialect.name)
             _put(fields, dialect.keys[key], given, wrong)
         else:
-            if lenient and (any(d.knows(key) for d in known) or not is_misspelt(key, candidates)):
+            if lenient and (any(d.knows(key) for d in known) or not candidates.is_misspelt(key)):
                 ignored.append(key)
             else:
-                wrong.append(unknown_key(key, given.value, candidates))
+                wrong.append(unknown_key(key, given.value, candidates.keys))
     raise_violations(ConfigError, wrong)
     notes = list(later.values())
     if kind == "rl" and not later and (ranks := ranks_of(fields)):
@@ -182,13 +208,43 @@ def resolve(
     for dialect in known:
         if later and dialect is known[-1]:
             continue  # a number of nodes that is known later is not the launcher's default
-        if dialect.resolve and (dialect is framework or dialect.name in specials or dialect.name in used):
+        if dialect.resolve and (dialect is main or dialect.name in specials or dialect.name in used):
             derived, more = dialect.resolve(specials.get(dialect.name, {}), fields)
             notes.extend(more)
             for name, given in derived.items():
-                _put(fields, name, given, wrong)
+                if defaults or given.level != DEFAULT or name not in _BATCH:
+                    _put(fields, name, given, wrong)
     raise_violations(ConfigError, wrong)
+    if "nodes" in fields and fields["nodes"].level == DEFAULT and not {"devices", "devices_per_node"} & set(fields):
+        del fields["nodes"]  # a default of one node says nothing about the devices
+    if main is not None and defaults and main.accumulates_once and not _COUNTED & set(fields):
+        fields["accumulation_steps"] = by_default(1, main.title)
     return Resolved(fields, tuple(notes), tuple(ignored))
+
+
+# Any of these says how many micro batches a step has.
+_COUNTED = {"global_batch_size", "global_batch_size_tokens", "accumulation_steps", *RULES}
+# Asked for by batchwright's names, these leave the rest of the batch to be derived.
+_BATCH = {*_COUNTED, "micro_batch_size", "max_micro_batch_size", "recipe", *RL_FIELDS} - set(WORLD_FIELDS)
+
+
+def _defaults(main: Dialect, given: Collection[str], *, batch: bool, world: bool) -> list[tuple[str, Given]]:
+    """The framework's own values of keys that are not given: those about the batch, and those about the devices."""
+    return [
+        (key, by_default(value, main.title))
+        for key, value in main.defaults.items()
+        if key not in given and (world if main.keys.get(key) in WORLD_FIELDS else batch)
+    ]
+
+
+def _as_strong(
+    key: str, value: Given, entries: Iterable[tuple[str, Given]], main: Dialect, beside: Iterable[Dialect]
+) -> Given:
+    """A value of a framework beside this one, as strong as this one's: the two must agree, wherever they are given."""
+    field = next((d.keys[key] for d in beside if key in d.keys), None)
+    if main.reads(key) or field is None:
+        return value
+    return replace(value, level=max([g.level for k, g in entries if main.keys.get(k) == field], default=value.level))
 
 
 def _is_later(key: str, given: Given, field: str) -> bool:
@@ -207,68 +263,73 @@ def ranks_of(fields: Fields) -> Given | None:
     world = {name: fields[name] for name in (*WORLD_FIELDS, *PARALLEL_FIELDS) if name in fields}
     if "data_parallel_size" in world or not world:
         return None
-    from batchwright.core.batch.request import read_request, resolve_ranks
-
-    values = {name: given.value for name, given in world.items()}
-    if "devices_per_node" in values and not {"nodes", "devices"} & set(values):
-        values["nodes"] = 1
-    ranks = resolve_ranks(read_request(values))
+    ranks = count_ranks(fields)
     if ranks is None:
         return None
-    shown = " and ".join(given.origin for given in world.values() if given.origin)
-    return Given(ranks, shown, max(given.level for given in world.values()))
+    return Given(ranks, origins(*world.values()), max(given.level for given in world.values()))
 
 
 def is_about_a_batch(key: str) -> bool:
     """Whether an unknown key or flag may concern the training batch.
 
-    >>> [is_about_a_batch(key) for key in ("train_batch_size", "--grad-accum", "per_device_eval_batch_size", "lr")]
+    >>> [is_about_a_batch(key) for key in ("train_batch_size", "--grad-accum", "limit_val_batches", "lr")]
     [True, True, False, False]
     """
     name = key.lower().replace("-", "_")
-    if any(word in name for word in ("eval", "valid", "test", "infer", "decod", "norm", "fusion", "reduce")):
+    others = ("eval", "valid", "val_", "test", "infer", "decod", "norm", "fusion", "reduce", "fp32")
+    if any(word in name for word in others):
         return False
     return "batch" in name or "accum" in name or name.endswith(("parallelism", "parallel_size", "parallel_degree"))
 
 
 def misspelt_flags(
-    flags: Iterable[str], own: Collection[str], used: Collection[str] = (), kind: str = "train"
+    keys: Iterable[str], own: Collection[str], used: Collection[str] = (), kind: str = "train"
 ) -> list[Violation]:
     """Violations for ignored flags of a pasted line that look like a misspelt key about the batch; `used` are its keys."""
-    found: list[Violation] = []
-    known = _candidates(own, used, detect(used, kind=kind)[0], kind)
-    for flag in flags:
-        key = flag.partition("=")[0].lstrip("-").replace("-", "_")
-        other = any(key.endswith(f"_{k}") or k.endswith(f".{key}") for k in known)  # a longer name that exists
-        if flag.startswith("--") and not other and is_about_a_batch(key) and is_misspelt(key, known):
-            found.append(unknown_key(key, "", known))
-    return found
+    known = _candidates(own, detect(used, kind=kind)[0], kind)
+    return [
+        unknown_key(key, "", known.keys)
+        for key in keys
+        if is_about_a_batch(key)
+        and known.is_misspelt(key)
+        and not any(key.endswith(f"_{k}") or k.endswith(f".{key}") for k in known.keys)  # a longer name that exists
+    ]
 
 
-def _candidates(own: Collection[str], used: Collection[str], main: Dialect | None, kind: str) -> list[str]:
+def _candidates(own: Collection[str], main: Dialect | None, kind: str) -> Candidates:
     """The keys that a misspelt key may stand for: batchwright's, and those of the framework whose keys are also used.
 
     A key close to one of another framework is not misspelt: `model.name` in a file for NeMo is not MaxText's `model_name`.
     """
     launchers = _launchers()  # they start programs of any framework
     chosen = [main] if main is not None else frameworks(kind)
-    return [*own, *launchers.keys, *(k for d in chosen for k in (*d.keys, *d.special))]
+    return Candidates([*own, *launchers.keys, *(k for d in chosen for k in (*d.keys, *d.special))])
 
 
-def is_misspelt(key: str, candidates: Iterable[str]) -> bool:
-    """Whether a key is one or two letters from a known one, in a section of the same name or a misspelt one.
+class Candidates:
+    """Keys that a misspelt one may stand for."""
 
-    >>> is_misspelt("data.micro_batch_sise", ["data.micro_batch_size"]), is_misspelt("save_steps", ["save_steps_ratio"])
-    (True, False)
-    """
-    section, _, last = key.rpartition(".")
-    for name in candidates:
-        other, _, known = name.rpartition(".")
-        if section == other and min(len(last), len(known)) > 5 and _letters_apart(last, known):
+    def __init__(self, keys: Iterable[str]) -> None:
+        self.keys = tuple(dict.fromkeys(keys))
+        self._inside: dict[str, list[str]] = {}  # the last parts by section
+        self._sections: dict[str, list[str]] = {}  # the sections by last part
+        for section, _, last in (key.rpartition(".") for key in self.keys):
+            self._inside.setdefault(section, []).append(last)
+            self._sections.setdefault(last, []).append(section)
+
+    def is_misspelt(self, key: str) -> bool:
+        """Whether a key is one or two letters from one of these, in a section of the same name or a misspelt one.
+
+        >>> Candidates(["data.micro_batch_size"]).is_misspelt("data.micro_batch_sise")
+        True
+        >>> Candidates(["save_steps_ratio"]).is_misspelt("save_steps")
+        False
+        """
+        section, _, last = key.rpartition(".")
+        near = (name for name in self._inside.get(section, ()) if min(len(last), len(name)) > 5)
+        if any(_letters_apart(last, name) for name in near):
             return True
-        if last == known and len(section) > 3 and _letters_apart(section, other):
-            return True
-    return False
+        return len(section) > 3 and any(_letters_apart(section, name) for name in self._sections.get(last, ()))
 
 
 def _letters_apart(a: str, b: str) -> bool:
@@ -294,6 +355,9 @@ def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> Non
     there = fields.get(name)
     if there is None or there.level < given.level:
         fields[name] = given
+    elif there.level == given.level and name in PARALLEL_FIELDS and "1" in (str(there.value), str(given.value)):
+        # Two keys for one way to split a replica, such as an old and a new one: 1 says that this one is not used.
+        fields[name] = given if str(there.value) == "1" else there
     elif there.level == given.level and str(there.value) != str(given.value):
         both = [str(g.value)[:40] for g in (there, given)]
         where = [g.origin[-80:] or "as a value" for g in (there, given)]  # a long path ends with the key

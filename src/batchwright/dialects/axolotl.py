@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 from batchwright.core.errors import ConfigError, PlanError, either
 from batchwright.core.numbers import count, nearest_multiples
 
 from . import huggingface
-from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, error, note
+from .record import (
+    Dialect,
+    Fields,
+    Finding,
+    Given,
+    Job,
+    Reading,
+    Version,
+    by_default,
+    count_ranks,
+    error,
+    note,
+    origins,
+)
 
 _MICRO, _STEPS, _BATCH = "micro_batch_size", "gradient_accumulation_steps", "batch_size"
 
 
 def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     """Accumulation is batch_size // micro_batch_size where it is not given."""
-    micro = special.get(_MICRO) or Given(1, "Axolotl's default", -2)
+    micro = special.get(_MICRO) or by_default(1, "Axolotl")
     found = {"micro_batch_size": micro}
     batch, steps = special.get(_BATCH), special.get(_STEPS)
     if batch is None or (steps is not None and steps.level >= 0):
-        return found | {"accumulation_steps": steps or Given(1, "Axolotl's default", -2)}, []
+        return found | {"accumulation_steps": steps or by_default(1, "Axolotl")}, []
     size, each = count(batch.value, _BATCH), count(micro.value, _MICRO)
     if size % each:
         near = nearest_multiples(each, size)
@@ -31,8 +44,7 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
             given=size,
             nearest=near,
         )
-    origin = " and ".join(g.origin for g in (batch, micro))
-    return found | {"accumulation_steps": Given(size // each, origin, batch.level)}, []
+    return found | {"accumulation_steps": Given(size // each, origins(batch, micro), batch.level)}, []
 
 
 def _check(reading: Reading) -> list[Finding]:
@@ -64,14 +76,15 @@ def _check(reading: Reading) -> list[Finding]:
                 (1,),
             )
         )
-    if reading.value("rl") == "grpo":
+    if (method := reading.value("rl")) in ("grpo", "gdpo"):
         found.append(
             note(
                 "counts-responses",
-                f"rl=grpo: Axolotl trains on the responses to prompts, so {_MICRO} and the batch count responses.",
+                f"rl={method}: Axolotl trains on the responses to prompts, so {_MICRO} and the batch count responses.",
                 "rl",
             )
         )
+    if method == "grpo":
         found += _grpo(reading)
     if reading.on("auto_find_batch_size"):
         found.append(
@@ -110,6 +123,20 @@ def _grpo(reading: Reading) -> list[Finding]:
                 f"{_STEPS}={steps} ({micro} × {steps} = {micro * steps}).",
                 key,
                 (f"{_STEPS}={steps}",),
+            )
+        ]
+    parts = [reading.fields[name].value for name in ("tensor_parallel", "context_parallel") if name in reading.fields]
+    world = (count_ranks(reading.fields) or 1) * prod(count(part, "parallel size") for part in parts)
+    if world > 1 and size < group * world:
+        steps = -(-group * world // lcm(group, micro)) * lcm(group, micro) // micro
+        near = f"{_STEPS}={steps}" if batch is None else f"trl.generation_batch_size={group * world}"
+        return [
+            error(
+                "splits-a-group",
+                f"The generation batch {size} is below {key} {group} × {world} GPUs = {group * world}: Axolotl requires a group "
+                f"for each GPU. Nearest: {near}.",
+                key,
+                (near,),
             )
         ]
     return []

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from math import isfinite
+from types import NoneType
+from typing import Any, cast
 
 from batchwright.core.errors import ConfigError, PlanError, Violation
 
-from .reading import RAMP, job
+from .reading import RAMP, job, steps_of
 from .record import Finding, Job, Reading, error, note, version_text
 
 # The causes that a configuration can have, besides those of the equation (`batch`, `stage`).
 CAUSES = (
-    "accumulates-twice", "batch", "changes-the-batch", "counts-micro-steps", "counts-responses", "counts-steps", "deprecated-key",
-    "excluded-key", "float-boundary", "grows-by-epoch", "ignored-key", "mean-of-means", "misspelt-key", "missing-key",
-    "not-changed-with-the-batch", "one-generation", "padded-batch", "ramp-with-accumulation", "ramp-with-pipeline",
-    "rows-of-a-micro-batch", "splits-a-group", "stage", "steps-of-the-first-batch", "unknown-key", "value",
+    "accumulates-twice", "batch", "changes-the-batch", "counts-micro-steps", "counts-responses", "counts-steps",
+    "deprecated-key", "eval-batch", "excluded-key", "float-boundary", "grows-by-epoch", "ignored-key", "mean-of-means",
+    "misspelt-key", "missing-key", "not-changed-with-the-batch", "one-generation", "padded-batch", "ramp-with-accumulation",
+    "ramp-with-pipeline", "rows-of-a-micro-batch", "splits-a-group", "stage", "steps-of-the-first-batch", "unknown-key",
+    "value",
 )  # fmt: skip
 
 
@@ -62,12 +65,18 @@ class Report:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, bool, list, dict, type(None))) else str(value)
+    """A value as JSON has it; nan, infinity and others as text."""
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in cast("list[Any]", value)]
+    plain = isinstance(value, (int, str, NoneType)) or (isinstance(value, float) and isfinite(value))
+    return value if plain else str(value)
 
 
 def check(reading: Reading, against: Reading | None = None, allow: Collection[str] = ()) -> Report:
     """Every finding about a configuration; compared with an earlier one, also what did not change with the batch."""
-    found = list(reading.findings)
+    found = [*reading.findings, *_of_other_versions(reading)]
     made: Job | None = None
     broken = any(finding.cause == "value" for finding in found)
     if not broken:
@@ -90,6 +99,30 @@ def check(reading: Reading, against: Reading | None = None, allow: Collection[st
     causes = set(allow)
     found = [replace(f, severity="note") if f.cause in causes else f for f in dict.fromkeys(found)]
     return Report(reading, made, tuple(sorted(found, key=lambda f: f.severity != "error")))
+
+
+def _of_other_versions(reading: Reading) -> list[Finding]:
+    """Keys that this version of the framework does not have: it was named, or other keys show which it is."""
+    dialect, version, found = reading.dialect, reading.version, list[Finding]()
+    for key, given in reading.given.items():
+        since, until = dialect.since.get(key), dialect.until.get(key)
+        if since and version < since:
+            which, others = (
+                f"it came with {version_text(since)}",
+                [k for k, end in dialect.until.items() if end <= since],
+            )
+        elif until and version >= until:
+            which, others = (
+                f"versions before {version_text(until)} had it",
+                [k for k, n in dialect.since.items() if n >= until],
+            )
+        else:
+            continue
+        by, other = version_text(version) or "of today", reading.first(*others)
+        mixed = f" {other} is a key of other versions: give the keys of one." if other else ""
+        text = f"{key}={given.value}: {dialect.title} {by} does not have this key, {which}.{mixed}"
+        found.append(error("unknown-key", text, key))
+    return found
 
 
 def _finding(cause: str, wrong: Violation) -> Finding:
@@ -116,47 +149,56 @@ def _stages(reading: Reading, made: Job) -> list[Finding]:
 
 def _counted_in_steps(reading: Reading, made: Job) -> list[Finding]:
     """Keys that count optimizer steps: in samples they depend on the batch."""
-    counted = {key: int(text) for key, _ in reading.dialect.steps.items() if (text := _steps(reading, key))}
-    batch, schedule = made.get("global_batch_size"), made.schedule
-    if not counted or made.kind != "train" or batch is None:
+    counted, step, schedule = steps_of(reading), _step(reading, made), made.schedule
+    if not counted or step is None:
         return []
     if schedule is not None and len(schedule.segments) > 1:
-        shown = [f"{key}={n} ends at sample {schedule.at_step(n).start_sample:,}" for key, n in counted.items()]
+        shown = [
+            f"{key}={reading.value(key)} ends at sample {schedule.at_step(n).start_sample:,}"
+            for key, n in counted.items()
+        ]
         text = f"These keys count optimizer steps, and the first steps are smaller: {'; '.join(shown)}."
         return [note("counts-steps", text, next(iter(counted)))]
-    shown = [f"{key}={n} ({n * batch:,} samples)" for key, n in counted.items()]
-    text = f"These keys count optimizer steps of {batch:,} samples: {', '.join(shown)}. Change them when the batch changes."
+    each, unit, steps = step
+    shown = [f"{key}={reading.value(key)} ({n * each:,} {unit})" for key, n in counted.items()]
+    text = f"These keys count {steps} of {each:,} {unit}: {', '.join(shown)}. Change them when the batch changes."
     return [note("counts-steps", text, next(iter(counted)))]
 
 
-def _steps(reading: Reading, key: str) -> str | None:
-    text = str(reading.value(key, "")).strip().removesuffix("ba")
-    return text if text.isdigit() and int(text) > 0 else None
+def _step(reading: Reading, made: Job) -> tuple[int, str, str] | None:
+    """What the framework counts as a step: how many, of what, and its name; None if the batch is not known."""
+    if made.kind == "train":
+        batch = made.get("global_batch_size")
+        return None if batch is None else (batch, "samples", "optimizer steps")
+    responses = made.get("prompts") * made.get("generations")
+    if reading.dialect.counts_rounds:
+        return responses, "responses", "rounds"
+    return responses // made.get("updates", 1), "responses", "optimizer steps"
 
 
 def _not_changed(reading: Reading, made: Job, earlier: Reading) -> list[Finding]:
     """Keys in steps that are the same although the batch is another."""
     try:
-        before = job(earlier)
+        before = _step(earlier, job(earlier))
     except PlanError as wrong:
         return [note("batch", f"The earlier configuration has no valid batch: {wrong}")]
-    old, new = before.get("global_batch_size"), made.get("global_batch_size")
-    if not isinstance(old, int) or not isinstance(new, int) or old == new:
+    after, unchanged = _step(reading, made), steps_of(earlier).items() & steps_of(reading).items()
+    if before is None or after is None or before[0] == after[0]:
         return []
+    (old, *_), (new, unit, _) = before, after
     found: list[Finding] = []
     for key, role in reading.dialect.steps.items():
-        steps = _steps(reading, key)
-        if steps is None or role == "log" or before.steps.get(role) != int(steps):
+        n = dict(unchanged).get(key)
+        if n is None or role == "log":
             continue
-        n = int(steps)
-        near = max(1, round(n * old / new))
+        near, ending = max(1, round(n * old / new)), reading.dialect.steps_unit
         found.append(
             error(
                 "not-changed-with-the-batch",
-                f"{key}={n} is as before, and the batch was {old:,} and is {new:,}: {n * old:,} samples became "
-                f"{n * new:,}. Nearest: {near} ({near * new:,} samples).",
+                f"{key}={reading.value(key)} is as before, and the batch was {old:,} and is {new:,}: {n * old:,} {unit} became "
+                f"{n * new:,}. Nearest: {near}{ending} ({near * new:,} {unit}).",
                 key,
-                (near,),
+                (f"{near}{ending}" if ending else near,),
             )
         )
     return found
@@ -173,8 +215,12 @@ def equation(made: Job) -> str:
         part = prompts // updates
         numbers = {"prompt": prompts, "update": made.updates_of_a_round, "rank": made.get("data_parallel_size", 1)}
         whole, passes, ranks = (f"{n} {word}{'s' * (n != 1)}" for word, n in numbers.items())
+        micro, split = made.get("train_micro_responses"), ""
+        if micro is not None:
+            steps = part * group // (micro * numbers["rank"])
+            split = f"{micro} micro × {steps} accumulation × {numbers['rank']} data-parallel = "
         return (
-            f"{part * group} responses per update = {part} prompt{'s' * (part != 1)} × {group} "
+            f"{part * group} responses per update = {split}{part} prompt{'s' * (part != 1)} × {group} "
             f"generation{'s' * (group != 1)}; a round has {whole} and {passes}, on {ranks}"
         )
     names = {"micro_batch_size": "micro", "accumulation_steps": "accumulation", "data_parallel_size": "data-parallel"}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchwright.core.errors import ConfigError, PlanError
+from batchwright.core.errors import ConfigError, PlanError, Violation, raise_violations
 
 from .checking import check
-from .reading import job, read
-from .record import NEWEST, PARALLEL_FIELDS, RL_FIELDS, Dialect, Given, Job, Reading, Version
+from .reading import job, read, steps_of
+from .record import NEWEST, PARALLEL_FIELDS, RL_FIELDS, Dialect, Finding, Given, Job, Reading, Version
 
 if TYPE_CHECKING:
     from batchwright.core.ramp.schedule import Schedule
@@ -52,6 +52,8 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST, presen
 
     The keys are read back as the other framework reads them, and what they mean is compared with the source.
     """
+    wrong = [Violation(f.message, f.key, nearest=f.nearest) for f in reading.findings if f.cause == "misspelt-key"]
+    raise_violations(ConfigError, wrong)
     made = job(reading)
     if made.kind == "train" and not {"global_batch_size", "micro_batch_size"} & set(made.numbers):
         raise ConfigError(
@@ -69,7 +71,7 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST, presen
             raise  # it can be written when they are given
         return _nothing(reading, made, target, version, Difference(wrong.field or "batch", NOT_EXPRESSIBLE, str(wrong)))
     left_out, rounded = _steps(made, target, keys, present)
-    rounded += _gradient(reading, target, keys)
+    rounded += _gradient(reading, target, version, keys)
     back = read_back(keys, target, version, made)
     try:
         again = job(back)
@@ -78,12 +80,14 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST, presen
         again = Job(made.kind, {name: given.value for name, given in back.fields.items() if name in PARALLEL_FIELDS})
         differences = (*_lost(made, again, target), Difference("batch", NOT_EXPRESSIBLE, str(wrong)))
         return Conversion(reading, made, target, version, keys, differences, tuple(left_out + _unread(reading)), ())
-    differences = (*compare(made, again, target), *_wrong(back), *_doubtful(reading, back), *rounded)
+    before, after = check(reading).findings, check(back).findings
+    differences = (*compare(made, again, target), *_filled(reading, made, again, target))
+    differences += (*_refused(before), *_wrong(after), *_doubtful(before, after), *rounded)
     left_out += _beside(made, again, target)
     left_out += _unread(reading)
     notes = list(reading.notes)
-    notes += [f.message for f in check(reading).findings if f.severity == "error" and f.cause == "ignored-key"]
-    notes += [f.message for f in check(back).findings if f.severity == "note" and f.cause == "mean-of-means"]
+    notes += [f.message for f in before if f.severity == "error" and f.cause == "ignored-key"]
+    notes += [f.message for f in after if f.severity == "note" and f.cause == "mean-of-means"]
     if not target.has_world and "devices" in made.numbers:
         notes.insert(0, f"{target.title} gets its devices from the launcher: {_devices(made)}.")
     return Conversion(reading, made, target, version, keys, differences, tuple(left_out), tuple(notes))
@@ -124,33 +128,60 @@ def _read(entries: list[tuple[str, Given]], name: str, world: Mapping[str, Any])
     )
 
 
-def _wrong(back: Reading) -> list[Difference]:
+def _refused(before: Iterable[Finding]) -> list[Difference]:
+    """Rules of the source that its own keys break: what it trains with is not known. An ignored key is a note."""
+    passed = ("ignored-key", "counts-responses", "ramp-with-accumulation")
+    errors = [f for f in before if f.severity == "error" and f.cause not in passed]
+    stages = [f for f in errors if f.cause == "stage"]
+    found = [Difference(f.key or f.cause, DIFFERS, f.message) for f in errors if f.cause != "stage"]
+    if stages:
+        more = f" Stages that break it: {len(stages)}." if len(stages) > 1 else ""
+        found.append(Difference("stage", DIFFERS, f"The source breaks a rule itself: {stages[0].message}{more}"))
+    return found
+
+
+def _filled(reading: Reading, made: Job, again: Job, target: Dialect) -> list[Difference]:
+    """Micro batches that the source does not count in responses, in a framework that does, or that fills them by its own keys."""
+    name = "train_micro_responses"
+    if made.kind != "rl" or name in made.numbers:
+        return []
+    what = f"{reading.dialect.title}'s micro batch has no number of responses here"
+    if name in again.numbers:
+        return [Difference(name, DIFFERS, f"{what}; in {target.title} it is {again.get(name)} responses.")]
+    if target is reading.dialect:
+        return []
+    message = f"{what}. {target.title} fills its own up to a number of tokens, too, and that number is not converted."
+    return [Difference(name, DIFFERS, message)]
+
+
+def _wrong(after: Iterable[Finding]) -> list[Difference]:
     """Rules of the target that the written keys break."""
-    found = [f for f in check(back).findings if f.severity == "error"]
-    return [Difference(f.key or f.cause, NOT_EXPRESSIBLE, f.message) for f in found]
+    return [Difference(f.key or f.cause, NOT_EXPRESSIBLE, f.message) for f in after if f.severity == "error"]
 
 
-def _doubtful(reading: Reading, back: Reading) -> list[Difference]:
-    """What is read in one way and may run in another: responses as samples, and MaxText's ramp with accumulation."""
+def _doubtful(before: Iterable[Finding], after: Iterable[Finding]) -> list[Difference]:
+    """What is read in one way and may run in another: responses as samples, ramps with accumulation, and late stages."""
     found = [
         Difference(f.cause, NOT_EXPRESSIBLE, f"{f.message} The keys here count samples.")
-        for f in check(reading).findings
+        for f in before
         if f.cause == "counts-responses"
     ]
-    ramps = [f for one in (reading, back) for f in check(one).findings if f.cause == "ramp-with-accumulation"]
+    ramps = [f for f in (*before, *after) if f.cause == "ramp-with-accumulation"]
+    late = [{f for f in one if f.cause == "float-boundary"} for one in (before, after)]
+    ramps += [f for f in (*before, *after) if f.message in {g.message for g in late[0]} ^ {g.message for g in late[1]}]
     return found + [Difference(f.cause, DIFFERS, f.message) for f in dict.fromkeys(ramps)]
 
 
-def _gradient(reading: Reading, target: Dialect, keys: dict[str, Any]) -> list[Difference]:
+def _gradient(reading: Reading, target: Dialect, version: Version, keys: dict[str, Any]) -> list[Difference]:
     """Add the keys that change what the gradient is a mean of; a difference where the target does not have them."""
     found: list[Difference] = []
-    for key, default in reading.dialect.gradient.items():
+    for key in reading.dialect.gradient:
+        default = reading.dialect.is_on(key, reading.version)
         on = reading.on(key, default)
         same = next((one for one in target.gradient if one.split(".")[-1] == key.split(".")[-1]), None)
-        if on == default:
-            continue
-        if same is not None:
+        if same is not None and on != target.is_on(same, version):
             keys[same] = on
+        if same is not None or on == default:
             continue
         message = f"{key}={str(on).lower()} changes what the gradient is a mean of, and {target.title} has no such key."
         found.append(Difference(key, DIFFERS, message))
@@ -220,10 +251,13 @@ def _compare_rounds(made: Job, again: Job, target: Dialect) -> list[Difference]:
         return rl(**{name: value for name, value in one.numbers.items() if name in RL_FIELDS})
 
     first, second = numbers(made), numbers(again)
-    found: list[Difference] = []
+    micro, found = "train_micro_responses", list[Difference]()
+    if micro in made.numbers and micro not in again.numbers:
+        message = f"{micro} is {made.get(micro)}, and not a number of responses in {target.title}."
+        found.append(Difference(micro, DIFFERS, message))
     for name in _RL:
         ours, theirs = getattr(first, name), getattr(second, name)
-        if ours != theirs:
+        if ours != theirs and (name != micro or {micro} <= set(made.numbers) & set(again.numbers)):
             lost = name in ("rollout_micro_prompts", "rounds_ahead", "iterations")
             status = NOT_EXPRESSIBLE if lost else DIFFERS
             found.append(Difference(name, status, f"{name} is {ours}, and {theirs} in {target.title}."))
@@ -289,17 +323,22 @@ _PLACED = ("data_parallel_size", "devices", "nodes", "devices_per_node")
 
 def _unread(reading: Reading) -> list[str]:
     """Keys of the source that led to no number: what they say is in no key of the target."""
-    used = {word for given in reading.fields.values() for word in _words(given.origin)}
+    used = {word for name, given in reading.fields.items() if name not in _UNSAID for word in _words(given.origin)}
+    first: dict[str, int] = {}  # by role: a second key that counts other steps is not converted
+    counted = steps_of(reading).items()
+    used |= {key for key, n in counted if first.setdefault(reading.dialect.steps[key], n) == n}
     neutral = ("", "1", "1.0", "-1", "-1.0", "0", "false", "none", "null")
     return [
         f"{key}={_shown(given.value)}"
         for key, given in reading.given.items()
-        if key not in reading.dialect.keys
-        and key not in reading.dialect.steps
+        if reading.dialect.keys.get(key) not in reading.fields
         and key not in used
         and key not in reading.dialect.gradient
         and str(given.value).strip().lower() not in neutral
     ]
+
+
+_UNSAID = ("round", "allow_ragged")  # how the reader chose the numbers
 
 
 def _words(origin: str) -> list[str]:

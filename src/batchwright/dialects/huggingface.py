@@ -25,8 +25,8 @@ CHECKED = frozenset(
 )
 
 
-GRADIENT = {"average_tokens_across_devices": True}
-_AVERAGED: Version = (4, 54)  # the first version in which average_tokens_across_devices is true by default
+_AVERAGED = "average_tokens_across_devices"
+AVERAGED: dict[str, Version | None] = {_AVERAGED: (0,)}  # for frameworks with versions of their own
 
 
 def check(reading: Reading) -> list[Finding]:
@@ -52,16 +52,15 @@ def check(reading: Reading) -> list[Finding]:
                 "auto_find_batch_size",
             )
         )
-    named = reading.dialect.name == "huggingface"  # other frameworks have versions of their own
-    if not reading.on("average_tokens_across_devices", not (named and reading.version < _AVERAGED)):
-        given = "average_tokens_across_devices" in reading.given
+    if not reading.on(_AVERAGED, reading.dialect.is_on(_AVERAGED, reading.version)):
+        given = _AVERAGED in reading.given
         found.append(
             note(
                 "mean-of-means",
-                f"average_tokens_across_devices is false{'' if given else ', the default before 4.54'}: each device divides by "
+                f"{_AVERAGED} is false{'' if given else ', the default before 4.54'}: each device divides by "
                 "its own number of tokens, so the gradient is a mean of the devices' means and depends on how samples are "
                 "spread.",
-                "average_tokens_across_devices",
+                _AVERAGED,
             )
         )
     return [*found, trainer_loss()]
@@ -91,7 +90,7 @@ DIALECTS = (
         checked=CHECKED,
         steps=STEPS,
         defaults={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-        gradient=GRADIENT,
+        gradient={_AVERAGED: (4, 54)},
         versions=("4.53", "4.54"),
         beside=("deepspeed", "accelerate"),
         check=check,

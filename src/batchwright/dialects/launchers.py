@@ -5,7 +5,7 @@ from __future__ import annotations
 from .record import Dialect, Fields, Given
 
 # Short flags to read, by program: in other programs they mean something else.
-SHORT = {"srun": {"-N": "nodes", "-n": "ntasks"}}
+SHORT = {"srun": {"-N": "nnodes", "-n": "ntasks"}, "composer": {"-n": "nproc_per_node"}}
 # Programs that start the ranks: a task of srun is then one of these programs, not a rank.
 STARTERS = frozenset({"torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch"})
 TASKS = frozenset({"ntasks", "ntasks_per_node"})

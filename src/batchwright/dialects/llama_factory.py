@@ -6,13 +6,22 @@ from collections.abc import Collection
 from typing import Any
 
 from . import huggingface
-from .record import NEWEST, Dialect, Finding, Job, Reading, Version
+from .record import NEWEST, Dialect, Fields, Finding, Job, Reading, Version, by_default
 
 _NEW = {"micro_batch_size": "micro_batch_size", "global_batch_size": "global_batch_size"}
 
 
 def _version_of(keys: Collection[str]) -> Version:
     return (1,) if set(_NEW) & set(keys) else (0,)
+
+
+def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
+    """The defaults: those of v1 beside a global batch, and of TrainingArguments without one."""
+    micro = 1 if "global_batch_size" in fields else 8
+    found = {"micro_batch_size": by_default(micro, "LLaMA-Factory")}
+    if "global_batch_size" not in fields:
+        found["accumulation_steps"] = by_default(1, "LLaMA-Factory")
+    return found, []
 
 
 def _check(reading: Reading) -> list[Finding]:
@@ -33,6 +42,7 @@ DIALECTS = (
         title="LLaMA-Factory",
         aliases=("llamafactory",),
         keys={**huggingface.KEYS, **_NEW, "cutoff_len": "sequence_length"},
+        resolve=_resolve,
         common=frozenset({*huggingface.KEYS, *_NEW}),
         signs=(
             "finetuning_type",
@@ -46,8 +56,9 @@ DIALECTS = (
         programs=("llamafactory", "llama_factory"),
         checked=huggingface.CHECKED,
         steps=huggingface.STEPS,
-        gradient=huggingface.GRADIENT,
+        gradient=huggingface.AVERAGED,
         versions=("0", "1"),
+        since=dict.fromkeys(_NEW, (1,)),
         version_of=_version_of,
         beside=("deepspeed", "accelerate"),
         check=_check,

@@ -430,6 +430,7 @@ DIALECTS = (
         signs=("rl.num_generations", "num_batches", "rl.grpo_beta", "rl.loss_algo"),
         programs=("train_rl",),
         defaults={"batch_size": 1, "rl.num_generations": 2},
+        all_at_once=True,
         check=_check_rl,
         write=_write_rl,
         form="keys",

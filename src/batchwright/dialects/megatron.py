@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchwright.core.errors import ConfigError, PlanError
+from batchwright.core.errors import ConfigError, PlanError, either
 from batchwright.core.fields import switch
 from batchwright.core.numbers import count, nearest_multiples
 
-from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, error, note
+from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, count_ranks, error, note
 
 _SCHEDULE = "step_batch_size_schedule"
 _TRIPLE = "rampup_batch_size"
 _LAYERS = "num_layers_per_virtual_pipeline_stage"
 _SHRINK = "decrease_batch_size_if_needed"
+_EVAL, _EVAL_MICRO = "eval_global_batch_size", "eval_micro_batch_size"
 STEPPED: Version = (0, 18)  # the core in which the step schedule replaced the triple
 
 
@@ -49,7 +50,7 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
 def spaced(given: Given) -> Given:
     """A triple that is written with spaces instead of commas."""
     if isinstance(given.value, str):
-        return Given(",".join(given.value.strip("[]() ").replace(",", " ").split()), given.origin, given.level)
+        return Given(",".join(_parts(given.value)), given.origin, given.level)
     return given
 
 
@@ -103,15 +104,17 @@ def check(reading: Reading) -> list[Finding]:
             found.append(
                 error("excluded-key", f"{_SHRINK} and {_SCHEDULE}: Megatron raises ValueError for both.", _SHRINK)
             )
-        if key := reading.first("lr_decay_iters", "lr_warmup_iters"):
-            found.append(
-                error(
-                    "steps-of-the-first-batch",
-                    f"{key}={reading.value(key)}: with a schedule Megatron converts iterations to samples by micro batch × "
-                    f"ranks, not by the batch of the schedule. Give {key.replace('iters', 'samples')}.",
-                    key,
-                )
+        found += [
+            error(
+                "steps-of-the-first-batch",
+                f"{key}={reading.value(key)}: with a schedule Megatron converts iterations to samples by micro batch × "
+                f"ranks, not by the batch of the schedule. Give {key.replace('iters', 'samples')}.",
+                key,
             )
+            for key in ("lr_decay_iters", "lr_warmup_iters")
+            if key in reading.given
+        ]
+    found += _evaluation(reading)
     if not reading.on("calculate_per_token_loss"):
         found.append(
             note(
@@ -122,6 +125,31 @@ def check(reading: Reading) -> list[Finding]:
             )
         )
     return found
+
+
+def _evaluation(reading: Reading) -> list[Finding]:
+    """The batch of evaluation: whole micro batches of all ranks; by default the global batch and the micro batch."""
+    ranks = count_ranks(reading.fields)
+    if ranks is None or not {_EVAL, _EVAL_MICRO} & set(reading.given) or "micro_batch_size" not in reading.given:
+        return []
+    each = count(reading.value("micro_batch_size"), "micro_batch_size")
+    micro = count(reading.value(_EVAL_MICRO, each), _EVAL_MICRO)
+    # With a schedule, Megatron sets the global batch to one micro batch of each rank.
+    batch = count(reading.value(_EVAL, reading.value("global_batch_size", each * ranks)), _EVAL)
+    if batch % (micro * ranks) == 0:
+        return []
+    near = nearest_multiples(micro * ranks, batch)
+    shown = _EVAL if _EVAL in reading.given else "global_batch_size"
+    named = _EVAL_MICRO if _EVAL_MICRO in reading.given else "micro_batch_size"
+    return [
+        error(
+            "eval-batch",
+            f"{shown}={batch} is the batch of evaluation and must be a multiple of {named} {micro} × {ranks} ranks = "
+            f"{micro * ranks}: {batch} / {micro * ranks} = {batch / micro / ranks:.2f}. Nearest: {either(near)} for {_EVAL}.",
+            _EVAL,
+            near,
+        )
+    ]
 
 
 def ignored_triple(reading: Reading, key: str, target: str, instead: str, ignored: bool) -> list[Finding]:
@@ -263,7 +291,7 @@ DIALECTS = (
         programs=tuple(
             f"pretrain_{model}.py" for model in ("gpt", "bert", "t5", "vlm", "mamba", "hybrid", "retro", "ict")
         ),
-        checked=frozenset({"calculate_per_token_loss"}),
+        checked=frozenset({"calculate_per_token_loss", _EVAL, _EVAL_MICRO}),
         steps={
             "train_iters": "budget",
             "lr_warmup_iters": "warmup",
@@ -275,7 +303,7 @@ DIALECTS = (
         in_samples=_SAMPLES,
         versions=("0.17", "0.18"),
         ignores_triple=STEPPED,
-        gradient={"calculate_per_token_loss": False},
+        gradient={"calculate_per_token_loss": None},
         accumulates_once=True,
         check=check,
         write=_write,

@@ -111,7 +111,7 @@ DIALECTS = (
         },
         versions=("0.3", "0.4"),
         ignores_triple=_IGNORED,
-        gradient={"model.calculate_per_token_loss": False},
+        gradient={"model.calculate_per_token_loss": None},
         accumulates_once=True,
         check=_check,
         write=_write,

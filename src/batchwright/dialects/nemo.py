@@ -12,16 +12,10 @@ from typing import Any, cast
 from batchwright.core.batch.plan import BatchPlan
 from batchwright.core.errors import ConfigError
 
+from . import megatron
 from .record import NEWEST, Dialect, Fields, Finding, Job, Reading, Version, error, note
 
-_PARALLEL = {
-    "tensor_model_parallel_size": "tensor_parallel",
-    "pipeline_model_parallel_size": "pipeline_parallel",
-    "context_parallel_size": "context_parallel",
-    "expert_model_parallel_size": "expert_parallel",
-    "expert_tensor_parallel_size": "expert_tensor_parallel",
-    "virtual_pipeline_model_parallel_size": "virtual_stages",
-}
+_PARALLEL = {**megatron.PARALLEL, "virtual_pipeline_model_parallel_size": "virtual_stages"}
 
 _PLAIN = {
     "data.micro_batch_size": "micro_batch_size",
@@ -64,10 +58,17 @@ def _check(reading: Reading) -> list[Finding]:
         "NeMo trains with Megatron, whose calculate_per_token_loss is false by default: the gradient is a mean of the micro "
         "batches' means.",
     )
+    late: list[Finding] = []
+    if triple := reading.first(*(key for key, name in DIALECTS[0].keys.items() if name == "linear")):
+        batch = triple.replace("rampup_batch_size", "global_batch_size")
+        late = megatron.ignored_triple(
+            reading, triple, batch, "", ignored=False
+        )  # NeMo counts with Megatron's calculator
     if key is None or str(reading.value(key)) == "1":
-        return [means]
+        return [means, *late]
     return [
         means,
+        *late,
         error(
             "accumulates-twice",
             f"{key}={reading.value(key)} must be 1: NeMo derives accumulation itself, as global / (micro × ranks), and this "
@@ -76,6 +77,11 @@ def _check(reading: Reading) -> list[Finding]:
             (1,),
         ),
     ]
+
+
+_BATCH = ("micro_batch_size", "global_batch_size", "rampup_batch_size")
+_OLD = tuple(f"{start}model.{name}" for start in ("", "training.") for name in (*_BATCH, "encoder_seq_length"))
+_NEW = tuple(f"{start}data.{name}" for start in ("", "training.") for name in (*_BATCH, "seq_length"))
 
 
 def _version_of(keys: Collection[str]) -> Version:
@@ -130,6 +136,8 @@ DIALECTS = (
         steps=_STEPS | {f"training.{key}": role for key, role in _STEPS.items()},
         defaults={"trainer.num_nodes": 1},
         versions=("1", "2"),
+        since=dict.fromkeys(_NEW, (2,)),
+        until=dict.fromkeys(_OLD, (2,)),
         version_of=_version_of,
         check=_check,
         write=_write,

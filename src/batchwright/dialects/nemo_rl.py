@@ -8,7 +8,7 @@ from batchwright.core.errors import PlanError, either
 from batchwright.core.fields import switch
 from batchwright.core.numbers import count, nearest_divisors
 
-from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, error, note
+from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, by_default, error, note
 
 _PROMPTS, _GROUP = "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"
 _GLOBAL, _MICRO, _LOGPROB = (
@@ -60,7 +60,7 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     elif _MICRO in special:
         found["train_micro_responses"] = special[_MICRO]
     if _ASYNC in special and switch(special[_ASYNC].value, _ASYNC):
-        found["rounds_ahead"] = special.get(_AGE) or Given(1, "NeMo-RL's default", -2)
+        found["rounds_ahead"] = special.get(_AGE) or by_default(1, "NeMo-RL")
     return found, notes
 
 
@@ -100,6 +100,8 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
         _GLOBAL: whole,
         **job.named({_MICRO: "train_micro_responses"}),
     }
+    if "train_micro_responses" not in job.numbers:
+        made[_TOKENS[0]] = True
     names = {"nodes": "cluster.num_nodes", "devices_per_node": "cluster.gpus_per_node"}
     made |= {names[name]: number for name, number in job.placed().items()}
     if job.get("pipeline_parallel", 1) > 1:

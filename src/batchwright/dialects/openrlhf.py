@@ -9,7 +9,7 @@ from batchwright.core.errors import PlanError, either
 from batchwright.core.fields import switch
 from batchwright.core.numbers import count, nearest_divisors
 
-from .record import NEWEST, Dialect, Fields, Finding, Given, Job, Reading, Version, error
+from .record import NEWEST, Dialect, Fields, Finding, Given, Job, Reading, Version, by_default, error, origins
 
 _DOTTED: Version = (0, 10)
 # The key with dots, the flat one, and the field.
@@ -40,7 +40,7 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     def given(names: tuple[str, str]) -> Given | None:
         return next((special[name] for name in names if name in special), None)
 
-    train = given(_TRAIN) or Given(128, "OpenRLHF's default", -2)
+    train = given(_TRAIN) or by_default(128, "OpenRLHF")
     prompts, group = (fields.get(name) for name in ("prompts", "generations"))
     if prompts is not None:
         size = count(train.value, "train_batch_size")
@@ -56,10 +56,10 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
                 given=size,
                 nearest=near,
             )
-        found["updates"] = Given(whole // size, " and ".join(g.origin for g in (prompts, train)), train.level)
+        found["updates"] = Given(whole // size, origins(prompts, train), train.level)
     ahead = given(_ASYNC)
     if ahead and switch(ahead.value, _ASYNC[0]):
-        found["rounds_ahead"] = given(_QUEUE) or Given(1, "OpenRLHF's default", -2)
+        found["rounds_ahead"] = given(_QUEUE) or by_default(1, "OpenRLHF")
     dynamic = given(_DYNAMIC)
     if dynamic and switch(dynamic.value, _DYNAMIC[0]):
         fields.pop("train_micro_responses", None)
@@ -97,9 +97,14 @@ def _check(reading: Reading) -> list[Finding]:
     return found
 
 
+_PAIRS = (
+    *(names[:2] for names in _NAMES), _TRAIN, _ASYNC, _QUEUE, _DYNAMIC, _MICRO, _OVER, _ESTIMATOR,
+    ("ckpt.save_steps", "save_steps"), ("eval.steps", "eval_steps"), ("logger.logging_steps", "logging_steps"),
+)  # fmt: skip
+
+
 def _version_of(keys: Collection[str]) -> Version:
-    flat = {flat for _, flat, _ in _NAMES} | {_TRAIN[1]}
-    return (0, 9) if flat & set(keys) else NEWEST
+    return (0, 9) if {flat for _, flat in _PAIRS} & set(keys) else NEWEST
 
 
 def _write(job: Job, version: Version) -> dict[str, Any]:
@@ -108,6 +113,8 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
     made = job.named({names[at]: names[2] for names in _NAMES if names[2] not in placed})
     made |= {names[at]: placed[names[2]] for names in _NAMES if names[2] in placed}
     made[_TRAIN[at]] = job.get("prompts") * job.get("generations") // job.get("updates", 1)
+    if "train_micro_responses" not in job.numbers:
+        made[_DYNAMIC[at]] = True
     if job.get("rounds_ahead"):
         made |= {_ASYNC[at]: True, _QUEUE[at]: job.get("rounds_ahead")}
     return made
@@ -126,7 +133,15 @@ DIALECTS = (
         programs=("openrlhf", "train_ppo_ray"),
         checked=frozenset({*_MICRO, *_OVER, *_ESTIMATOR}),
         counts_rounds=True,
-        steps={"ckpt.save_steps": "save", "save_steps": "save", "eval.steps": "eval", "eval_steps": "eval"},
+        # A step of these is a rollout (trainer/ppo_trainer.py: train_step).
+        steps={
+            "ckpt.save_steps": "save",
+            "save_steps": "save",
+            "eval.steps": "eval",
+            "eval_steps": "eval",
+            "logger.logging_steps": "log",
+            "logging_steps": "log",
+        },
         defaults={
             "rollout.batch_size": 1024,
             "rollout.n_samples_per_prompt": 1,
@@ -135,6 +150,8 @@ DIALECTS = (
             "actor.num_gpus_per_node": 8,
         },
         versions=("0.9", "0.10"),
+        since={dotted: _DOTTED for dotted, _ in _PAIRS},
+        until={flat: _DOTTED for _, flat in _PAIRS},
         version_of=_version_of,
         check=_check,
         write=_write,

@@ -42,12 +42,16 @@ def megatron_position(consumed_samples: int, *, dataloader_type: str = "single")
     return count(consumed_samples, "consumed_samples", least=0)
 
 
-def torchdata_position(states: Sequence[Mapping[str, Any]], *, batch_size: int, shuffled: bool) -> int:
+def torchdata_position(
+    states: Sequence[Mapping[str, Any]], *, batch_size: int, shuffled: bool, dataset_size: int | None = None
+) -> int:
     """The position of torchdata's `StatefulDataLoader.state_dict()`, one state per rank, in any order.
 
     Each rank's loader has `batch_size`, a map-style dataset and a DistributedSampler; `shuffled`: the sampler shuffles.
+    `dataset_size` is needed where a state does not say that all of its batches were full: the last one of an epoch may be short.
 
-    >>> torchdata_position([{"_num_yielded": 2}, {"_num_yielded": 2}], batch_size=3, shuffled=False)
+    >>> state = {"_num_yielded": 2, "_sampler_iter_state": {"samples_yielded": 6}}
+    >>> torchdata_position([state, state], batch_size=3, shuffled=False)
     12
     """
     if shuffled:
@@ -58,18 +62,23 @@ def torchdata_position(states: Sequence[Mapping[str, Any]], *, batch_size: int, 
             given=True,
         )
     batches: list[int] = []
+    full = True
+    rows = count(batch_size, "batch_size")
     for rank, state in enumerate(states):
         main: Any = state
-        yielded = state.get("_num_yielded")
+        known, later = state.get("_num_yielded"), 0
         if isinstance(snapshot := state.get("_snapshot"), Mapping):
             main = cast("Mapping[str, Any]", snapshot).get("_main_snapshot") or {}
-            yielded = _whole(snapshot, "_snapshot_step") + _whole(state, "_steps_since_snapshot")
-        if not isinstance(yielded, int):
+            known = cast("Mapping[str, Any]", snapshot).get("_snapshot_step")
+            later = count(state.get("_steps_since_snapshot", 0), "_steps_since_snapshot", least=0)
+        if known is None:
             raise _not_a_state("torchdata", rank, "_num_yielded or _snapshot")
+        known = count(known, "_num_yielded", least=0)
         if state.get("_iterator_finished"):
             raise _inexact(f"the loader of rank {rank} has finished its epoch. The position is the end of that epoch.")
-        sampler = main.get("_sampler_iter_state")
-        if isinstance(sampler, Mapping) and sampler.get("sampler_iter_state") is not None:
+        found = main.get("_sampler_iter_state")
+        sampler = cast("Mapping[str, Any]", found if isinstance(found, Mapping) else {})
+        if sampler.get("sampler_iter_state") is not None:
             raise _inexact(
                 f"the sampler of rank {rank} draws from a random generator, so its order cannot be read at any position."
             )
@@ -77,20 +86,48 @@ def torchdata_position(states: Sequence[Mapping[str, Any]], *, batch_size: int, 
             raise _inexact(
                 f"the dataset of rank {rank} is a stream with a state of its own. Only map-style datasets are exact."
             )
-        batches.append(yielded)
-    return _even(batches, "batches") * count(batch_size, "batch_size") * len(states)
+        samples = sampler.get("samples_yielded")
+        if samples is not None and samples != known * rows:
+            raise _inexact(
+                f"rank {rank} has yielded {samples} samples in {known} batches, and {known} batches of batch_size={rows} are "
+                f"{known * rows}. Either batch_size was another, or the last batch was short: then the epoch has ended, and its "
+                "end is the position."
+            )
+        full = full and samples is not None and not later
+        batches.append(known + later)
+    position = _even(batches, "batches") * rows * len(states)
+    if dataset_size is None and not full:
+        raise _inexact("they do not say whether the last batches were full. Give dataset_size=len(dataset).")
+    if dataset_size is not None and position > count(dataset_size, "dataset_size"):
+        raise _inexact(
+            f"{position:,} samples are more than dataset_size={dataset_size:,}: the last batches were short or padded, so the "
+            "epoch has ended, and its end is the position."
+        )
+    return position
 
 
-def grain_position(states: Sequence[Mapping[str, Any] | str | bytes], *, rows_per_index: int = 1) -> int:
+def grain_position(
+    states: Sequence[Mapping[str, Any] | str | bytes], *, rows_per_index: int = 1, processes: int | None = None
+) -> int:
     """The position of grain's per-process iterator states (`get_state()`, MaxText's `process_0-of-8.json`), in order.
 
     `rows_per_index`: the batch size, if the MapDataset was batched before it became an iterator; its indices count batches.
+    `processes`: how many have stored a state, as the file names say (8); most states do not say it, and one that is missing
+    would give a smaller position.
 
-    >>> grain_position([{"next_index": 4}] * 8)
+    >>> grain_position([{"next_index": 4}] * 8, processes=8)
     32
     """
+    if processes is not None and len(states) != processes:
+        raise _inexact(
+            f"{len(states)} states are given, and processes={processes} have stored one each: all are needed."
+        )
     read = [_grain(process, len(states), state) for process, state in enumerate(states)]
     return _even(read, "indices") * count(rows_per_index, "rows_per_index") * len(states)
+
+
+# Keys of states of grain whose rows do not follow from one index.
+_IN_FLIGHT = ("iterators_in_use_states", "parents", "window_index")
 
 
 def _grain(process: int, processes: int, state: Mapping[str, Any] | str | bytes) -> int:
@@ -100,9 +137,19 @@ def _grain(process: int, processes: int, state: Mapping[str, Any] | str | bytes)
             state = cast("Mapping[str, Any]", json.loads(state))
         except ValueError:
             raise _not_a_state("grain", process, "JSON") from None
-    if isinstance(found := state.get("next_index"), int):
-        return found
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlanError(
+            f"state {process} is not a state of grain: it is no JSON object.", field="states", given=process
+        )
+    if (found := state.get("next_index")) is not None:
+        return count(found, "next_index", least=0)
     seen = state.get("last_seen_indices")
+    if not isinstance(seen, Mapping) and (keys := [key for key in _IN_FLIGHT if key in state]):
+        raise _inexact(
+            f"state {process} has {', '.join(keys)}: its pipeline holds rows that were read and not trained (mp_prefetch, a "
+            "shuffle window, a mixture), so no position says which were trained. Exact: a MapDataset that is shuffled and "
+            "batched by index."
+        )
     if not isinstance(seen, Mapping):
         raise _not_a_state("grain", process, "next_index or last_seen_indices")
     # The DataLoader: worker w of W has read its indices up to one of them, out of process, process + processes, …
@@ -157,11 +204,6 @@ def _even(numbers: Sequence[int], what: str) -> int:
             f"they are not equally far: {shown} {what}. Save the states of all processes after the same step."
         )
     return numbers[0]
-
-
-def _whole(state: Any, name: str) -> int:
-    found = state.get(name)
-    return found if isinstance(found, int) else 0
 
 
 def _inexact(reason: str) -> PlanError:

@@ -11,11 +11,12 @@ from batchwright.core.batch.request import READERS, BatchRequest, batch_in_sampl
 from batchwright.core.errors import ConfigError, PlanError, did_you_mean
 from batchwright.core.numbers import count
 
-from . import detect, dialects, framework, is_misspelt, resolve
+from . import Candidates, detect, dialects, framework, resolve
 from .record import (
     NEWEST,
     PARALLEL_FIELDS,
     RL_FIELDS,
+    RULES,
     WORLD_FIELDS,
     Dialect,
     Fields,
@@ -31,11 +32,7 @@ from .record import (
 if TYPE_CHECKING:
     from batchwright.core.ramp.schedule import Rule, Schedule
 
-_DEFAULT = -2  # the level of a framework's default
-RULES = ("linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling")  # of a ramp
 RAMP = (*RULES, "allow_falling")
-# Any of these says how many micro batches a step has.
-_COUNTED = ("global_batch_size", "global_batch_size_tokens", "accumulation_steps", *RULES)
 
 
 def named(text: str) -> tuple[Dialect, Version]:
@@ -55,7 +52,6 @@ def read(
     words: Iterable[str] = (),
     name: str | None = None,
     world: Mapping[str, Given] | None = None,
-    defaults: bool = True,
 ) -> Reading:
     """The reading of these keys: by the framework that is named (`NAME@VERSION`), or by the one that they belong to.
 
@@ -82,27 +78,19 @@ def read(
     passed_over: list[str] = []
     findings: list[Finding] = []
     taken: list[tuple[str, Given]] = []
-    candidates = [*dialect.keys, *dialect.special, *dialect.checked, *dialect.steps]
+    candidates = Candidates([*dialect.keys, *dialect.special, *dialect.checked, *dialect.steps, *dialect.in_samples])
     for key, value in entries:
         if dialect.knows(key):
             if key not in given or given[key].level <= value.level:
                 given[key] = value
         elif key not in launchers.keys and not any(d.reads(key) for d in beside):
-            passed_over.append(key)
-            if is_misspelt(key, candidates):
-                findings.append(_misspelt(key, candidates, dialect))
+            if candidates.is_misspelt(key):
+                findings.append(_misspelt(key, candidates.keys, dialect))
+            else:
+                passed_over.append(key)
             continue
         if dialect.reads(key) or not dialect.knows(key):
             taken.append((key, value))
-    taken = [(key, _as_strong(key, value, taken, dialect, beside)) for key, value in taken]
-    if defaults:
-        own = f"{dialect.title}'s default"
-        placed = bool(set(world or ()) & set(WORLD_FIELDS))  # then the framework's default devices do not count
-        taken += [
-            (key, Given(value, own, _DEFAULT))
-            for key, value in dialect.defaults.items()
-            if key not in given and not (placed and dialect.keys.get(key) in WORLD_FIELDS)
-        ]
     taken += (world or {}).items()
     fields: Fields = {}
     notes: tuple[str, ...] = ()
@@ -112,27 +100,15 @@ def read(
         fields, notes = resolved.fields, resolved.notes
         if dialect.ignores_triple and version >= dialect.ignores_triple:
             fields.pop("linear", None)  # the batch stays constant
-        if defaults and dialect.accumulates_once and not set(_COUNTED) & set(fields):
-            fields["accumulation_steps"] = Given(1, f"{dialect.title}'s default", _DEFAULT)
     except PlanError as wrong:
         findings += [error("value", v.message, v.field, v.nearest) for v in wrong.violations]
     return Reading(dialect, version, tuple(by), given, fields, notes, tuple(passed_over), tuple(findings))
 
 
-def _as_strong(
-    key: str, value: Given, taken: list[tuple[str, Given]], dialect: Dialect, beside: list[Dialect]
-) -> Given:
-    """A value of a framework beside this one, as strong as this one's: the two must agree, wherever they are given."""
-    field = next((d.keys[key] for d in beside if key in d.keys), None)
-    if dialect.reads(key) or field is None:
-        return value
-    return replace(value, level=max([g.level for k, g in taken if dialect.keys.get(k) == field], default=value.level))
-
-
-def _misspelt(key: str, candidates: list[str], dialect: Dialect) -> Finding:
+def _misspelt(key: str, candidates: Iterable[str], dialect: Dialect) -> Finding:
     from difflib import get_close_matches
 
-    close = get_close_matches(key, candidates, n=2, cutoff=0.85)
+    close = get_close_matches(key, list(candidates), n=2, cutoff=0.85)
     return error(
         "misspelt-key", f"{key[:60]} is not a key of {dialect.title}.{did_you_mean(close)}", key[:60], tuple(close)
     )
@@ -142,10 +118,12 @@ def job(reading: Reading) -> Job:
     """The batch that a configuration means, or a PlanError that says why it has none."""
     if any(finding.cause == "value" for finding in reading.findings):
         raise ConfigError(" ".join(f.message for f in reading.findings if f.cause == "value"), field="file")
-    steps = _steps(reading)
+    steps: dict[str, int] = {}
+    for key, number in steps_of(reading).items():
+        steps.setdefault(reading.dialect.steps[key], number)
     values = {name: given.value for name, given in reading.fields.items()}
     if reading.dialect.kind == "rl":
-        made = Job("rl", _rl_numbers(values), steps=steps)
+        made = Job("rl", _rl_numbers(values, reading.dialect), steps=steps)
         if not reading.dialect.counts_rounds:
             return made
         return replace(made, steps={role: n * made.updates_of_a_round for role, n in steps.items()})
@@ -163,14 +141,10 @@ def job(reading: Reading) -> Job:
     return Job("train", numbers, rule, schedule, steps)
 
 
-def _steps(reading: Reading) -> dict[str, int]:
-    """Numbers of optimizer steps by role; shares (0.05 of all steps), epochs and -1 (off) are none."""
-    found: dict[str, int] = {}
-    for key, role in reading.dialect.steps.items():
-        text = str(reading.value(key, "")).strip().removesuffix("ba")
-        if text.isdigit() and int(text) > 0:
-            found.setdefault(role, int(text))
-    return found
+def steps_of(reading: Reading) -> dict[str, int]:
+    """The keys that count optimizer steps; shares (0.05 of all steps), epochs and -1 (off) are none."""
+    texts = {key: str(reading.value(key, "")).strip().removesuffix("ba") for key in reading.dialect.steps}
+    return {key: int(text) for key, text in texts.items() if text.isdecimal() and len(text) < 19 and int(text) > 0}
 
 
 def _at_the_end(request: BatchRequest, schedule: Schedule, rule: Rule) -> BatchRequest:
@@ -193,7 +167,7 @@ def _numbers(request: BatchRequest) -> dict[str, Any]:
             plan(request)  # the batch must hold whole micro batches, on any number of ranks
         return given
     if batch is None and micro is None:
-        return given
+        return given | {"data_parallel_size": ranks}
     made = plan(request)
     found = {name: getattr(made, name) for name in _EQUATION}
     found |= {name: getattr(made, name) for name in ("nodes", "devices_per_node") if getattr(made, name) is not None}
@@ -210,6 +184,7 @@ def _numbers(request: BatchRequest) -> dict[str, Any]:
     return left | found
 
 
+_MICRO = {"train_micro_prompts", "train_micro_responses", "micro_batch_size"}
 _EQUATION = ("global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices")
 # Said by other numbers, or a choice of the reader.
 _DERIVED = (
@@ -218,8 +193,8 @@ _DERIVED = (
 )  # fmt: skip
 
 
-def _rl_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a round; the micro batch in responses of a rank."""
+def _rl_numbers(values: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """The numbers of a round; the micro batch in responses of a rank, unless it is filled up to a number of tokens."""
     given = {name: value for name, value in values.items() if name in RL_FIELDS}
     for name in ("prompts", "generations"):
         if name not in given:
@@ -234,7 +209,8 @@ def _rl_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
         "iterations": made.iterations,
         "data_parallel_size": made.data_parallel_size,
     }
-    found["train_micro_responses"] = made.train_micro_responses
+    if dialect.all_at_once or _MICRO & set(given):
+        found["train_micro_responses"] = made.train_micro_responses
     if made.rollout_micro_steps > 1:
         found["rollout_micro_prompts"] = made.rollout_micro_prompts
     if made.rounds_ahead:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # The fields of `rl`, the devices of a job, and how a replica is split over them.
 RL_FIELDS = (
     "prompts", "generations", "train_micro_prompts", "train_micro_responses", "rollout_micro_prompts", "updates",
-    "iterations", "rounds_ahead", "data_parallel_size", "micro_batch_size",
+    "iterations", "rounds_ahead", "data_parallel_size", "micro_batch_size", "micro_batch_unit",
 )  # fmt: skip
 WORLD_FIELDS = ("data_parallel_size", "devices", "nodes", "devices_per_node")
 PARALLEL_FIELDS = (
@@ -24,6 +24,8 @@ PARALLEL_FIELDS = (
     "expert_parallel",
     "expert_tensor_parallel",
 )
+RULES = ("linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling")  # of a ramp
+DEFAULT = -2  # the level of a framework's default
 
 Version = tuple[int, ...]
 NEWEST: Version = (10**9,)
@@ -39,6 +41,15 @@ class Given:
 
 
 Fields = dict[str, Given]
+
+
+def by_default(value: Any, title: str) -> Given:
+    """A value that a framework has where none is given.
+
+    >>> by_default(8, "TRL").origin
+    "TRL's default"
+    """
+    return Given(value, f"{title}'s default", DEFAULT)
 
 
 @dataclass(frozen=True)
@@ -132,9 +143,11 @@ class Dialect:
     that ends with a dot is the beginning of keys), and so do `programs` in a command line, and keys that only this
     framework has `together`. `defaults` are the framework's own values of keys that are not given. A framework that
     `has_world` configures its devices; others leave that to a launcher. One that `accumulates_once` has one micro batch
-    per step where neither a batch nor the accumulation is given. Its job may also have a configuration of the frameworks
-    `beside` it. Versions from `ignores_triple` on accept [start, increment, samples] and keep the batch constant. Keys in
-    `gradient` change what the gradient is a mean of; each has its default.
+    per step where neither a batch nor the accumulation is given; one of `rl` that trains `all_at_once` has one micro batch
+    where none is given. Its job may also have a configuration of the frameworks `beside` it. Some keys exist only `since` a
+    version, or `until` the one that no longer has them. Versions from `ignores_triple` on accept [start, increment,
+    samples] and keep the batch constant. Keys in `gradient` change what the gradient is a mean of; each has the version
+    since which it is on by default, or None.
     """
 
     name: str
@@ -156,14 +169,17 @@ class Dialect:
     in_samples: Mapping[str, str] = field(default_factory=dict[str, str])
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     versions: tuple[str, ...] = ()
+    since: Mapping[str, Version] = field(default_factory=dict[str, "Version"])
+    until: Mapping[str, Version] = field(default_factory=dict[str, "Version"])
     ignores_triple: Version | None = None
-    gradient: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    gradient: Mapping[str, Version | None] = field(default_factory=dict[str, "Version | None"])
     version_of: Callable[[Collection[str]], Version] | None = None
     check: Callable[[Reading], list[Finding]] | None = None
     write: Callable[[Job, Version], dict[str, Any]] | None = None
     form: str = "yaml"
     has_world: bool = False
     accumulates_once: bool = False
+    all_at_once: bool = False
     beside: tuple[str, ...] = ()
     unit: str = "samples"
     source: str = ""
@@ -178,6 +194,11 @@ class Dialect:
     def reads(self, key: str) -> bool:
         """Whether this key gives a field."""
         return key in self.keys or key in self.special
+
+    def is_on(self, key: str, version: Version) -> bool:
+        """Whether a key of `gradient` is on by default in this version."""
+        since = self.gradient[key]
+        return since is not None and version >= since
 
 
 @dataclass(frozen=True)
@@ -209,6 +230,25 @@ class Reading:
         if key not in self.given:
             return default
         return str(self.given[key].value).strip().lower() not in ("false", "no", "0", "off", "none", "null", "")
+
+
+def origins(*given: Given | None) -> str:
+    """Where several values come from, each place once.
+
+    >>> origins(Given(4, "a=4"), None, Given(8, "b=8"), Given(4, "a=4"))
+    'a=4 and b=8'
+    """
+    return " and ".join(dict.fromkeys(one.origin for one in given if one is not None and one.origin))
+
+
+def count_ranks(fields: Fields) -> int | None:
+    """The ranks that train, from the devices and how a replica is split; None if they are unknown."""
+    from batchwright.core.batch.request import read_request, resolve_ranks
+
+    values = {name: fields[name].value for name in (*WORLD_FIELDS, *PARALLEL_FIELDS) if name in fields}
+    if "devices_per_node" in values and not {"nodes", "devices", "data_parallel_size"} & set(values):
+        values["nodes"] = 1
+    return resolve_ranks(read_request(values))
 
 
 def parse_version(text: str) -> Version:

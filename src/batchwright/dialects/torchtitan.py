@@ -1,4 +1,5 @@
-"""torchtitan: since 2026-08-20 it counts tokens; before (release 0.3) it counted samples, under other names.
+"""torchtitan: since 2026-08-20 it counts tokens; before (release 0.3) it counted samples, under other names, and before
+0.1 the batch per rank had the name `training.batch_size`, and the degrees were in `training` and `experimental`.
 
 A pipeline splits each micro batch: into `num_pp_microbatches`, or into pieces of `pipeline_parallel_microbatch_size`.
 """
@@ -11,12 +12,19 @@ from typing import Any
 from batchwright.core.errors import ConfigError, PlanError, either
 from batchwright.core.numbers import count, nearest_divisors, nearest_multiples
 
-from .record import NEWEST, Dialect, Fields, Given, Job, Version
+from .record import DEFAULT, NEWEST, Dialect, Fields, Given, Job, Version, by_default, origins
 
 _TOKENS: Version = (2026, 8, 20)
 _MICRO, _STEP = "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step"
 _LENGTH, _PIECES = "training.max_context_length", "parallelism.num_pp_microbatches"
 _OLD_MICRO, _OLD_GLOBAL, _OLD_LENGTH = "training.local_batch_size", "training.global_batch_size", "training.seq_len"
+_OLDEST_MICRO, _OLDEST_PIECES = "training.batch_size", "experimental.pipeline_parallel_microbatches"
+_OLDEST_SHARD, _OLDEST_REPLICATE = (f"training.data_parallel_{name}_degree" for name in ("shard", "replicate"))
+_OLDEST_PARALLEL = {
+    "training.tensor_parallel_degree": "tensor_parallel",
+    "experimental.pipeline_parallel_degree": "pipeline_parallel",
+    "experimental.context_parallel_degree": "context_parallel",
+}
 _OLD_PIECE = "parallelism.pipeline_parallel_microbatch_size"
 _REPLICATE, _SHARD = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
 _PARALLEL = {
@@ -30,21 +38,20 @@ _PARALLEL = {
 def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     found = (
         _samples(special, fields)
-        if _OLD_MICRO not in special and {_MICRO, _STEP} & set(special)
+        if not {_OLD_MICRO, _OLDEST_MICRO} & set(special) and {_MICRO, _STEP} & set(special)
         else _old(special, fields)
     )
-    shard = special.get(_SHARD)
+    shard = special.get(_SHARD) or special.get(_OLDEST_SHARD)
     if shard and str(shard.value) != "-1":
-        copies = special.get(_REPLICATE)
+        copies = special.get(_REPLICATE) or special.get(_OLDEST_REPLICATE)
         ranks = count(shard.value, _SHARD) * (count(copies.value, _REPLICATE) if copies else 1)
-        origin = " and ".join(one.origin for one in (shard, copies) if one)
-        found["data_parallel_size"] = Given(ranks, origin, shard.level)
+        found["data_parallel_size"] = Given(ranks, origins(shard, copies), shard.level)
     return found, []
 
 
 def _old(special: Fields, fields: Fields) -> Fields:
     found: Fields = {}
-    micro = special.get(_OLD_MICRO) or Given(8, "torchtitan's default", -2)
+    micro = special.get(_OLD_MICRO) or special.get(_OLDEST_MICRO) or by_default(8, "torchtitan")
     found["micro_batch_size"] = micro
     whole = special.get(_OLD_GLOBAL)
     if whole and str(whole.value) != "-1":
@@ -53,6 +60,10 @@ def _old(special: Fields, fields: Fields) -> Fields:
         size = count(micro.value, _OLD_MICRO)
         piece = special.get(_OLD_PIECE)
         each = count(piece.value, _OLD_PIECE) if piece else 1
+        if piece is None and _OLDEST_MICRO in special:  # by default as many pieces as stages
+            piece = special.get(_OLDEST_PIECES)
+            pieces = piece or fields["pipeline_parallel"]
+            each = _piece(size, count(pieces.value, _OLDEST_PIECES))
         if size % each:
             near = nearest_divisors(size, each)
             raise PlanError(
@@ -64,8 +75,21 @@ def _old(special: Fields, fields: Fields) -> Fields:
             )
         found["pipeline_style"] = Given("inner", "torchtitan", -1)
         found["pipeline_microbatches"] = Given(size // each, (piece or micro).origin, micro.level)
-        found["pipeline_schedule"] = Given("1f1b", "torchtitan", -2)
+        found["pipeline_schedule"] = Given("1f1b", "torchtitan", DEFAULT)
     return found
+
+
+def _piece(size: int, pieces: int) -> int:
+    if size % pieces:
+        near = nearest_multiples(pieces, size)
+        raise PlanError(
+            f"{_OLDEST_MICRO}={size} must be a multiple of the {pieces} pieces of a pipeline: {size} / {pieces} = "
+            f"{size / pieces:.2f}. Nearest: {either(near)}.",
+            field=_OLDEST_MICRO,
+            given=size,
+            nearest=near,
+        )
+    return size // pieces
 
 
 def _samples(special: Fields, fields: Fields) -> Fields:
@@ -75,7 +99,7 @@ def _samples(special: Fields, fields: Fields) -> Fields:
     if length is None:
         raise ConfigError(f"{_MICRO} counts tokens and needs {_LENGTH} to count samples.", field="sequence_length")
     tokens = count(length.value, _LENGTH)
-    micro = special.get(_MICRO) or Given(16384, "torchtitan's default", -2)
+    micro = special.get(_MICRO) or by_default(16384, "torchtitan")
     size = count(micro.value, _MICRO)
     if size % tokens:
         near = nearest_multiples(tokens, size)
@@ -90,7 +114,7 @@ def _samples(special: Fields, fields: Fields) -> Fields:
     if parts > 1 and _pipeline(fields):
         found["pipeline_style"] = Given("inner", "torchtitan", -1)
         found["pipeline_microbatches"] = pieces or micro
-        found["pipeline_schedule"] = Given("1f1b", "torchtitan", -2)
+        found["pipeline_schedule"] = Given("1f1b", "torchtitan", DEFAULT)
     else:
         parts = 1
     found["micro_batch_size"] = Given(size // tokens * parts, micro.origin, micro.level)
@@ -106,7 +130,9 @@ def _pipeline(fields: Fields) -> bool:
 
 
 def _version_of(keys: Collection[str]) -> Version:
-    return (0, 3) if {_OLD_MICRO, _OLD_GLOBAL, _OLD_LENGTH, _OLD_PIECE} & set(keys) else NEWEST
+    if set(_OLDEST) & set(keys) and not {_OLD_MICRO, _OLD_GLOBAL, _MICRO, _STEP} & set(keys):
+        return (0, 0)
+    return (0, 3) if set(_OLD) & set(keys) else NEWEST
 
 
 def _write(job: Job, version: Version) -> dict[str, Any]:
@@ -137,24 +163,32 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
     return made | job.named(_PARALLEL)
 
 
+_OLD = (_OLD_MICRO, _OLD_GLOBAL, _OLD_LENGTH, _OLD_PIECE)
+_OLDEST = (_OLDEST_MICRO, _OLDEST_PIECES, _OLDEST_SHARD, _OLDEST_REPLICATE, *_OLDEST_PARALLEL)
+
 DIALECTS = (
     Dialect(
         name="torchtitan",
         title="torchtitan",
         aliases=("titan",),
-        keys={**_PARALLEL, _LENGTH: "sequence_length", _OLD_LENGTH: "sequence_length"},
-        special=frozenset({_MICRO, _STEP, _PIECES, _OLD_MICRO, _OLD_GLOBAL, _OLD_PIECE, _REPLICATE, _SHARD}),
+        keys={**_PARALLEL, **_OLDEST_PARALLEL, _LENGTH: "sequence_length", _OLD_LENGTH: "sequence_length"},
+        special=frozenset(
+            {_MICRO, _STEP, _PIECES, _OLD_MICRO, _OLD_GLOBAL, _OLD_PIECE, _REPLICATE, _SHARD, *_OLDEST[:4]}
+        ),
         resolve=_resolve,
         signs=("parallelism.", "job.config_file", "training.local_batch_size"),
         programs=("torchtitan",),
         steps={
             "training.steps": "budget",
             "lr_scheduler.warmup_steps": "warmup",
+            "training.warmup_steps": "warmup",  # before 0.1
             "checkpoint.interval": "save",
             "validation.freq": "eval",
             "metrics.log_freq": "log",
         },
         versions=("0.3", "2026-08-20"),
+        since={**dict.fromkeys((_MICRO, _STEP, _LENGTH, _PIECES), _TOKENS), _OLD_MICRO: (0, 1), _OLD_GLOBAL: (0, 1)},
+        until={**dict.fromkeys(_OLD, _TOKENS), **dict.fromkeys(_OLDEST, (0, 1))},
         version_of=_version_of,
         accumulates_once=True,
         write=_write,

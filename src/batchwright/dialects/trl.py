@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from batchwright.core.errors import ConfigError, Violation, either, raise_violations
-from batchwright.core.numbers import count, nearest_divisors, nearest_multiples
+from batchwright.core.numbers import count, divisors, nearest_divisors, nearest_multiples, nearest_of
 
 from . import huggingface
-from .record import RL_FIELDS, Dialect, Fields, Finding, Given, Job, Reading, Version, error
+from .record import DEFAULT, RL_FIELDS, Dialect, Fields, Finding, Given, Job, Reading, Version, error, origins
 
 _MICRO, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 _ROUND, _EVERY, _GROUP = "generation_batch_size", "steps_per_generation", "num_generations"
@@ -66,10 +66,24 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
         near = nearest_multiples(steps, every)
         wrong.append(
             Violation(
-                f"{_EVERY}={every} is not a whole number of updates: {every} / {_STEPS} {steps} = {every / steps:.2f}. TRL "
-                f"accepts it, and an update then learns from two rounds. Nearest: {either(near)}.",
+                f"updates span rounds: {_EVERY}={every} is not a whole number of updates, {every} / {_STEPS} {steps} = "
+                f"{every / steps:.2f}. TRL accepts it: an update then learns from two rounds, which two policies sampled, and "
+                f"may split a group between updates. Nearest: {either(near)}.",
                 _EVERY,
                 every,
+                near,
+            )
+        )
+    elif at_once * steps % group and not wrong:
+        works = [n for n in divisors(every) if at_once * n % group == 0]
+        near = nearest_of(works, steps)
+        wrong.append(
+            Violation(
+                f"split groups: an update has {_MICRO} {micro} × {ranks} processes × {_STEPS} {steps} = {at_once * steps} "
+                f"responses, and {at_once * steps} / {_GROUP} {group} = {at_once * steps / group:.2f} groups. TRL accepts it: it "
+                f"shuffles responses over the updates of a round. Nearest: {either(near)} for {_STEPS}.",
+                _STEPS,
+                steps,
                 near,
             )
         )
@@ -77,7 +91,7 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
 
     def derived(value: int, *keys: str) -> Given:
         used = [special[key] for key in keys if key in special]
-        return Given(value, " and ".join(g.origin for g in used), max((g.level for g in used), default=-2))
+        return Given(value, origins(*used), max((g.level for g in used), default=DEFAULT))
 
     found = {
         "prompts": derived(responses // group, _MICRO, _EVERY if _EVERY in special else _STEPS, _ROUND, _GROUP),
@@ -129,7 +143,7 @@ DIALECTS = (
         signs=("assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing", "padding_free"),
         programs=("trl", "sft.py"),
         checked=huggingface.CHECKED,
-        gradient=huggingface.GRADIENT,
+        gradient=huggingface.AVERAGED,
         steps=huggingface.STEPS,
         defaults={_MICRO: 8, _STEPS: 1},
         beside=("deepspeed", "accelerate"),

@@ -8,7 +8,7 @@ from batchwright.core.errors import ConfigError, Violation, either, raise_violat
 from batchwright.core.fields import switch
 from batchwright.core.numbers import count, divisors, nearest_multiples, nearest_of
 
-from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, error, note
+from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, by_default, error, note, origins
 
 _ROUND = "data.train_batch_size"
 _ACTOR = "actor_rollout_ref.actor"
@@ -17,6 +17,7 @@ _MINI, _MICRO, _OLD = (
 )
 _DYNAMIC, _BUDGET = f"{_ACTOR}.use_dynamic_bsz", f"{_ACTOR}.ppo_max_token_len_per_gpu"
 _GROUP = "actor_rollout_ref.rollout.n"
+_ULYSSES = f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
 _MEGATRON = {
     f"{_ACTOR}.megatron.tensor_model_parallel_size": "tensor_parallel",
     f"{_ACTOR}.megatron.pipeline_model_parallel_size": "pipeline_parallel",
@@ -29,24 +30,28 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     found: Fields = {}
     notes: list[str] = []
     wrong: list[Violation] = []
-    given = special.get(_ROUND) or Given(1024, "verl's default", -2)
-    mini = special.get(_MINI) or Given(256, "verl's default", -2)
+    given = special.get(_ROUND) or by_default(1024, "verl")
+    mini = special.get(_MINI) or by_default(256, "verl")
     prompts, per_update = count(given.value, _ROUND), count(mini.value, _MINI)
     found["prompts"] = given
     if prompts % per_update:
         near = nearest_of(divisors(prompts), per_update)
-        more = "at least" if prompts < per_update else "a multiple of"
+        what = f"{_ROUND}={prompts} must be at least {_MINI} {per_update}"
+        if prompts > per_update:
+            what = (
+                f"smaller last update: verl accepts {_ROUND}={prompts} with {_MINI} {per_update}, and the last update of a round "
+                f"then has {prompts % per_update} prompts only"
+            )
         wrong.append(
             Violation(
-                f"{_ROUND}={prompts} must be {more} {_MINI} {per_update}: {prompts} / {per_update} = {prompts / per_update:.2f} "
-                f"updates. Nearest: {either(near)} for {_MINI}.",
+                f"{what}: {prompts} / {per_update} = {prompts / per_update:.2f} updates. Nearest: {either(near)} for {_MINI}.",
                 _MINI,
                 per_update,
                 near,
             )
         )
         raise_violations(ConfigError, wrong)
-    found["updates"] = Given(prompts // per_update, f"{given.origin} / {mini.origin}", max(given.level, mini.level))
+    found["updates"] = Given(prompts // per_update, origins(given, mini), max(given.level, mini.level))
     if _DYNAMIC in special and switch(special[_DYNAMIC].value, _DYNAMIC):
         notes.append(
             f"{_DYNAMIC}: micro batches are filled up to {_BUDGET.rpartition('.')[2]} tokens, so their number of responses "
@@ -98,13 +103,15 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
         _MINI: job.get("prompts") // updates,
         **job.named({_MICRO: "train_micro_responses", _GROUP: "generations"}),
     }
+    if "train_micro_responses" not in job.numbers:
+        made[_DYNAMIC] = True
     if job.get("iterations", 1) > 1:
         made[f"{_ACTOR}.ppo_epochs"] = job.get("iterations")
     names = {"nodes": "trainer.nnodes", "devices_per_node": "trainer.n_gpus_per_node"}
     made |= {names[name]: number for name, number in job.placed().items()}
     if job.get("tensor_parallel", 1) > 1 or job.get("pipeline_parallel", 1) > 1:
         return made | job.named(_MEGATRON)
-    return made | job.named({f"{_ACTOR}.ulysses_sequence_parallel_size": "context_parallel"})
+    return made | job.named({_ULYSSES: "context_parallel"})
 
 
 DIALECTS = (
@@ -117,7 +124,8 @@ DIALECTS = (
             f"{_ACTOR}.ppo_epochs": "iterations",
             "trainer.nnodes": "nodes",
             "trainer.n_gpus_per_node": "devices_per_node",
-            f"{_ACTOR}.ulysses_sequence_parallel_size": "context_parallel",
+            _ULYSSES: "context_parallel",
+            f"{_ACTOR}.ulysses_sequence_parallel_size": "context_parallel",  # deprecated
             **_MEGATRON,
         },
         special=frozenset({_ROUND, _MINI, _MICRO, _OLD, _DYNAMIC}),
@@ -126,6 +134,7 @@ DIALECTS = (
         programs=("verl",),
         checked=frozenset({_BUDGET}),
         counts_rounds=True,
+        # The schedule of the learning rate steps with the last update of a round (workers/engine_workers.py).
         steps={
             "trainer.total_training_steps": "budget",
             "trainer.save_freq": "save",

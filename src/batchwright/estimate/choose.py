@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from batchwright.core.batch.pipeline import ASSUMED_LENGTH, HALF_SPEED_TOKENS
 from batchwright.core.batch.plan import BatchPlan, plan
 from batchwright.core.batch.request import BatchRequest, resolve_ranks
 from batchwright.core.errors import PlanError
@@ -20,9 +21,8 @@ from .fit import largest, solve
 from .records import MOST, Candidate, EstimateRequest, Point
 from .walks import CLOSED, Walks
 
-# Assumptions: recomputation is one more forward pass of three; gathering parameters is not hidden completely; a micro batch
-# of so many tokens runs at half of the speed of a large one (the same constant as for pipelines).
-RECOMPUTED, SHARDED, HALF_SPEED_TOKENS = 4 / 3, 1.1, 512
+# Assumptions: recomputation is one more forward pass of three; gathering parameters is not hidden completely.
+RECOMPUTED, SHARDED = 4 / 3, 1.1
 # So many winners that a whole walk refutes, and all ways are walked as a whole.
 MISSES = 4
 T = TypeVar("T")
@@ -183,24 +183,33 @@ def _way(batch: BatchRequest, request: EstimateRequest, limit: int, walks: Walks
 
     fixed, share = _fixed(batch), _share(batch)
     most = min(share or MOST, batch.max_micro_batch_size or MOST)
+    why, notes = "estimate of the memory", batch.notes
     if fixed is not None:
         size = fixed if peak(fixed) <= limit else 0
     elif share is None:
         size = largest(peak, limit, most=most)
     elif most == share and fits(share):  # without accumulation, it may need less than a smaller size
-        size = share
+        size, why = share, f"estimate of the memory: all {share} samples of a rank fit"
     else:
         ragged = plan(replace(batch, max_micro_batch_size=None)).ragged
         sizes = [d for d in (range(1, most + 1) if ragged else divisors(share)) if d <= most and d < share]
         size = _last(sizes, fits, least, lambda low, high: _meets(known, (low, high), limit))
+        if not ragged:
+            why += f": the largest divisor of {share} samples per rank that fits"
+            above = next((d for d in divisors(share) if size < d <= most), 0)
+            if size and above > 2 * size:
+                notes += (
+                    f"micro_batch_size {size} is the largest divisor of {share} samples per rank that fits; the next one, "
+                    f"{above}, does not. Sizes between them may fit: another global batch would allow them.",
+                )
     if size == 0:
         smallest = fixed or 1
         point = walks.point(_at(batch, request, smallest), smallest)
         return _Way(request, _candidate(request, 0, None, point, None), None)
     origins = batch.origins
     if size != batch.max_micro_batch_size:
-        origins = {**origins, "max_micro_batch_size": "estimate of the memory"}
-    made = plan(replace(batch, max_micro_batch_size=size, origins=origins))
+        origins = {**origins, "max_micro_batch_size": why}
+    made = plan(replace(batch, max_micro_batch_size=size, origins=origins, notes=notes))
     at = replace(request, accumulation_steps=min(made.accumulation_steps, 2))
     point = walks.point(at, made.micro_batch_size)
     if point.peak_memory_bytes > limit and least:
@@ -244,7 +253,7 @@ def _meets(known: Mapping[int, int], sizes: tuple[int, int], limit: int) -> int 
 
 def _time(request: EstimateRequest, made: BatchPlan) -> float:
     """The time per sample, relative to large micro batches without recomputation and sharding."""
-    tokens = made.micro_batch_size * (made.sequence_length or HALF_SPEED_TOKENS * 8)
+    tokens = made.micro_batch_size * (made.sequence_length or ASSUMED_LENGTH)
     recomputed = RECOMPUTED if request.checkpoint_activations else 1.0
     return recomputed * (SHARDED if request.ranks > 1 else 1.0) * (1 + HALF_SPEED_TOKENS / tokens)
 

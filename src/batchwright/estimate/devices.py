@@ -98,6 +98,15 @@ def device(name: str) -> Device:
     wanted = re.sub(r"(?<=\d)gb?$", "g", re.sub(r"[\s_-]+", "-", name.strip().lower()))
     if wanted in DEVICES:
         return DEVICES[wanted]
+    if size := re.fullmatch(r"(\d+)-?(?:g|gb|gib)", wanted):
+        having = tuple(known for known in DEVICES if known.endswith(f"-{size[1]}g"))
+        whose = f" of {' and '.join(having)}" if having else ""
+        raise ConfigError(
+            f"device={name[:40]!r} is a size{whose}, and not a name. Give a name, or --memory {size[1]}GiB.",
+            field="device",
+            given=name[:40],
+            nearest=having,
+        )
     short = tuple(known for known in DEVICES if wanted and wanted.replace("-", "") in _parts(known))
     if len(short) == 1:
         return DEVICES[short[0]]

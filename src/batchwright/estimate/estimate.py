@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from batchwright.core import codec
@@ -107,7 +105,7 @@ def estimate(
     lengths = _lengths(points, result)
     if request.memory_bytes is not None and not any(row.max_micro_batch_size for row in lengths):
         raise nothing_fits(room, points[0], result.get("remedies", ()))
-    fit, rows, notes = _frontier(points, lengths, request)
+    fit, rows, notes = _frontier(points, lengths, request, result.get("longest_sequence"))
     largest = {p.micro_batch_size: p.peak_memory_bytes for p in points}.get(MOST)
     if largest is not None and not micro_batch_sizes and largest <= (request.memory_bytes or 0):
         notes += (f"{MOST:,} is the largest micro batch that is searched, not the limit.",)
@@ -134,6 +132,7 @@ def estimate(
         fit=fit,
         frontier=rows,
         calibration=calibration,
+        args={key: str(value) for key, value in sorted((args or {}).items())},
         assumptions=(*assumptions(request, result["framework"], room), *result.get("rules", ())),
         notes=(*result["notes"], *notes),
     )
@@ -148,12 +147,14 @@ def predict_slope(
     checkpoint_activations: bool = False,
     ranks: int = 1,
     accumulation_steps: int = 1,
+    longest: bool = False,
     timeout: float = TIMEOUT,
 ) -> Slope:
     """Bytes per sample and the base, for the prober: a line on the activation-bound segment, estimated for the CPU.
 
-    With `memory_bytes`, the line near that limit. Raises PlanError for a task that fake tensors cannot follow and
-    RunError for a task that fails: the prober then takes its slope from two real trials.
+    With `memory_bytes`, the line near that limit; with `longest`, of batches of the dataset's longest sample. Raises
+    PlanError for a task that fake tensors cannot follow and RunError for a task that fails: the prober then takes its slope
+    from two real trials.
     """
     request = EstimateRequest(
         task,
@@ -163,6 +164,7 @@ def predict_slope(
         ranks=ranks,
         checkpoint_activations=checkpoint_activations,
         accumulation_steps=accumulation_steps,
+        longest=longest,
     )
     result = worker.run("slope", request, timeout=timeout)
     points = tuple(codec.decode(Point, p) for p in result["points"])
@@ -196,6 +198,12 @@ def find_room(
     base = found.allowance if found else NO_ALLOWANCE
     allowance = replace(base, **{name: value for name, value in given.items() if value is not None})
     total = found.memory_bytes if found else memory
+    if total is None and not wrong:
+        kept = {"margin": margin or None, "context": context, "workspaces": workspaces, "fragmentation": fragmentation}
+        for name, value in kept.items():
+            if value is not None:
+                message = f"{name}={value:,} has no effect without device or memory: it is kept free of one of them."
+                wrong.append(Violation(message, name, value))
     if total is not None and not 0 <= margin < total:
         message = f"margin={format_bytes(margin)} leaves nothing of {format_bytes(total)}."
         wrong.append(Violation(message, "margin", margin, (0,)))
@@ -308,7 +316,7 @@ def nothing_fits(room: Room, smallest: Point, changes: Sequence[Mapping[str, Any
 
 
 def _frontier(
-    points: Sequence[Point], lengths: Sequence[Length], request: EstimateRequest
+    points: Sequence[Point], lengths: Sequence[Length], request: EstimateRequest, longest: int | None
 ) -> tuple[FrontierFit | None, tuple[FrontierRow, ...], tuple[str, ...]]:
     if len(lengths) < 2:
         return None, (), ()
@@ -326,10 +334,8 @@ def _frontier(
         return fit, (), ()
     known = {row.sequence_length: row.max_micro_batch_size or 0 for row in lengths if row.sequence_length is not None}
     rows = frontier(fit, request.memory_bytes, known)
-    if request.model is not None:  # a longer sequence has no positions
-        longest = json.loads(Path(request.model).read_text(encoding="utf-8")).get("max_position_embeddings")
-        rows = tuple(row for row in rows if longest is None or row.sequence_length <= longest)
-    return fit, rows, ()
+    # A longer sequence has no positions.
+    return fit, tuple(row for row in rows if longest is None or row.sequence_length <= longest), ()
 
 
 def assumptions(request: EstimateRequest, framework: str, room: Room) -> tuple[str, ...]:
@@ -360,7 +366,8 @@ def assumptions(request: EstimateRequest, framework: str, room: Room) -> tuple[s
         lines.append(f"{kind}: autocast; parameters, gradients and optimizer state keep the task's dtypes.")
     elif kind != "fp32":
         lines.append(
-            f"{kind}: FSDP2's MixedPrecisionPolicy, parameters gathered in {kind} and gradients reduced in fp32."
+            f"{kind}: FSDP2's MixedPrecisionPolicy, parameters gathered in {kind} and gradients reduced in fp32. Accelerate, "
+            f"and so transformers' Trainer, reduces them in {kind} by default, which needs no more memory."
         )
     if request.lora:
         lines.append(
@@ -405,7 +412,7 @@ def _calibrate(
     """Run the largest estimated size that this machine can easily run, and compare."""
     last = lengths[-1]
     here = [p for p in points if p.sequence_length == last.sequence_length]
-    chosen = choose(
+    chosen = trial_point(
         [p for p in here if p.micro_batch_size <= (last.max_micro_batch_size or MOST)] or here, available_memory()
     )
     trial = replace(
@@ -427,7 +434,7 @@ def _calibrate(
     )
 
 
-def choose(points: Sequence[Point], free: int) -> Point:
+def trial_point(points: Sequence[Point], free: int) -> Point:
     """The largest point within one GiB and half of the free memory, else the smallest one."""
     small = [p for p in points if p.peak_memory_bytes <= min(COMFORTABLE, free // 2)]
     best = max(small, key=lambda p: p.peak_memory_bytes, default=None)

@@ -150,14 +150,14 @@ class FakeRuns:
         try:
             with building(self.mode):
                 task = load_task(self.request.task, self.args)
-            return task, Batches(task, self.mode)
+            return task, Batches(task, self.mode, self.request.longest)
         except PlanError:
             raise  # a wrong file, function or argument: the second attempt would fail, too
         except Exception:
             pass
         # Outside of `except`: a traceback of the second attempt does not show the first one.
         task = load_task(self.request.task, self.args)
-        return task, Batches(task, self.mode)
+        return task, Batches(task, self.mode, self.request.longest)
 
     def _build(self) -> nn.Module:
         task = self.task
@@ -174,6 +174,14 @@ class FakeRuns:
             self.rules = route_uniformly(model)
             if self.request.quantize_frozen:
                 self.four_bits = four_bits(model)
+                if not self.four_bits.layers:
+                    raise PlanError(
+                        "quantize_frozen: no linear layer is frozen, so none is stored in 4 bits. Freeze the base model, or "
+                        "give lora for a model; embeddings and the output head stay as they are.",
+                        field="quantize_frozen",
+                        given=True,
+                        nearest=(False,),
+                    )
                 self.rules += (self.four_bits.assumption,)
             if self.request.checkpoint_activations:
                 checkpoint_blocks(model)

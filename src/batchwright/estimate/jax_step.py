@@ -5,14 +5,13 @@ The sum of arguments, outputs and temporaries, minus what is aliased. Only `Comp
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from batchwright.core.errors import RunError
 from batchwright.processes.memory import status_bytes
-from batchwright.processes.target import call_target
+from batchwright.processes.target import call_target, imports_name
 
 from .records import EstimateRequest, Point
 
@@ -34,24 +33,26 @@ class JaxStep:
 
 
 def is_jax(source: str) -> bool:
-    """Whether a file returns a JaxStep: it imports the name.
+    """Whether a file returns a JaxStep or a JaxTask: it imports the name.
 
     >>> is_jax("from batchwright.estimate import JaxStep"), is_jax("import torch")
     (True, False)
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return False  # the import reports what is wrong
-    return any(
-        isinstance(node, ast.ImportFrom) and any(alias.name == "JaxStep" for alias in node.names)
-        for node in ast.walk(tree)
-    )
+    return imports_name(source, "JaxStep") or imports_name(source, "JaxTask")
 
 
 def load_step(target: str, args: dict[str, Any]) -> JaxStep:
-    """Call the function that `FILE.py:function` names and return its JaxStep."""
-    return call_target(target, args, JaxStep, "batchwright.estimate.JaxStep")
+    """Call the function that `FILE.py:function` names and return its JaxStep, or the step of its JaxTask."""
+    return call_target(target, args, JaxStep, "batchwright.estimate.JaxStep or a batchwright.jax.JaxTask", _as_step)
+
+
+def _as_step(made: object) -> object:
+    """A JaxTask as the step of its loop, with one micro batch; anything else as it is."""
+    if type(made).__name__ != "JaxTask":
+        return made
+    from batchwright.jax.task import JaxTask
+
+    return JaxStep(*made.estimated_step(), donate=(0, 1)) if isinstance(made, JaxTask) else made
 
 
 class CompiledRuns:

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from batchwright.core import codec
+from batchwright.core.batch.pipeline import HALF_SPEED_TOKENS
 from batchwright.core.batch.plan import BatchPlan, plan
 from batchwright.core.batch.request import BatchRequest, resolve_ranks
 from batchwright.core.errors import ConfigError, PlanError, Violation, raise_violations
 from batchwright.processes.target import task_file
 
 from . import worker
-from .choose import HALF_SPEED_TOKENS, RECOMPUTED, SHARDED, Choice
+from .choose import RECOMPUTED, SHARDED, Choice
 from .devices import Device
 from .estimate import TIMEOUT, assumptions, check_request, find_room, nothing_fits
 from .model import find_config

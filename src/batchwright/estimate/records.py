@@ -36,6 +36,7 @@ class EstimateRequest:
     ranks: int = 1
     accumulation_steps: int = 1
     accelerator: bool = False  # use the optimizer's grouped ("foreach") step, as torch does on devices but not on CPU
+    longest: bool = False  # samples are as large as the largest of the dataset, not of its first few
     progress: bool = False
     model: str | None = None  # a config.json, instead of a task; the options below are for a model
     optimizer: str = "adamw"
@@ -244,6 +245,7 @@ class Estimate(Shown):
     fit: FrontierFit | None = None
     frontier: tuple[FrontierRow, ...] = ()
     calibration: Calibration | None = None
+    args: Mapping[str, str] = field(default_factory=dict[str, str])  # of the task's function, as text
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -268,5 +270,5 @@ class Estimate(Shown):
             "points": points,
             "bytes_per_sample": slope.bytes_per_sample if slope else None,
             "base_bytes": slope.base_bytes if slope else None,
-            "source": "predicted",
+            "source": "rule" if any(p.source == "rule" for p in self.points) else "predicted",
         }

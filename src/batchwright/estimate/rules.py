@@ -82,10 +82,13 @@ def route_uniformly(model: nn.Module) -> tuple[str, ...]:
         config = getattr(module, "config", None)
         if not getattr(config, "num_experts_per_tok", None):
             continue
-        found = True
         choose = getattr(module, "set_experts_implementation", None)
         if getattr(config, "_experts_implementation", None) == "eager" and callable(choose):
-            choose("grouped_mm")
+            try:
+                choose("grouped_mm")
+            except ValueError:  # a model that has only its own way (Llama 4 computes all tokens with every expert)
+                return ()
+        found = True
     text = (
         "uniform routing: every token is computed by as many experts as the configuration says, in grouped products; no "
         "expert drops or pads tokens."

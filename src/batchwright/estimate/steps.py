@@ -126,13 +126,21 @@ def checkpoint_blocks(model: nn.Module) -> None:
     apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
 
 
-def collated(task: Task, size: int) -> Any:
-    """A batch as in training: the task's example, or the largest of the dataset's first samples, repeated."""
+def largest_sample(task: Task, longest: bool = False) -> int | None:
+    """The index of the largest of the dataset's first samples, or of all; None if the task has an example batch."""
     if task.example_batch is not None:
-        return task.example_batch(size)
+        return None
     if len(task.dataset) < 1:
         raise RunError("Task.dataset is empty: a sample is needed for the shape of a batch.", field="dataset")
-    sample = max((task.dataset[i] for i in range(min(FIRST, len(task.dataset)))), key=_elements)
+    count = len(task.dataset) if longest else min(FIRST, len(task.dataset))
+    return max(range(count), key=lambda i: _elements(task.dataset[i]))
+
+
+def collated(task: Task, size: int, index: int | None) -> Any:
+    """A batch as in training: the task's example, or the sample with this index, repeated."""
+    if task.example_batch is not None:
+        return task.example_batch(size)
+    sample = task.dataset[index]
     # A collator may change its samples (`sample.pop("labels")`): each is a copy.
     own = copy if isinstance(sample, (dict, list)) else lambda same: same
     return (task.collate or torch.utils.data.default_collate)([own(sample) for _ in range(size)])
@@ -146,10 +154,10 @@ def _elements(sample: Any) -> int:
 class Batches:
     """Fake batches of any size for a task, made from two small ones: dimensions that differ count samples."""
 
-    def __init__(self, task: Task, mode: FakeTensorMode) -> None:
-        self.task, self.mode = task, mode
-        two, self.spec = tree_flatten(collated(task, 2))
-        three, spec = tree_flatten(collated(task, 3))
+    def __init__(self, task: Task, mode: FakeTensorMode, longest: bool = False) -> None:
+        self.task, self.mode, self.index = task, mode, largest_sample(task, longest)
+        two, self.spec = tree_flatten(collated(task, 2, self.index))
+        three, spec = tree_flatten(collated(task, 3, self.index))
         shapes = [_shape(a, b) for a, b in zip(two, three, strict=False)]
         self.leaves = two
         # None: a part of the batch is not a tensor, or grows in another way. Then every batch is collated.
@@ -158,7 +166,7 @@ class Batches:
     def of(self, size: int) -> Any:
         """A fake batch of `size` samples."""
         if self.shapes is None:
-            return tree_map_only(torch.Tensor, self._fake, collated(self.task, size))
+            return tree_map_only(torch.Tensor, self._fake, collated(self.task, size, self.index))
         leaves: list[Any] = []
         with self.mode:
             for leaf, shape in zip(self.leaves, self.shapes, strict=True):
@@ -207,7 +215,7 @@ def measure(request: EstimateRequest) -> int:
     if request.checkpoint_activations:
         checkpoint_blocks(model)
     optimizer = task.optimizer(model.parameters())
-    batch = pure_batch(collated(task, request.micro_batch_sizes[0]), request.precision)
+    batch = pure_batch(collated(task, request.micro_batch_sizes[0], largest_sample(task)), request.precision)
     run_steps(
         lambda b: task.loss_of(model, b),
         model,

@@ -69,7 +69,9 @@ def _checked(result: dict[str, Any]) -> dict[str, Any]:
     if error is None:
         return result
     if error["type"] == "bug":
-        raise RuntimeError(f"in the estimating process: {error['message']}")
+        bug = RuntimeError(f"in the estimating process: {error['message']}")
+        bug.add_note(error["traceback"].rstrip())
+        raise bug
     raise error_from_record(error)
 
 
@@ -133,6 +135,10 @@ def _estimate(request: EstimateRequest, framework: str, remedy: bool) -> dict[st
         "notes": notes,
         "rules": rules,
     }
+    if request.model is not None:
+        from .models.causal_lm import longest_sequence, read_config
+
+        result["longest_sequence"] = longest_sequence(read_config(request.model))
     none = request.memory_bytes is not None and not any(row["max_micro_batch_size"] for row in limits)
     if remedy and framework == "torch" and none:
         length = points[0].sequence_length

@@ -11,7 +11,7 @@ from typing import Any
 from batchwright.core.errors import PlanError, RunError
 from batchwright.processes.endings import error_from_record, from_exit, sentence
 from batchwright.processes.start import GuardedProcess, environment
-from batchwright.processes.target import task_file
+from batchwright.processes.target import is_jax_task, task_file
 from batchwright.rundir.files import find_object, write_json
 
 from .records import Options
@@ -24,7 +24,8 @@ def dataset_size(target: str, arguments: Mapping[str, Any], options: Options) ->
     with tempfile.TemporaryDirectory(prefix="batchwright-dataset-") as folder:
         asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
         write_json(asked, {"target": target, "arguments": arguments}, sync=False)
-        code = "import sys; from batchwright.runtime.task import write_dataset_size; write_dataset_size(*sys.argv[1:])"
+        room = "jax" if is_jax_task(target) else "runtime"
+        code = f"import sys; from batchwright.{room}.task import write_dataset_size; write_dataset_size(*sys.argv[1:])"
         env = environment(LOOP_ENVIRONMENT, {"OMP_NUM_THREADS": str(options.threads)}, options.environment)
         # The user's code may print: that goes to standard error, since standard output is for the result.
         with GuardedProcess([sys.executable, "-c", code, str(asked), str(answered)], env, scratch=folder) as child:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from batchwright.core.errors import ConfigError, MissingExtraError
 from batchwright.processes.guard import process_state
 from batchwright.processes.start import TAIL_BYTES
+from batchwright.processes.target import is_jax_task
 from batchwright.rundir import atomic
 from batchwright.rundir.files import find_object
 from batchwright.rundir.names import listed
@@ -43,6 +44,8 @@ class Job:
     working_directory: Path
     stop_signal: str
     grace_seconds: float
+    launcher: Literal["torchrun", "processes"] = "torchrun"
+    """What starts the ranks on this machine; a JAX program has one process per node, which is a rank here."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def engine(name: str, *, owns_process: bool = False) -> Engine:
     )
 
 
-def check_machine(options: Options, *, direct: bool) -> None:
+def check_machine(options: Options, *, direct: bool, target: str = "") -> None:
     """An error if this machine lacks what a run needs for a task, or for a command (`direct`).
 
     On Slurm the ranks may run in a container, with packages of its own: they check for trackers themselves.
@@ -127,6 +130,14 @@ def check_machine(options: Options, *, direct: bool) -> None:
         from .slurm.commands import check_installed
 
         check_installed()
+    elif not direct and is_jax_task(target):
+        missing = [name for name in ("jax", "optax", "orbax") if find_spec(name) is None]
+        if missing:
+            raise MissingExtraError(
+                f"a JaxTask needs {', '.join(missing)}, which is not installed: pip install 'batchwright[jax]'.",
+                field="task",
+            )
+        require(options.tracker)
     elif not direct and find_spec("torch") is None:
         raise MissingExtraError(
             "a task needs torch, which is not installed: pip install 'batchwright[torch]'. A command of your own "

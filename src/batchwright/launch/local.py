@@ -1,6 +1,7 @@
 """Engine `local`: torchrun as a subprocess. A node is a group of `devices_per_node` processes on this machine.
 
     supervisor -> guard -> torchrun -> rank.py -> the rank, once per rank
+    supervisor -> guard -> processes.py -> rank.py -> the process of a node, for JAX
     supervisor -> guard -> rank.py -> COMMAND                       where the command starts its own ranks
 
 When a process of this tree ends, everything below it is killed. Signals go to the ranks themselves: torchrun would pass
@@ -46,6 +47,9 @@ class LocalEngine:
         if job.direct:
             return (*wrapper, "0", *job.argv)
         ranks = job.nodes * job.ranks_per_node
+        if job.launcher == "processes":
+            starter = (sys.executable, "-P", "-m", "batchwright.launch.processes", str(ranks))
+            return (*starter, *wrapper, "RANK", *job.argv)
         # --standalone: a rendezvous on a free port.
         launcher = torchrun(
             sys.executable, "--standalone", ranks=ranks, log_dir=job.directory / "torchrun", shutdown_seconds=15

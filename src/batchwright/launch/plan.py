@@ -9,12 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from batchwright.core.batch.loading import readers_on
+from batchwright.core.batch.pipeline import RUN_BY_TORCH
+from batchwright.core.batch.plan import pipeline_rule
 from batchwright.core.batch.request import BatchRequest
-from batchwright.core.errors import ConfigError, EnvironmentFault, ScheduleError
+from batchwright.core.errors import ConfigError, EnvironmentFault, ScheduleError, Violation, either, raise_violations
+from batchwright.core.nodes.policies import NodePlan
+from batchwright.core.numbers import nearest_multiples
 from batchwright.core.ramp.ramp import Ramp
 from batchwright.core.ramp.ramp import ramp as make_ramp
 from batchwright.core.ramp.request import RampRequest
-from batchwright.processes.target import task_file
+from batchwright.processes.target import is_jax_task, task_file
 from batchwright.rundir import names
 
 from .dataset import dataset_size
@@ -60,9 +64,9 @@ def build(
             f"the position command may use {{run_dir}} only: {', '.join(sorted(beyond))} differ between launches.",
             field="position_command",
         )
-    if wanted.start_sample:
+    if wanted.start_sample and not target:
         raise ConfigError(
-            "start_sample is for `ramp`: a run continues from its newest checkpoint (batchwright run --resume DIR).",
+            f"start_sample={wanted.start_sample} is for tasks: a command says itself where it is (--position-command).",
             field="start_sample",
             given=wanted.start_sample,
         )
@@ -71,14 +75,16 @@ def build(
     notes: list[str] = []
     asked = request, wanted
     request = _placed(request, notes)
-    if target and max(request.tensor_parallel, request.pipeline_parallel, request.context_parallel) > 1:
+    if target and max(request.tensor_parallel, request.context_parallel) > 1:
         raise ConfigError(
-            "a task is data-parallel only. Leave out tensor, pipeline and context parallelism, or run your own script: "
+            "a task is data-parallel or in a pipeline. Leave out tensor and context parallelism, or run your own script: "
             "batchwright run … -- COMMAND.",
             field="tensor_parallel",
             given=request.tensor_parallel,
             nearest=(1,),
         )
+    if target and request.pipeline_parallel > 1:
+        request = _run_by_torch(request, notes)
     _check_loading(request, notes, task=bool(target))
     if placeholders(command) & set(BATCH_PLACEHOLDERS) and not wanted.stop_every_stage:
         wanted = replace(wanted, stop_every_stage=True)
@@ -86,15 +92,40 @@ def build(
     ours = [name for name in ("container", "container_mounts", "python", "srun", "launcher") if options.slurm.get(name)]
     if command and ours:
         notes.append(f"A command is started unchanged: launch.slurm.{', launch.slurm.'.join(ours)} is for tasks only.")
+    jax = target is not None and is_jax_task(target)
+    if jax and options.slurm.get("launcher", "srun") != "srun":
+        raise ConfigError(
+            f"launch.slurm.launcher={options.slurm['launcher']} does not start a JaxTask: its processes, one per node, join each "
+            "other at the port that torchrun uses. Nearest: srun.",
+            field="launch.slurm.launcher",
+            given=options.slurm["launcher"],
+            nearest=("srun",),
+        )
     if target and wanted.lr_scaling:
         options = replace(options, settings={"lr_scaling": wanted.lr_scaling, **options.settings})
-    made = make_ramp(request, wanted, before and before[0].schedule, before[1] if before else 0)
+    # Every stage is placed, also those that another program has trained: the position may be in any of them.
+    whole = replace(wanted, start_sample=0)
+    made = make_ramp(request, whole, before and before[0].schedule, before[1] if before else 0, one_shape=jax)
     if made.schedule.total_samples is None:
         raise ScheduleError(
             "a run needs an end, and the last stage is open. Give a budget: --samples N, --tokens N or --epochs N.",
             field="samples",
         )
     assert made.placement is not None  # `_placed` gives the request a world
+    if target and request.pipeline_parallel > 1:
+        raise_violations(ScheduleError, _beyond_a_pipeline(made.placement))
+    if start := wanted.start_sample:
+        made = _begun_at(made, start)
+        assert made.placement is not None
+        shuffled = options.settings.get("shuffle", True)
+        notes.append(
+            f"The run begins at sample {start:,}, step {made.schedule.at_sample(start).step:,}: the samples before it were "
+            + (
+                "trained elsewhere, in the order of this run. For an order of another program, set task.settings.shuffle=false."
+                if shuffled
+                else "trained elsewhere."
+            )
+        )
     launches = len(made.placement.launches)
     if launches > MOST_LAUNCHES:
         raise ScheduleError(
@@ -136,6 +167,17 @@ def build(
     return _with_past(before[0], plan) if before else plan, replace(made, notes=(*notes, *made.notes))
 
 
+def _begun_at(made: Ramp, start: int) -> Ramp:
+    """The ramp without the launches before sample `start`; an error if no step begins there."""
+    assert made.placement is not None
+    first = replace(made, start_sample=start).left[0]
+    ahead = [launch for launch in made.placement.launches if launch.end_sample is None or launch.end_sample > start]
+    if ahead[0].start_sample < start:  # else the launch is of a later part of a run that goes on
+        ahead[0] = replace(ahead[0], start_sample=start, first_step=first.first_step)
+    launches = tuple(replace(launch, index=index) for index, launch in enumerate(ahead))
+    return replace(made, placement=replace(made.placement, launches=launches))
+
+
 _LOADING = ("loading_hosts", "expansion_factor", "read_ahead", "hosts", "stored_hosts", "equal_rows")
 
 
@@ -166,6 +208,61 @@ def _check_loading(request: BatchRequest, notes: list[str], *, task: bool) -> No
         )
     if unused := [name for name in ("hosts", "stored_hosts", "equal_rows") if name in given]:
         notes.append(f"Not used by a run, in which a host is a node and every row is read once: {', '.join(unused)}.")
+
+
+def _run_by_torch(request: BatchRequest, notes: list[str]) -> BatchRequest:
+    """The request with the rules that hold when torch runs the pipeline of a task."""
+    given = request.pipeline_schedule
+    # The default of inner microbatches is MaxText's schedule, which torch does not have.
+    default = "interleaved" if request.virtual_stages > 1 else "1f1b"
+    rule = pipeline_rule(replace(request, pipeline_schedule=given or default))
+    assert rule is not None
+    if rule.schedule not in RUN_BY_TORCH:
+        raise ConfigError(
+            f"pipeline_schedule={rule.schedule} is not run by torch, which runs the pipeline of a task. Nearest: "
+            f"{', '.join(RUN_BY_TORCH)}; or run your own script: batchwright run … -- COMMAND.",
+            field="pipeline_schedule",
+            given=rule.schedule,
+            nearest=tuple(RUN_BY_TORCH),
+        )
+    if request.allow_ragged:
+        raise ConfigError(
+            "allow_ragged does not work in a pipeline: microbatches of different sizes cannot follow each other in it.",
+            field="allow_ragged",
+            given=True,
+            nearest=(False,),
+        )
+    theirs = RUN_BY_TORCH[rule.schedule]
+    if theirs != rule.schedule and given is not None:
+        notes.append(f"torch runs the pipeline, so the rules of pipeline_schedule {theirs} hold.")
+    return replace(request, pipeline_schedule=theirs)
+
+
+def _beyond_a_pipeline(placement: NodePlan) -> list[Violation]:
+    """What the pipeline of a task cannot run, beyond what a ramp refuses: a last step that the budget cuts, an inner split."""
+    rule, inner, found = placement.rules.pipeline, placement.rules.inner_microbatches, list[Violation]()
+    assert rule is not None
+    for stage in placement.stages:
+        if inner and stage.micro_batch_size % inner:
+            ratio = stage.micro_batch_size / inner
+            message = (
+                f"stage {stage.index + 1}: micro_batch_size={stage.micro_batch_size} / pipeline_microbatches={inner} = "
+            )
+            message += f"{ratio:.2f} is not whole: a rank splits its own micro batch."
+            found.append(Violation(message, "pipeline_microbatches", inner))
+    last = placement.stages[-1]
+    samples, quantum = (last.end_sample or 0) - last.start_sample, last.micro_batch_size * last.data_parallel_size
+    cut = samples % last.global_batch_size
+    reason = rule.refusal(cut // quantum) if not inner else None
+    if cut and (cut % quantum or reason):
+        why = f"{cut} / {quantum} = {cut / quantum:.2f} microbatches" + (
+            f"; {reason}" if reason and not cut % quantum else ""
+        )
+        near = tuple(n + last.start_sample for n in nearest_multiples(last.global_batch_size, samples))
+        message = f"the budget of {last.end_sample:,} samples cuts the last step to {cut} samples, which the pipeline does not "
+        message += f"run: {why}. Nearest: {either(near)}; or last_step drop or overshoot."
+        found.append(Violation(message, "samples", last.end_sample, near))
+    return found
 
 
 def _with_past(past: RunPlan, plan: RunPlan) -> RunPlan:
@@ -216,7 +313,7 @@ def begin(directory: RunDirectory, plan: RunPlan) -> None:
     )
     if directory.exists:
         raise taken
-    check_machine(plan.options, direct=plan.kind == COMMAND)
+    check_machine(plan.options, direct=plan.kind == COMMAND, target=plan.target)
     try:
         directory.lock(fresh=True)
         if directory.exists:

@@ -70,6 +70,11 @@ class RunPlan:
         """Where the run ends."""
         return self.schedule.total_samples or 0
 
+    @property
+    def start_sample(self) -> int:
+        """Where the run begins: the samples before it were trained elsewhere."""
+        return self.ramp.start_sample if self.ramp else 0
+
     def launch_at(self, position: int) -> Launch:
         """The launch that trains the sample at `position`."""
         return next(launch for launch in self.launches if launch.end_sample is None or position < launch.end_sample)

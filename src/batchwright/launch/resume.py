@@ -40,7 +40,7 @@ def resume(
         directory.lock(fresh=True)
         plan = directory.plan()
         changed = replace(plan, options=read_options(changes, plan.options))
-        check_machine(changed.options, direct=plan.kind == COMMAND)
+        check_machine(changed.options, direct=plan.kind == COMMAND, target=plan.target)
         position = None
         if batch.given or ramp:
             _refuse_running(directory, plan)
@@ -144,6 +144,13 @@ def replan(plan: RunPlan, batch: BatchRequest, values: Mapping[str, Any], positi
             field="resume",
         )
     read = read_fields(values, RAMP_READERS)
+    if "start_sample" in read:
+        raise ConfigError(
+            f"start_sample={read['start_sample']} is for a new run: this one continues at its newest checkpoint, sample "
+            f"{position:,}.",
+            field="start_sample",
+            given=read["start_sample"],
+        )
     new = {name: getattr(batch, name) for name in batch.given} | read
     gone = {name for given in new for name in _REPLACED.get(given, ())}
     if any(rule in read for rule in _HAS_LAST_BATCH):

@@ -70,6 +70,10 @@ _OWN = {
     "end_sample": "--samples",
     "nodes": "--nodes",
     "dataset_size": "--dataset-size",
+    "pipeline_parallel": "--pipeline-parallel",
+    "pipeline_schedule": "--pipeline-schedule",
+    "virtual_stages": "--virtual-stages",
+    "inner_microbatches": "--pipeline-microbatches",
 }
 
 
@@ -147,11 +151,13 @@ def checked(plan: RunPlan) -> RunPlan:
         raise ValueError(f"kind is {plan.kind[:40]!r}, and the command has {len(plan.command)} words")
     if not plan.total_samples > 0:
         raise ValueError("the schedule has no end")
-    for name, parts in (("stages", plan.stages), ("launches", plan.launches)):
+    for name, parts, first in (("stages", plan.stages, 0), ("launches", plan.launches, plan.start_sample)):
         ends = [plan.total_samples if part.end_sample is None else part.end_sample for part in parts]
         spans = [(part.start_sample, end) for part, end in zip(parts, ends, strict=True)]
-        if [start for start, _ in spans] != [0, *ends[:-1]] or ends[-1:] != [plan.total_samples]:
-            raise ValueError(f"{name} do not follow each other from sample 0 to {plan.total_samples}: {spans}"[:400])
+        if [start for start, _ in spans] != [first, *ends[:-1]] or ends[-1:] != [plan.total_samples]:
+            raise ValueError(
+                f"{name} do not follow each other from sample {first} to {plan.total_samples}: {spans}"[:400]
+            )
         if [part.index for part in parts] != [*range(len(parts))] or any(start >= end for start, end in spans):
             raise ValueError(f"{name} are not in order")
     sizes = [

@@ -15,8 +15,10 @@ ASSUMED_BOUNDARY_SECONDS = 15.0  # local torchrun, until one is measured: 6 to 1
 LINE_SECONDS = 10.0  # between two lines without a terminal
 
 
-def describe(plan: RunPlan, manifest: Manifest, progress: LaunchProgress, eta: float | None) -> str:
-    """One line: stage, batch, ranks, speed, loss, time left."""
+def describe(
+    plan: RunPlan, manifest: Manifest, progress: LaunchProgress, eta: float | None, width: int | None = None
+) -> str:
+    """One line: stage, batch, ranks, speed, loss, time left; without the parts for which `width` has no room."""
     stage = plan.stage_before(progress.position, manifest.start_sample)
     length = stage.sequence_length
     tokens = progress.tokens_per_second
@@ -27,15 +29,20 @@ def describe(plan: RunPlan, manifest: Manifest, progress: LaunchProgress, eta: f
         speed = f"{tokens:,.0f} tokens/s"
     elif progress.samples_per_second is not None:
         speed = f"{progress.samples_per_second:,.0f} samples/s"
-    parts = [
-        f"stage {stage.index + 1}/{len(plan.stages)}",
-        f"batch {stage.global_batch_size}",
-        f"{manifest.ranks} rank{'s' * (manifest.ranks != 1)}",
-        speed,
-        None if progress.loss is None else f"loss {progress.loss:.4f}",
-        None if eta is None else f"{duration(eta)} left",
-    ]
-    return " · ".join(part for part in parts if part)
+    parts = {
+        "stage": f"stage {stage.index + 1}/{len(plan.stages)}",
+        "batch": f"batch {stage.global_batch_size}",
+        "ranks": f"{manifest.ranks} rank{'s' * (manifest.ranks != 1)}",
+        "speed": speed,
+        "loss": None if progress.loss is None else f"loss {progress.loss:.4f}",
+        "left": None if eta is None else f"{duration(eta)} left",
+    }
+    for left_out in ("", "ranks", "batch", "speed", "stage", "left"):
+        parts[left_out] = None
+        line = " · ".join(part for part in parts.values() if part)
+        if width is None or len(line) <= width:
+            break
+    return line
 
 
 class LineDisplay:
@@ -97,6 +104,7 @@ class BarDisplay(LineDisplay):
     def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__(stream)
         self._bar: Any = None
+        self._bar_width = 0
         self._task: Any = None
 
     def launched(self, plan: RunPlan, manifest: Manifest) -> None:
@@ -105,12 +113,14 @@ class BarDisplay(LineDisplay):
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
 
+            console = Console(file=self._stream)
+            self._bar_width = 30 if console.width >= 110 else 10 if console.width >= 60 else 0
             columns = (
-                BarColumn(bar_width=30),
+                *([BarColumn(bar_width=self._bar_width)] if self._bar_width else []),
                 TextColumn("{task.percentage:>3.0f}%"),
                 TextColumn("{task.description}"),
             )
-            self._bar = Progress(*columns, console=Console(file=self._stream), refresh_per_second=2)
+            self._bar = Progress(*columns, console=console, refresh_per_second=2)
             self._task = self._bar.add_task("starting", total=plan.total_samples, completed=manifest.start_sample)
             self._bar.start()
         super().launched(plan, manifest)
@@ -118,7 +128,8 @@ class BarDisplay(LineDisplay):
     def progress(self, plan: RunPlan, manifest: Manifest, progress: LaunchProgress, eta: float | None) -> None:
         """The launch made progress."""
         if self._bar is not None:
-            text = describe(plan, manifest, progress, eta)
+            # Beside the text: the bar, 100%, and a space after each.
+            text = describe(plan, manifest, progress, eta, self._bar.console.width - self._bar_width - 6)
             self._bar.update(self._task, completed=progress.position, description=text)
 
     def close(self) -> None:

@@ -15,6 +15,8 @@ from batchwright.core.numbers import human
 from batchwright.report.notebook import Shown
 from batchwright.rundir import names
 from batchwright.rundir.files import find_object
+from batchwright.rundir.status import READING_HEAD as READING_HEAD
+from batchwright.rundir.status import reading_rows as reading_rows
 
 from .directory import RunDirectory, write_json
 from .records import COMMAND, TASK, RunPlan
@@ -22,7 +24,6 @@ from .show import duration
 from .work import Work, work
 
 LAUNCH_HEAD = ("launch", "stage", "nodes", "ranks", "from sample", "to sample", "time", "outcome")
-READING_HEAD = ("launch", "readers", "rows read", "amplification", "waited for data")
 BOUNDARY_HEAD = ("at sample", "save", "stop", "start", "load", "lost")
 
 
@@ -209,25 +210,6 @@ def launch_rows(now: RunStatus, most: int = 16) -> list[tuple[str, ...]]:
                 "-" if seconds is None else f"{seconds:.1f} s",
                 (start["outcome"] or ("running" if now.state == "running" else "unknown"))
                 + (f": {start['reason']}" if start["reason"] else ""),
-            )
-        )
-    return rows
-
-
-def reading_rows(now: RunStatus, most: int = 16) -> list[tuple[str, ...]]:
-    """Who read, how much, and how long the trainers waited: one row per start that has stopped."""
-    rows: list[tuple[str, ...]] = []
-    for start in now.starts_list[-most:]:
-        if (read := start["loading"]) is None:
-            continue
-        readers = f"{read['loading_hosts']} of {read['hosts']} hosts" if read["loading_hosts"] else "every rank"
-        rows.append(
-            (
-                str(start["number"]),
-                readers,
-                f"{read['rows_read']:,}",
-                f"{read['read_amplification']:.2f}",
-                f"{read['wait_seconds']:.1f} s",
             )
         )
     return rows

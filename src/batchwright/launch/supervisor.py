@@ -106,7 +106,7 @@ class Supervisor:
             self._directory.check_kept()
             # At the start and after a failure the checkpoint is read completely: it may be damaged.
             position = self._work.position(verify=doubt)
-            if position == 0:
+            if position == self._plan.start_sample:
                 self._refuse_to_start_again()
             if position >= self._plan.total_samples:
                 return "complete", None
@@ -139,16 +139,16 @@ class Supervisor:
     def _refuse_to_start_again(self) -> None:
         """An error if a task has saved and no complete checkpoint is left."""
         manifests = [self._directory.manifest(n) for n in self._directory.numbers()] if self._plan.kind == TASK else []
-        saved = 0
+        saved = start = self._plan.start_sample
         for manifest in manifests:
             if manifest is not None:
                 ending, progress = self._directory.ending(manifest.number), self._work.progress(manifest)
                 saved = max(saved, manifest.start_sample, ending.position if ending else 0, progress.saved_position)
-        if saved:
+        if saved > start:
             folder = self._directory.path / names.CHECKPOINTS
             raise EnvironmentFault(
                 f"{folder} holds no complete checkpoint, and this run had saved {saved:,} samples: it does not start again "
-                "at sample 0 by itself. Restore the checkpoints, or start a new run in another directory (--dir).",
+                f"at sample {start:,} by itself. Restore the checkpoints, or start a new run in another directory (--dir).",
                 field="dir",
                 given=str(self._directory.path),
             )

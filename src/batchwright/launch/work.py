@@ -24,6 +24,7 @@ from batchwright.core.errors import (
 )
 from batchwright.core.nodes.policies import Launch, Stage
 from batchwright.core.numbers import count
+from batchwright.processes.target import is_jax_task
 from batchwright.rundir import names
 from batchwright.rundir.checkpoint import positions
 from batchwright.rundir.files import JsonLines, parse, parse_object, read_bytes
@@ -33,7 +34,7 @@ from .engine import Job, engine, tail
 from .interrupts import Pause, pause
 from .records import COMMAND, LaunchProgress, Manifest, RunPlan
 
-LOOP = "batchwright.runtime.loop"
+LOOP, JAX_LOOP = "batchwright.runtime.loop", "batchwright.jax.loop"
 SAVES = 20  # checkpoints of a whole run where checkpoint_samples is not given; boundaries come on top
 POSITION_SECONDS = 120.0  # a position command may import a framework and list a bucket
 LOOP_ENVIRONMENT = {
@@ -43,6 +44,7 @@ LOOP_ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",  # nothing is written outside the run directory
     "PYTHONSAFEPATH": "1",
 }
+SIMULATED_DEVICES = "--xla_force_host_platform_device_count"
 # Known only to a launch of one stage: several stages have several batches.
 BATCH_PLACEHOLDERS = ("global_batch_size", "micro_batch_size", "accumulation_steps")
 PLACEHOLDERS = (
@@ -96,18 +98,23 @@ class TaskWork:
     def job(self, launch: Launch, number: int, position: int) -> Job:
         """Every rank runs the loop with one spec file."""
         folder = self._directory.launch(number)
-        options = self._plan.options
+        options, devices = self._plan.options, self._plan.ranks(launch) // launch.nodes
+        jax = is_jax_task(self._plan.target)
+        environment = {**LOOP_ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads)}
+        if jax:  # one process per node; on a machine without accelerators, the devices of a node are simulated
+            environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SIMULATED_DEVICES}={devices}".strip()
         return Job(
             name=f"launch {number}",
             directory=folder,
             nodes=launch.nodes,
-            ranks_per_node=self._plan.ranks(launch) // launch.nodes,
-            argv=(sys.executable, "-m", LOOP, str(folder / "spec.json")),
+            ranks_per_node=1 if jax else devices,
+            argv=(sys.executable, "-m", JAX_LOOP if jax else LOOP, str(folder / "spec.json")),
             direct=False,
-            environment={**LOOP_ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads), **options.environment},
+            environment={**environment, **options.environment},
             working_directory=Path(self._plan.working_directory),
             stop_signal="SIGUSR1",
             grace_seconds=options.grace_seconds,
+            launcher="processes" if jax else "torchrun",
         )
 
     def prepare(self, launch: Launch, number: int, position: int) -> None:
@@ -122,10 +129,12 @@ class TaskWork:
             "tracker": options.tracker,
             **options.settings,
             **_loading(plan, launch),
+            **pipeline_settings(plan),
             "directory": str(self._directory.path),
             "micro_batch_size": [stage.micro_batch_size for stage in plan.stages],
             "allow_ragged": any(_has_ragged_step(stage) for stage in plan.stages),
             "launch": number,
+            "start_sample": plan.start_sample,
             "end_sample": launch_end(plan, launch),
             "nodes": launch.nodes,
             "dataset_size": plan.ramp.dataset_size if plan.ramp else None,
@@ -140,8 +149,8 @@ class TaskWork:
         write_json(self._directory.launch(number) / "spec.json", spec)
 
     def position(self, *, verify: bool = False) -> int:
-        """The position of the newest complete checkpoint; 0 without one."""
-        return next(positions(self._directory.path / names.CHECKPOINTS, verify=verify), 0)
+        """The position of the newest complete checkpoint; without one, the start of the run."""
+        return next(positions(self._directory.path / names.CHECKPOINTS, verify=verify), self._plan.start_sample)
 
     def progress(self, manifest: Manifest) -> LaunchProgress:
         """From the loop's events, read on from where the last call stopped."""
@@ -170,6 +179,19 @@ def _loading(plan: RunPlan, launch: Launch) -> dict[str, Any]:
         return {}
     ranks = plan.ranks(launch) // launch.nodes
     return {"loading_hosts": readers, "ranks_per_host": ranks, "read_ahead": batch.read_ahead}
+
+
+def pipeline_settings(plan: RunPlan) -> dict[str, Any]:
+    """The loop's settings of a pipeline; none without one."""
+    rule = plan.rules.pipeline
+    if rule is None:
+        return {}
+    return {
+        "pipeline_parallel": rule.stages,
+        "pipeline_schedule": rule.schedule,
+        "virtual_stages": rule.virtual_stages,
+        "inner_microbatches": plan.rules.inner_microbatches,
+    }
 
 
 def _has_ragged_step(stage: Stage) -> bool:

@@ -20,14 +20,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from batchwright.core.errors import EnvironmentFault
+from batchwright.core.errors import EnvironmentFault, NothingFitsError
 from batchwright.processes.endings import ExitCause, from_exit
 from batchwright.processes.start import Exit, GuardedProcess
 
-from .machine import file_digest, sources, trial_environment
+from .machine import UNLOADED, file_digest, sources, trial_environment
 from .records import PLACEHOLDER, STEPS, ProbeRequest, Trial
 from .speed import Timing
 
+# A loss of the training: `loss`, `train_loss`, `lm_loss`, but not `val_loss` or `eval/loss`.
+_LOSS = r"(?<![a-z])(?<!val[ _/.-])(?<!eval[ _/.-])(?<!valid[ _/.-])(?<!validation[ _/.-])(?<!test[ _/.-])loss\b"
+# tqdm without a description, as in Hugging Face's Trainer and Accelerate's scripts
+_BARE = r"^\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \["
+_NOT_TRAINING = r"(?!.*\b(?:eval|valid|val|test)\w*\b[^|]*(?:\||\dit \[))"
 # What common loops print per step. The first group is the number of the step; a second group (the total) distinguishes
 # the progress bar of the training from that of an evaluation. Bars with a description ("Loading checkpoint shards: 25%|")
 # and a bare "step 3" are not steps: programs print them before training, so a size would count that has not trained yet.
@@ -37,26 +42,33 @@ MARKERS = (
     r"\biteration\s+(\d+)/",  # Megatron-LM, NeMo
     r"\bglobal_step[ =:]+(\d+)",  # NeMo 2
     # torchtitan, Accelerate's examples; but not `validate step: 3` (torchtitan), `Completed eval step: 3` (MaxText).
-    r"^(?!.*\b(?:eval\w*|valid\w*|val|test)[ \w]* step\b).*?\bstep[ =:#]+(\d+)\b.*\bloss\b",
+    r"^(?!.*\b(?:eval\w*|valid\w*|val|test)[ \w]* step\b).*?\bstep[ =:#]+(\d+)\b.*" + _LOSS,
     r"\bstep=(\d+), skipped=\d+, lr=",  # DeepSpeed, with steps_per_print
     r"^\[(?:epoch=\d+\]\[)?batch=(\d+)(?:/(\d+))?\]",  # Composer's ConsoleLogger, by epochs or batches
     # nanoGPT, which prints its evaluations as `step`; litgpt: `Epoch 1 | iter 3 step 1 | loss train: 2.1, val: n/a`
-    r"\biter[ =:#]+(\d+)\b(?!: val).*\bloss\b",
-    r"(?<!\d)(\d+)\s*/\s*(\d+) batches\b.*\bloss\b",  # PyTorch's word_language_model
-    r"^\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[",  # tqdm, as in Hugging Face's Trainer and Accelerate's scripts
-    # tqdm with a description, if that names an epoch or training, or if a loss is behind the bar.
-    r"^\s*(?:train\w*|(?:train\w*[ ,:-]*)?epoch)\b[^|%]*:\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[",
-    r"^(?!.*\b(?:eval|valid|val|test)\w*\b[^|]*\|)[^|]*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[[^\]]*\bloss\b",
-    # Lightning: `Epoch 0:  12%|█▎ | 3/25 [00:01<…]` is tqdm's; with rich: `Epoch 0/4 ━━━ 3/25 0:00:01 • 0:00:09`.
-    r"^\s*Epoch \d+/-?\d+\s+[━╸╺ ]+\s*(\d+)/(\d+) ",
+    r"\biter[ =:#]+(\d+)\b(?!: val).*" + _LOSS,
+    r"(?<!\d)(\d+)\s*/\s*(\d+) batches\b.*" + _LOSS,  # PyTorch's word_language_model
+    _BARE,
+    # tqdm with a description, if that names an epoch or training, or if a loss is behind the bar; `3/?` is Lightning's bar
+    # and `3it` tqdm's own, where the number of batches is not known. `0/?` is drawn before the first step.
+    r"^\s*(?:train\w*|(?:train\w*[ ,:-]*)?epoch)\b[^|%]*:\s*(?:\d+%)?\|[^|]*\|\s*(?!0/\?)(\d+)/(?:(\d+)|\?) \[",
+    r"^" + _NOT_TRAINING + r"[^|]*\|[^|]*\|\s*(?!0/\?)(\d+)/(?:(\d+)|\?) \[[^\]]*" + _LOSS,
+    r"^\s*(?:train\w*|(?:train\w*[ ,:-]*)?epoch)\b[^|%]*:\s*([1-9]\d*)it \[",
+    r"^" + _NOT_TRAINING + r"[^|%]*?(?<!\d)([1-9]\d*)it \[[^\]]*" + _LOSS,
+    # Lightning: `Epoch 0:  12%|█▎ | 3/25 [00:01<…]` is tqdm's; with rich: `Epoch 0/4 ━━━ 3/25 0:00:01 • 0:00:09`, or `3/--`.
+    r"^\s*Epoch \d+/-?\d+\s+[━╸╺ ]+\s*(?!0/--)(\d+)/(?:(\d+)|--) ",
     # Keras: `  3/25 ━━━━━━━━━━━━━━━━━━━━ 1s 60ms/step - loss: 2.3`; older: `3/25 [==>...] - ETA: 1s - loss: 2.3`; and
     # `      3/Unknown 1s 60ms/step - loss: 2.3`, if the data have no length.
-    r"^[\s\x08]*(\d+)/(?:(\d+) (?:[━─]+|\[[=>.]+\])|Unknown) .*\bloss\b",
+    r"^[\s\x08]*(\d+)/(?:(\d+) (?:[━─]+|\[[=>.]+\])|Unknown) .*" + _LOSS,
 )
 _EPOCH = re.compile(r"\bepoch\W{0,4}(\d+)", re.IGNORECASE)
+_ANY_LOSS = re.compile(_LOSS, re.IGNORECASE)
 _COLOUR = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 # A line may be printed before its step ends; at the third line, two steps with optimizer state are done.
 _LIMIT_STEPS = 3
+# A bar without a description may be that of a preparation, which a size that is too large survives. It counts if a loss is
+# printed, if it starts again (an epoch), or if it has lasted for so many seconds and not ended.
+_BARE_SECONDS = 5.0
 _FEW, _MANY = 5, 25  # {steps}
 
 
@@ -137,6 +149,13 @@ class CommandRunner:
         """Whether a size runs."""
         steps = _Steps(self.request.step_regex, least=_LIMIT_STEPS, seconds=0.0)
         done = self._run(size, _LIMIT_STEPS, steps, limited=True)
+        if self.request.memory and not done.enough and done.returncode and UNLOADED in done.output:
+            raise NothingFitsError(
+                f"memory={self.request.memory:,} bytes are not enough for the libraries of the command: {UNLOADED}. The limit "
+                "holds for each of its processes, imports included. Nearest: more --memory.",
+                field="memory",
+                given=self.request.memory,
+            )
         return self._trial(size, "limit", done)
 
     def throughput(self, size: int, contrasts: bool = False) -> Trial:
@@ -163,9 +182,9 @@ class CommandRunner:
         env = trial_environment(limited=limited and r.memory is not None, task=False)
         space = r.memory - r.margin if r.memory and limited else 0
         self._report.unlink(missing_ok=True)
-        with GuardedProcess(
-            command, env, scratch=str(self.scratch), address_space=space, report=str(self._report)
-        ) as child:
+        # Without a limit, a size may need more than the host has: that must not end another program.
+        guarded = {"scratch": str(self.scratch), "address_space": space, "first": True, "report": str(self._report)}
+        with GuardedProcess(command, env, **guarded) as child:
             done = child.watch(r.timeout, on_line=seen.see if seen else None)
         self.note_written()
         if done.returncode in (126, 127) and done.output.startswith(f"{command[0]}: "):
@@ -237,6 +256,8 @@ class _Series:
     numbers: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     epoch: str = ""
+    restarted: bool = False
+    ended: bool = False
 
     def add(self, number: int, when: float, total: str, epoch: str) -> None:
         """Add the number of a step, and the time of its line."""
@@ -244,6 +265,8 @@ class _Series:
         if steps == 0 and total == str(number) and epoch != self.epoch:
             steps = number  # the end of another epoch: if it has one step, no smaller number comes between
         self.epoch = epoch
+        self.restarted = self.restarted or steps < 0
+        self.ended = total == str(number)
         if self.numbers and steps > 0 and when > self.last:  # lines that arrive together show no time
             self.times.append((when - self.last) / steps)
         if steps > 0:
@@ -266,12 +289,15 @@ class _Steps:
         self._series: dict[tuple[Any, ...], _Series] = {}
         self._enough: _Series | None = None
         self._epoch = ""
+        self._loss: float | None = None
 
     def see(self, line: str, when: float) -> bool:
         """Read a line; True when there were enough steps over enough time."""
         line = _COLOUR.sub("", line[:_LONGEST_LINE])
         if named := _EPOCH.search(line):
             self._epoch = named[1]
+        if _ANY_LOSS.search(line):
+            self._loss = when
         for pattern in self._patterns:
             found = pattern.search(line)
             if found is None:
@@ -287,9 +313,15 @@ class _Steps:
             number = int(first) if first.isdecimal() else len(series.numbers)
             series.add(number, when, others[0] if others and self._totals else "", self._epoch)
             long = len(series.numbers) >= self._least and series.last - series.first >= self._seconds
-            if long and len(series.times) >= _LEAST_TIMES:
+            if long and len(series.times) >= _LEAST_TIMES and (pattern.pattern != _BARE or self._trains(series)):
                 self._enough = self._enough or series
         return self._enough is not None
+
+    def _trains(self, bar: _Series) -> bool:
+        """Whether a bar without a description is that of the training."""
+        if bar.restarted or (self._loss is not None and self._loss >= bar.first):
+            return True
+        return not bar.ended and bar.last - bar.first >= _BARE_SECONDS
 
     @property
     def numbers(self) -> list[int]:

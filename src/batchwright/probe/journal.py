@@ -26,8 +26,6 @@ from batchwright.rundir.files import parse_object, read_bytes
 from .machine import digest
 from .records import Trial
 
-_NAMES = {"args": "arguments", "command": "command"}
-
 
 def path_for(directory: Path, target: str) -> Path:
     """The journal's path: a readable name, made unique by a hash."""
@@ -47,7 +45,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         whole = key.removesuffix("_options")
         if old == new or (whole != key and before.get(whole) != now.get(whole)):
             continue  # another optimizer has other options: its name is enough
-        name = _NAMES.get(key, key.replace("_", " "))
+        name = "arguments" if key == "args" else key.replace("_", " ")
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             for part in sorted({*old, *new}):
                 if old.get(part) != new.get(part):

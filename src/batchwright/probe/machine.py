@@ -10,6 +10,7 @@ from pathlib import Path
 
 from batchwright.processes.start import FIXED_ALLOCATOR, environment
 
+UNLOADED = "failed to map segment from shared object"  # the dynamic linker, if a limit is too small for a library
 _LARGEST_FILE = 16 * 2**20
 _MOST_FILES, _MOST_FOLDERS = 1000, 1000
 # Installed code, and folders into which training copies code.

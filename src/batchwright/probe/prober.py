@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -17,10 +18,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from batchwright.core.errors import BatchwrightError, MissingExtraError, RunError
+from batchwright.core.errors import BatchwrightError, ConfigError, MissingExtraError, RunError
 from batchwright.core.numbers import format_bytes
 from batchwright.processes.endings import sentence
 from batchwright.processes.memory import physical_memory
+from batchwright.processes.target import is_jax_task, task_file
 
 from .command import CommandRunner
 from .display import NoProgress, TrialProgress
@@ -82,6 +84,18 @@ def probe(
     Traceback (most recent call last):
     batchwright.core.errors.ConfigError: task file missing.py does not exist (looked for it at ...).
     """
+    if isinstance(target, str) and is_jax_task(target):  # a program of its own, which prints its steps
+        file, function = task_file(target)
+        if str(ranks) != "1":
+            raise ConfigError(
+                f"ranks={ranks}: a JaxTask is probed on all devices of one process. Nearest: 1.",
+                field="ranks",
+                given=ranks,
+                nearest=(1,),
+            )
+        given = json.dumps(dict(args or {}))
+        program = [sys.executable, "-m", "batchwright.jax.trial"]
+        target, args = [*program, str(file), function, given, "{micro_batch_size}"], {}
     request = read_request(
         target,
         args=dict(args or {}),
@@ -167,7 +181,7 @@ class _Session:
         except KeyboardInterrupt:
             kept = len([t for t in self.trials if t.status in ("fits", "oom")]) + sum(map(len, self._stored.values()))
             if kept and self.journal.path and not self.journal.error:
-                self._note(f"{kept} trials are kept in {self.journal.path}: the same command continues from there.")
+                self._note(f"{_trials_are(kept)} kept in {self.journal.path}: the same command continues from there.")
             raise
 
     def _run(self, estimate: bool) -> Probe:
@@ -188,13 +202,16 @@ class _Session:
             return
         if isinstance(self.runner, CommandRunner):
             self.runner.ignore(self.journal.written)
-        trials, changed = self.journal.resume(self.runner.describe(), self.runner.conditions)
+        identity = self.runner.describe()
+        if not identity:
+            return  # the task could not be built: the first trial says why
+        trials, changed = self.journal.resume(identity, self.runner.conditions)
         for change in changed:
             self._note(f"{change}; probing again")
         for trial in trials:
             self._stored.setdefault((trial.purpose, trial.micro_batch_size), []).append(trial)
         if trials:
-            self._note(f"resumed: {len(trials)} trials are in {self.journal.path}")
+            self._note(f"resumed: {_trials_are(len(trials))} in {self.journal.path}")
 
     def _shape(self) -> Mapping[int, int] | None:
         """Estimated peaks of a few sizes; None for a command, and for a task that the estimate cannot follow."""
@@ -209,6 +226,7 @@ class _Session:
                 r.args,
                 memory_bytes=self._memory(),
                 accumulation_steps=min(2, r.accumulation_steps),
+                longest=r.longest,
                 timeout=_ESTIMATE_SECONDS,
             ).peaks
         except MissingExtraError:
@@ -392,6 +410,8 @@ class _Session:
             self.notes.append(
                 f"micro_batch_size {limit.first_failing} timed out, so the limit may not be one of memory."
             )
+        if limit.refuted:
+            self.notes.append("the estimate was far from what the trials measured, so the search went on without it.")
         if limit.ended_early and limit.first_failing is not None:
             count = sum(t.purpose == "limit" for t in self.trials)
             apart = (limit.first_failing - limit.largest) / limit.largest
@@ -434,6 +454,10 @@ class _Session:
             self.notes.append(f"other programs used the processors while {len(busy)} of {len(timed)} sizes were timed.")
         if any(t.allocator_retries for t in self.trials if t.fits):
             self.notes.append("near the limit the allocator had to free its cache and try again, which is slow.")
+
+
+def _trials_are(count: int) -> str:
+    return "1 trial is" if count == 1 else f"{count} trials are"
 
 
 def _failed(trial: Trial) -> RunError:

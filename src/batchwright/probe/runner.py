@@ -17,7 +17,7 @@ from batchwright.processes.endings import ExitCause, error_from_record, from_exi
 from batchwright.processes.memory import physical_memory
 from batchwright.processes.start import Exit, GuardedProcess, torchrun
 
-from .machine import trial_environment
+from .machine import UNLOADED, trial_environment
 from .records import ProbeRequest, Trial
 from .server import TrialServer
 from .speed import Timing
@@ -71,7 +71,7 @@ class TaskRunner:
         }
 
     def describe(self) -> Mapping[str, Any]:
-        """The identity, from a process that builds the task and runs nothing."""
+        """The identity, from a process that builds the task and runs nothing; empty if it cannot be built."""
         trial = self._run(1, "describe", "limit")
         return {} if trial.status != "fits" else self.identity
 
@@ -201,7 +201,7 @@ class TaskRunner:
         if done.returncode == 0:
             reason = f"the process ended with exit status 0 but no result; last seen {doing}"
             return rank, ExitCause("crash", reason, done.output[-2000:].strip() or None)
-        if "failed to map segment from shared object" in done.output:
+        if UNLOADED in done.output:
             raise EnvironmentFault(
                 f"torch cannot be loaded: ulimit -v allows {resource.getrlimit(resource.RLIMIT_AS)[0]:,} bytes. Run: "
                 "ulimit -v unlimited.",

@@ -14,7 +14,12 @@ search has three parts:
    the likely reason, and the next size is near the failure, but not nearer than the trials that are left can close up.
 
 An estimate knows all segments, and lacks only what it cannot see (libraries, the allocator). The difference from a
-measured peak is nearly constant, so one trial and the estimate predict the limit: the search begins with part 3.
+measured peak is nearly constant, so one trial and the estimate predict the limit: the search begins with part 3. An estimate
+may be far off (samples that are longer than the ones it has seen, kernels with workspaces). Once a trial shows that, the
+search goes on without it, and trials that it has cost before the first size ran do not count.
+
+Some programs are not convex: with a loss in chunks, memory grows more slowly from some size on. Then sizes above the
+prediction run, and the line through the two largest counts.
 
 A search that is not exact ends after a bounded number of trials, with the sizes that it has. Without peaks or a limit,
 as for a command on a device that reports neither, sizes double until one fails; then bisection follows, without a bound.
@@ -26,7 +31,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from batchwright.core.errors import NothingFitsError
 
@@ -38,19 +42,21 @@ TOLERANCE = 100  # the first failing size is within 1/100 above the answer
 MOST_ESTIMATED, MOST = 5, 8
 LARGEST = 1 << 24  # samples; without a cap, the search for a job that needs no memory would not end
 
-# Peaks are assumed to vary by this share between two runs of one size; by more, if a larger size had a smaller peak.
-_NOISE = 0.002
-_DOUBTFUL = 0.2  # a slope that noise may change by more than this share is not used before a size has failed
+# Chosen on simulated programs (tests/probe/test_search.py).
+_NOISE = 0.002  # peaks are assumed to vary by this share between two runs of one size
 _EXPLAINED = 0.95  # peaks do not explain failures below this share of the size that must run: bisection follows
+# An estimate counts no more if a size fails below this share of the predicted limit, if a trial moves that limit by more, or
+# if its slope is less than this share of the measured one, or the reverse.
+_FAR = 0.75
+_SPREAD = 1.125  # times the smallest size that ran: a line from nearer sizes may be noise
 _STRAIGHT = 0.9  # two slopes are of one segment if the smaller one is at least this share of the other
 _USUAL = 1 << 14  # samples; few programs have a larger limit
 _FARTHEST = 4  # a slope is used up to this many times the largest size that ran; above, a segment may end
 _NEAR = 2  # between two sizes, one less than this many times the other, a segment seldom ends
 _APART = 2.25  # a size that certainly runs shows a slope if it is this many times the largest that ran
-# How far to go from the largest size that certainly runs towards the smallest that may not, on a logarithmic scale:
-# less than half where a failure would tell less than a peak, more where the limit is probably near the upper end.
-# Chosen on simulated programs, as the constants above (tests/probe/test_search.py).
-_UNKNOWN, _FLAT, _HALF, _MISSED = 0.33, 0.4, 0.5, 0.75
+# How far to go from the largest size that certainly runs towards the smallest that may not, on a logarithmic scale: less
+# than half, if a failure would tell less than a peak.
+_SHORT = 0.36
 
 Run = Callable[[int, int | None, int], Trial]
 
@@ -63,6 +69,8 @@ class Limit:
     first_failing: int | None
     ended_early: bool = field(default=False, repr=False)
     """Whether the trials were used up before the two were within the tolerance."""
+    refuted: bool = field(default=False, repr=False)
+    """Whether an estimate was far off, so that the search went on without it."""
 
 
 def find_limit(
@@ -105,7 +113,8 @@ def find_limit(
     if not known.low:
         raise _nothing_fits(trials, multiple_of)
     first_failing = known.high * multiple_of if known.fails else None
-    return Limit(known.low * multiple_of, first_failing, ended_early=not known.is_answered())
+    early = not known.is_answered()
+    return Limit(known.low * multiple_of, first_failing, ended_early=early, refuted=known.refuted)
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,11 @@ class _Shape:
         if len(ordered) < 2 or ordered[-1][1] <= ordered[-2][1]:
             return None
         return cls(tuple(size / unit for size, _ in ordered), tuple(float(peak) for _, peak in ordered))
+
+    @property
+    def slope(self) -> float:
+        """The slope of the last line, which is that of the backward."""
+        return (self.peaks[-1] - self.peaks[-2]) / (self.sizes[-1] - self.sizes[-2])
 
     def at(self, size: float) -> float:
         """The estimated peak of a size."""
@@ -149,6 +163,10 @@ class Known:
     """How many trials in a row ran although they were near the predicted limit or above it."""
     misses: int = 0
     """How many trials in a row failed."""
+    refuted: bool = False
+    """Whether there was an estimate, which trials have shown to be far off."""
+    lost: int = 0
+    """Trials that a refuted estimate has cost before the first size ran: they do not count."""
 
     @property
     def high(self) -> int:
@@ -159,11 +177,28 @@ class Known:
         """What is known after one more trial."""
         predicted = self._predicted()
         now = replace(self, trials=self.trials + 1, limit=limit or self.limit)
-        if not fits:
-            return replace(now, fails=(*self.fails, size), misses=self.misses + 1)
-        bound = predicted is not None and size >= predicted - self._window() // 2
-        points = {**self.points, size: peak} if peak else self.points
-        return replace(now, low=max(self.low, size), points=points, bounds=self.bounds + 1 if bound else 0, misses=0)
+        if fits:
+            bound = predicted is not None and size >= predicted - self._window() // 2
+            points = {**self.points, size: peak} if peak else self.points
+            bounds = self.bounds + 1 if bound else 0
+            now = replace(now, low=max(self.low, size), points=points, bounds=bounds, misses=0)
+        else:
+            now = replace(now, fails=(*self.fails, size), misses=self.misses + 1)
+        if now._refutes(predicted):
+            now = replace(now, shape=None, refuted=True)
+        return replace(now, lost=now.trials) if now.refuted and not now.low else now
+
+    def _refutes(self, before: int | None) -> bool:
+        """Whether the estimate is far off: by the limit that was predicted before the last trial, or by its slope."""
+        if self.shape is None or self.limit is None:
+            return False
+        if before is None:  # no size had run
+            before = self._solve(self.shape.at, self.limit, 0)
+        if self.high < _FAR * before or before < _FAR * (self._predicted() or 0):
+            return True
+        slope, line = self.shape.slope, self._line()
+        found = slope + (line.slope if line and max(self.points) > _SPREAD * min(self.points) else 0.0)
+        return min(slope, found) < _FAR * max(slope, found)
 
     def is_answered(self) -> bool:
         """Whether the first failure is within the tolerance above the largest size that ran, or that is the cap."""
@@ -212,7 +247,7 @@ class Known:
         """How many trials may follow the next one; without a prediction, or for an exact answer, there is no bound."""
         if self.exact or not self._predicts():
             return LARGEST
-        return (MOST_ESTIMATED if self.shape else MOST) - self.trials - 1
+        return (MOST_ESTIMATED if self.shape else MOST + self.lost) - self.trials - 1
 
     def _predicts(self) -> bool:
         """Whether peaks and the limit explain what ran and what failed: no size failed that must run by its peak."""
@@ -225,24 +260,30 @@ class Known:
         return 1 if self.exact else max(1, self.low * self.unit // TOLERANCE // self.unit)
 
     def _guess(self) -> int:
-        low, high, limit, window = self.low, self.high, self.limit, self._window()
+        low, high, limit = self.low, self.high, self.limit
         if not low:
             return high // 2 if high <= START else max(1, high // 4)
         if limit is None or not self._predicts():
-            return self._middle() if self.fails else low * 2
-        if self.fails and high - low <= 2 * window:
+            return self._middle() if self.fails else low * _FARTHEST
+        if self.fails and high - low <= 2 * self._window():
             return (low + high) // 2  # either answer ends the search
-        line, predicted, later = self._line(), self._predicted(), self._later()
+        line, predicted = self._line(), self._predicted()
         safe = max(low, low * limit // self.points[low])
-        if line is None or predicted is None:  # flat, as far as is known
-            alone = len(self.points) == 1
-            if not self.fails and alone:
+        return self._beyond(safe) if line is None or predicted is None else self._towards(line, predicted, safe)
+
+    def _beyond(self, safe: int) -> int:
+        """A size that may show a slope: no slope is known, and sizes up to `safe` certainly run."""
+        low, high = self.low, self.high
+        if not self.fails:
+            if len(self.points) == 1:
                 return max(safe, _FARTHEST**2 * low)
-            if not self.fails:
-                return self._or_cap(_between(safe, max(_USUAL // self.unit, _FARTHEST**2 * safe), _HALF))
-            if safe >= _APART * low or (alone and len(self.fails) > 1):
-                return safe
-            return _between(safe, high, _UNKNOWN if alone else _FLAT if high > _NEAR * low else _HALF)
+            return self._or_cap(_between(safe, max(_USUAL // self.unit, _FARTHEST**2 * safe)))
+        alone = len(self.points) == 1 and len(self.fails) > 1
+        return safe if alone or safe >= _APART * low else _between(safe, high, _SHORT)
+
+    def _towards(self, line: _Line, predicted: int, safe: int) -> int:
+        """The predicted limit, one beside it that verifies it, or one before it if the line may be that of another segment."""
+        low, high, window, later = self.low, self.high, self._window(), self._later()
         again = max(0, self.bounds - 1)
         verify = low + (window << min(again, max(0, later)))  # further each time a size still runs
         if not self.fails and later <= 0 and (again or predicted - low >= window):
@@ -258,11 +299,10 @@ class Known:
                 return max(safe, high - (high - low) // 4) if len(self.fails) == 1 else self._middle()
             if high <= _NEAR * safe and (line.shape or predicted - high < 2 * window):  # missed by little
                 below = 1 if self.exact else max(1, high // (TOLERANCE + 1))
-                further = max(0, self.misses - 1) if line.shape or window == 1 else self.misses
-                return max(safe, self._middle(), high - (below << min(further, later)))
+                return max(safe, self._middle(), high - (below << min(max(0, self.misses - 1), later)))
         if self.misses > 2:
-            return self._middle()
-        size = _between(safe, min(predicted, high), _MISSED if line.certain else _UNKNOWN)
+            return self._middle()  # what certainly runs may not run: peaks do not explain the failures
+        size = _between(safe, min(predicted, high), 0.5 if line.certain else _SHORT)
         return size if self.fails or predicted < high else self._or_cap(size)
 
     def _or_cap(self, size: int) -> int:
@@ -271,7 +311,7 @@ class Known:
 
     def _middle(self) -> int:
         """The middle of what ran and what failed."""
-        return _between(self.low, self.high, _HALF) if self.high > 4 * self.low else (self.low + self.high) // 2
+        return _between(self.low, self.high) if self.high > 4 * self.low else (self.low + self.high) // 2
 
     def _line(self) -> _Line | None:
         """How peaks go on above the largest fitting size; None if no slope is known."""
@@ -284,28 +324,25 @@ class Known:
             return _Line(last, over[last], slope if abs(slope) > doubt else 0.0, True, shape)
         if slope <= doubt:
             return None
-        before, unsure, start = self._chord(over, base)
-        straight = before >= _STRAIGHT * slope or any(base < size < last for size in over)
-        # If the points up to the base are on one segment, it ends above the base: the line spans that end.
-        level = start > 0 and (before <= unsure or self._chord(over, start)[0] >= _STRAIGHT * before)
-        bent = not straight and (level or last > (_NEAR if start else _APART) * base)
-        clear = bool(self.fails) or doubt <= _DOUBTFUL * slope
-        return _Line(last, over[last], slope, clear and not bent, None)
+        near = max(size for size in over if size < last)
+        flat, doubt = (over[last] - over[near]) / (last - near), _NOISE * over[last] / (last - near)
+        if doubt < flat < slope / 2 - 3 * doubt:  # not convex: a loss in chunks needs no more from some size on
+            return _Line(last, over[last], flat, True, None)
+        # One segment if its two sizes are near, or if a third one is on it. If smaller sizes are on one segment that ends at
+        # the base or above it, the line spans that end.
+        before, doubt, start = self._chord(over, base)
+        third = before >= _STRAIGHT * slope or any(base < size < last for size in over)
+        ends = start > 0 and (before <= doubt or self._chord(over, start)[0] >= _STRAIGHT * before)
+        return _Line(last, over[last], slope, third or not (ends or last > (_NEAR if start else _APART) * base), None)
 
     def _chord(self, peaks: Mapping[int, float], last: int) -> tuple[float, float, int]:
         """Of all lines from a smaller size to `last`, the one that is certainly the steepest: slope, its doubt, the size.
 
         Memory is convex, so the steepest is nearest to what follows; a line from a far size has less noise.
         """
-        noise = self._noise() * self.points.get(last, 0)
+        noise = _NOISE * self.points.get(last, 0)
         lines = [((peaks[last] - peaks[b]) / (last - b), noise / (last - b), b) for b in peaks if b < last]
         return max(lines, key=lambda line: line[0] - line[1], default=(0.0, 0.0, 0))
-
-    def _noise(self) -> float:
-        """The share by which peaks vary: peaks that fall with the size show more than is assumed."""
-        peaks = [self.points[size] for size in sorted(self.points)]
-        drops = [(one - two) / one for one, two in pairwise(peaks)]
-        return max([_NOISE, *(2 * drop for drop in drops)])
 
     def _predicted(self) -> int | None:
         """The largest size whose predicted peak is within the limit."""
@@ -338,7 +375,7 @@ class _Line:
         return self.over + self.slope * (size - self.last) + (self.shape.at(size) if self.shape else 0.0)
 
 
-def _between(low: int, high: int, share: float) -> int:
+def _between(low: int, high: int, share: float = 0.5) -> int:
     """The size at a share of the way from `low` to `high` on a logarithmic scale."""
     return int(low ** (1 - share) * high**share)
 

@@ -10,7 +10,8 @@ become its children, so it also finds daemons and double forks. When the command
 running below it, and then ends with the same exit code or signal. A signal that ends the guard does so after it has
 killed everything below it.
 
-Optional: `address_space`, the most bytes that the command may map; `report`, a file for the peak memory of all processes
+Optional: `address_space`, the most bytes that the command may map; `first`, whether the kernel ends the command before any
+other program if the host is out of memory; `report`, a file for the peak memory of all processes
 below; `scratch`, a folder to remove if our process ended without sending a byte.
 """
 
@@ -92,6 +93,15 @@ def die_as(code: int) -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def end_first() -> None:
+    """If the host is out of memory, let the kernel end this process, or one that it starts, before others."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:  # not Linux
+        pass
 
 
 def adopt_orphans() -> None:
@@ -230,7 +240,7 @@ def main(arguments: list[str]) -> None:
     options, command = json.loads(arguments[0]), arguments[1:]
     adopt_orphans()
     no_core()
-    me, space = os.getpid(), options.pop("address_space", 0)
+    me, space, first = os.getpid(), options.pop("address_space", 0), options.pop("first", False)
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     if space and most not in (resource.RLIM_INFINITY, -1) and space > most:
         sys.stderr.write(f"{command[0]}: ulimit -v allows {most:,} bytes, and the budget is {space:,}\n")
@@ -238,6 +248,8 @@ def main(arguments: list[str]) -> None:
 
     def prepare() -> None:
         die_with(me)
+        if first:
+            end_first()
         if space:
             resource.setrlimit(resource.RLIMIT_AS, (space, space))
 

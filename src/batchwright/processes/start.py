@@ -74,7 +74,7 @@ class GuardedProcess:
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], *, stdin: int = subprocess.DEVNULL, **options: Any
     ) -> None:
-        """`options` are the guard's: address_space, report, scratch."""
+        """`options` are the guard's: address_space, first, report, scratch."""
         (reading, writing), (output, theirs) = os.pipe(), os.pipe()
         self._end, self._output = open(writing, "wb", buffering=0), open(output, "rb", buffering=0)
         try:

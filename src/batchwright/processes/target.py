@@ -78,6 +78,37 @@ def no_function(target: str, file: str, name: str, functions: Iterable[str]) -> 
     )
 
 
+def imports_name(source: str, name: str) -> bool:
+    """Whether the text of a file imports a name from a package.
+
+    >>> imports_name("from batchwright.jax import JaxTask", "JaxTask"), imports_name("import torch", "JaxTask")
+    (True, False)
+    """
+    import ast
+
+    if name not in source:
+        return False
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False  # the import reports what is wrong
+    return any(
+        isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names) for node in ast.walk(tree)
+    )
+
+
+def is_jax_task(target: str) -> bool:
+    """Whether `FILE.py:function` returns a JaxTask: the file imports the name. It is read, not imported."""
+    path = expanded(split_target(target)[0])
+    try:
+        if not path.is_file():  # a FIFO would be read for ever
+            return False
+        with tokenize.open(path) as source:
+            return imports_name(source.read(), "JaxTask")
+    except (OSError, SyntaxError, UnicodeDecodeError, ValueError):
+        return False  # whoever loads the task reports what is wrong
+
+
 def check_arguments(target: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that a function does not take, and name those that it needs."""
     from difflib import get_close_matches

@@ -10,12 +10,13 @@ from batchwright.core import codec
 from batchwright.core.nodes.policies import Launch
 
 ACCEPTED = (
-    "a run directory, or the output of batchwright plan, ramp, probe or estimate with --json (batchwright probe … --json > "
-    "probe.json)"
+    "a run directory (of run or train_rl), or the output of batchwright plan, ramp, probe (also of a pipeline) or estimate with "
+    "--json (batchwright probe … --json > probe.json)"
 )
 # Keys that only the document of this kind has.
 _KEYS = {
     "probe": ("trials", "max_micro_batch_size"),
+    "pipeline": ("trials", "best_microbatches", "half_speed_tokens"),
     "estimate": ("points", "lengths"),
     "ramp": ("stages", "rule", "total_steps"),
     "plan": ("micro_batch_size", "accumulation_steps", "data_parallel_size", "alternatives"),
@@ -29,7 +30,7 @@ _OTHERS = {
 
 
 def kind_of(document: Mapping[str, Any]) -> str | None:
-    """plan, ramp, probe or estimate; None for anything else."""
+    """plan, ramp, probe, pipeline (a probe of one) or estimate; None for anything else."""
     return next((kind for kind, keys in _KEYS.items() if all(key in document for key in keys)), None)
 
 
@@ -37,7 +38,7 @@ def why_not(document: Mapping[str, Any]) -> str:
     """What a document is that has no kind."""
     error = document.get("error")
     if isinstance(error, Mapping) and "message" in error:
-        return f"it is an error that a verb printed: {str(error['message'])[:200]}"  # pyright: ignore[reportUnknownArgumentType]
+        return f"it is an error that a verb printed: {str(error['message'])[:200].rstrip('.')}"  # pyright: ignore[reportUnknownArgumentType]
     other = next((name for name, keys in _OTHERS.items() if all(key in document for key in keys)), None)
     if other == "run --json":
         return f"it is the output of run: give the run directory, {str(document['directory'])[:200]}"

@@ -7,6 +7,7 @@ text from documents is escaped.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -64,7 +65,7 @@ figure h3 { margin-bottom: 0 }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem }
 th, td { padding: .3rem .9rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--grid) }
-th { font-weight: 600; white-space: nowrap }
+th { font-weight: 600; vertical-align: bottom }
 td { overflow-wrap: break-word; max-width: 42ch }
 td.text:last-child { min-width: 12rem }
 .number { text-align: right; white-space: nowrap }
@@ -75,8 +76,13 @@ nav ul { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; list-style: none; pa
 """
 
 
+_NUMBER = re.compile(r"-?[0-9][0-9,.]*(e[+-]?[0-9]+)?(%| [A-Za-z]+)?")
+
+
 def page(title: str, sections: Sequence[Section], theme: str = "auto") -> str:
     """The whole page; `theme` is light, dark, or auto for the one that the reader's system has."""
+    from batchwright import __version__
+
     charts: dict[str, Spec] = {}
     bodies: list[str] = []
     for index, section in enumerate(sections, 1):
@@ -103,8 +109,8 @@ def page(title: str, sections: Sequence[Section], theme: str = "auto") -> str:
 <header><h1>{escape(title)}</h1>{contents}</header>
 <main>
 {"".join(bodies)}</main>
-<footer><p>Made by <code>batchwright report</code>. Solid marks are measured; those that are dashed, have a dashed edge or
-are hollow are predicted or planned.</p></footer>
+<footer><p>Made by <code>batchwright report</code>, version {escape(__version__)}. Solid marks are measured; those that
+are dashed, have a dashed edge or are hollow are predicted or planned.</p></footer>
 {script}
 </body>
 </html>
@@ -168,8 +174,12 @@ def _table(table: Table) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    """Whether a cell is a number with a unit, or unknown."""
-    return cell in ("", "-") or cell.removeprefix("-")[:1].isdigit() or cell.startswith("…")
+    """Whether a cell is a number with a unit or a percent sign, or unknown.
+
+    >>> [_is_number(cell) for cell in ("1,024", "-2.5e-05", "6.00 GiB", "1.5 s", "90%", "-", "1024 / (4 × 64)", "2 of 4 hosts")]
+    [True, True, True, True, True, True, False, False]
+    """
+    return cell in ("", "-") or bool(_NUMBER.fullmatch(cell)) or cell.startswith("…")
 
 
 def _lines(block: Lines) -> str:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
+from urllib.parse import quote
 
 from .sections import Lines, Section, Table
 
 
 def markdown(title: str, sections: Sequence[Section], pictures: Mapping[tuple[int, str], str]) -> str:
     """The report as text; `pictures` are the paths of charts by (index of the section, name of the chart)."""
+    from batchwright import __version__
+
     parts = [f"# {_text(title)}"]
     for index, section in enumerate(sections):
         parts += [f"## {_text(section.title)}", *(_text(line) for line in section.summary)]
         for name, spec in section.charts.items():
             if path := pictures.get((index, name)):
-                target = path.replace(" ", "%20").replace("(", "%28").replace(")", "%29")
-                parts.append(f"![{_text(spec['description'])}]({target})")
+                parts.append(f"![{_text(spec['description'])}]({quote(os.fsencode(path))})")
             else:
                 parts.append(f"- {_text(spec['description'])}")
         for block in section.blocks:
             parts += [f"### {_text(block.title)}", _table(block) if isinstance(block, Table) else _lines(block)]
+    parts.append(f"Made by batchwright report, version {__version__}.")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

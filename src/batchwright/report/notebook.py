@@ -43,4 +43,5 @@ class Shown:
             chart = self.chart()
         except (BatchwrightError, OSError):  # the files of a run are gone
             return shown
-        return shown | {"text/html": fragment(made, [])} | ({} if chart is None else {VEGA_LITE: chart})
+        # JupyterLab would show the HTML where there is both.
+        return shown | ({"text/html": fragment(made, [])} if chart is None else {VEGA_LITE: chart})

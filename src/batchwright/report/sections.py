@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchwright.core.numbers import format_bytes, human
+from batchwright.rundir.status import READING_HEAD, reading_rows
 
 from .charts import charts_of
+from .charts.plan import equation
 from .charts.spec import Document, Spec, finite
 
 # Rows of a table; in a longer one the middle is left out.
@@ -58,20 +60,16 @@ Parts = tuple[str, list[str], Iterable[Table | Lines]]
 
 
 def _plan(plan: Document) -> Parts:
-    ragged = " (ragged: shares differ by one sample)" if plan.get("ragged") else ""
-    equation = (
-        f"{plan['global_batch_size']:,} = {plan['micro_batch_size']:,} micro × {plan['accumulation_steps']:,} accumulation × "
-        f"{plan['data_parallel_size']:,} data-parallel{ragged}"
-    )
     sources, reasons = plan.get("sources") or {}, plan.get("reasons") or {}
     numbers = {**(plan.get("loading") or {}), **(plan.get("pipeline") or {}), **plan}
     rows = [(name, _cell(numbers.get(name)), source, reasons.get(name) or "") for name, source in sources.items()]
     columns = {
-        "micro_batch_size": "micro", "accumulation_steps": "accumulation", "data_parallel_size": "data-parallel", "reason": "",
+        "micro_batch_size": "micro", "accumulation_steps": "accumulation", "data_parallel_size": "data-parallel",
+        "reason": "difference",
     }  # fmt: skip
     return (
         "Plan",
-        [equation],
+        [equation(plan)],
         [
             _table("The equation and its sources", ("number", "value", "source", "reason"), rows),
             _records("Alternatives", plan.get("alternatives"), columns),
@@ -139,7 +137,8 @@ def _probe(probe: Document) -> Parts:
         f"recommended: micro_batch_size {size}" if size else "recommended: no size (see the notes)",
     ]
     if diagnosis := probe.get("diagnosis"):
-        summary.append(f"bottleneck: {diagnosis['bottleneck']}. {diagnosis['text']}")
+        text = diagnosis["text"]
+        summary.append(f"bottleneck: {diagnosis['bottleneck']}. {text[:1].upper()}{text[1:]}")
     rows = [
         (
             t["purpose"], _cell(t["micro_batch_size"]), t["status"], format_bytes(t.get("peak_memory_bytes")),
@@ -168,25 +167,50 @@ def _probe(probe: Document) -> Parts:
     )
 
 
+def _pipeline(probe: Document) -> Parts:
+    summary = [
+        f"fastest: {probe['best_microbatches']} microbatches; plan chooses {probe['planned_microbatches']} of these",
+    ]
+    if (half := probe.get("half_speed_tokens")) is not None:
+        summary.append(f"a microbatch of {_cell(half)} tokens runs at half speed")
+    rows = [
+        (
+            _cell(t["pipeline_microbatches"]), _cell(t["micro_batch_size"]), _cell(t["step_seconds"]),
+            _cell(t["idle_share"]), _cell(t["predicted_idle_share"]),
+        )
+        for t in probe["trials"]
+    ]  # fmt: skip
+    head = ("microbatches", "micro batch", "seconds of a step", "idle share", "predicted idle share")
+    where = f"{_cell(probe['stages'])} ranks, {_cell(probe['global_batch_size'])} samples of a step"
+    return f"Pipeline {probe['schedule']}: {where}", summary, [_table("Trials", head, rows), _notes(probe)]
+
+
 def _estimate(estimate: Document) -> Parts:
     most, limit = estimate.get("max_micro_batch_size"), estimate.get("memory_bytes")
-    summary = ["All sizes are predicted, not measured."]
+    measured = estimate.get("probe") or (estimate.get("calibration") or {}).get("measured_bytes")
+    summary = [
+        "The sizes in the table are predicted; the chart also shows what was measured."
+        if measured
+        else "All sizes are predicted, not measured."
+    ]
     if most is not None:
         summary.insert(0, f"max_micro_batch_size {most}, predicted, in {format_bytes(limit)}")
     points = estimate["points"]
     kinds = [k for k in (points[0]["breakdown"] if points else ()) if any(p["breakdown"].get(k) for p in points)]
     rows = [
-        (
-            _cell(p.get("sequence_length")), _cell(p["micro_batch_size"]), format_bytes(p["peak_memory_bytes"]),
-            *(format_bytes(p["breakdown"].get(k, 0)) for k in kinds), p.get("verdict") or "-",
-        )
+        {name: p.get(name) for name in ("sequence_length", "micro_batch_size", "verdict")}
+        | {k: format_bytes(p["breakdown"].get(k, 0)) for k in kinds}
+        | {"peak": format_bytes(p["peak_memory_bytes"])}
         for p in points
-    ]  # fmt: skip
+    ]
+    columns = {"sequence_length": "length", "micro_batch_size": "micro batch"} | {
+        n: n for n in ("peak", *kinds, "verdict")
+    }
     return (
         f"Estimate of {_name(estimate.get('model') or estimate.get('task'))}",
         summary,
         [
-            _table("Peak memory, predicted", ("length", "micro batch", "peak", *kinds, "verdict"), rows),
+            _records("Peak memory, predicted", rows, columns),
             Lines("Assumptions", tuple(estimate.get("assumptions") or ())),
             _notes(estimate),
         ],
@@ -197,12 +221,6 @@ def _run(run: Document) -> Parts:
     plan = run["plan"]
     what = plan["target"] or " ".join(plan["command"])
     summary = [run["headline"], *([f"reason: {run['reason']}"] if run["reason"] else []), f"trained: {what}"]
-    skipped = [
-        f"{name}: 1 line was skipped, because it is damaged or incomplete."
-        if count == 1
-        else f"{name}: {count:,} lines were skipped, because they are damaged or incomplete."
-        for name, count in run["skipped"].items()
-    ]
     starts = [
         (
             _cell(s["number"]), "-" if s["stage"] is None else _cell(s["stage"] + 1), _cell(s["nodes"]), _cell(s["ranks"]),
@@ -226,35 +244,35 @@ def _run(run: Document) -> Parts:
             _stages(plan["stages"], _STAGE | _PLANNED),
             _table("Where the numbers come from", ("number", "value", "source"), _given(plan)),
             _table("Launches", ("launch", "stage", "nodes", "ranks", "from sample", "to sample", "time", "outcome"), starts),
-            _table("Reading", ("launch", "readers", "rows read", "amplification", "waited for data"), _reading(run["history"])),
+            _table("Reading", READING_HEAD, reading_rows(run["history"])),
             _table("Time lost at boundaries", ("at sample", "save", "stop", "start", "load", "lost"), boundaries),
             *(_failure(f) for f in run["failures"][-_MOST_LINES:]),
             Lines("Earlier failures", (f"{earlier:,} more.",) if earlier > 0 else ()),
             Lines("Ledger", tuple(_ledger(run["ledger"], plan["kind"]))),
             Lines("Changes of the plan", tuple(replanned)),
-            Lines("Left out of this report", tuple(skipped)),
+            _skipped(run),
             _versions(run["versions"], **{name: run[name] for name in ("device", "strategy", "parameters")}, seed=plan["seed"]),
             _notes(plan),
         ],
     )  # fmt: skip
 
 
-def _reading(starts: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Who read, how much, and how long the trainers waited, for every launch that says so."""
-    rows: list[tuple[str, ...]] = []
-    for start in starts:
-        if read := start.get("loading"):
-            readers = f"{read['loading_hosts']} of {read['hosts']} hosts" if read["loading_hosts"] else "every rank"
-            numbers = (_cell(read["rows_read"]), f"{read['read_amplification']:.2f}", _seconds(read["wait_seconds"]))
-            rows.append((_cell(start["number"]), readers, *numbers))
-    return rows
+def _skipped(run: Document) -> Lines:
+    """The lines of events that could not be read, by file."""
+    said = [
+        f"{name}: 1 line was skipped, because it is damaged or incomplete."
+        if count == 1
+        else f"{name}: {count:,} lines were skipped, because they are damaged or incomplete."
+        for name, count in run["skipped"].items()
+    ]
+    return Lines("Left out of this report", tuple(said))
 
 
 def _given(plan: Document) -> list[tuple[str, str, str]]:
     """Every number that was given, and how those that were not follow from them."""
     rows = [(name, _cell(value), plan["origins"].get(name) or "given") for name, value in plan["given"].items()]
     derived = {
-        "data_parallel_size": f"derived: nodes × {plan['devices_per_node']} devices per node / devices of a replica",
+        "data_parallel_size": "derived: nodes × devices_per_node / devices of a replica",
         "accumulation_steps": "derived: global batch / (micro × ranks)",
         "nodes of each stage": f"derived by node_policy {plan['given'].get('node_policy') or '(default)'}",
     }
@@ -278,24 +296,28 @@ def _ledger(ledger: Mapping[str, Any], kind: str) -> list[str]:
             if kind == "command"
             else "It was not audited: no ledger, or numpy is not installed."
         ]
-    how = "ids, spans and counts" if ledger.get("ids_checked") else "spans and counts, not ids"
-    verdict = "ok: every saved sample was trained in exactly one step" if ledger["ok"] else "NOT ok"
-    numbers = f"{ledger['gaps']:,} gaps, {ledger['repeats']:,} repeats"
-    numbers += f", {ledger.get('discarded_samples') or 0:,} samples discarded and trained again"
+    proven = ["Every saved sample was trained in exactly one step."] if ledger["ok"] else []
     findings = [f"{f['cause']}: {f['message']}" for f in ledger.get("findings") or ()]
     more = len(findings) - _MOST_LINES
-    return [f"{verdict} ({how}). {numbers}.", *findings[:_MOST_LINES], *([f"{more:,} more."] if more > 0 else [])]
+    return [f"{verdict(ledger)}.", *proven, *findings[:_MOST_LINES], *([f"{more:,} more."] if more > 0 else [])]
+
+
+def verdict(ledger: Mapping[str, Any]) -> str:
+    """The audit of a ledger in one line."""
+    how = "ids, spans and counts" if ledger.get("ids_checked") else "spans and counts, not ids"
+    return (
+        f"{'ok' if ledger['ok'] else 'NOT ok'} ({how}), {ledger['gaps']:,} gaps, {ledger['repeats']:,} repeats, "
+        f"{ledger.get('discarded_samples') or 0:,} samples discarded and trained again"
+    )
 
 
 def _versions(versions: Mapping[str, Any] | None, **facts: Any) -> Table:
-    from batchwright import __version__
-
     known = {
         **(versions if isinstance(versions, Mapping) else {}),
         **{name: value for name, value in facts.items() if value is not None},
     }
     rows = [(str(name), _cell(value)) for name, value in known.items()]
-    return _table("Versions", ("", "value"), [*rows, ("batchwright (this report)", __version__)])
+    return _table("Versions", ("name", "value"), rows)
 
 
 def _notes(document: Document) -> Lines:
@@ -335,10 +357,59 @@ def _seconds(value: object) -> str:
     return f"{value:,.1f} s" if isinstance(value, (int, float)) else "-"
 
 
+def _rl(run: Document) -> Parts:
+    columns, last, ledger = run["rounds"], run["last"], run.get("ledger") or {}
+    count = len(columns["round"])
+    totals = {name: sum(v for v in columns[name] if finite(v)) for name in columns}
+    whole, logged = totals["seconds"] or 1.0, "all rounds"
+    if ledger.get("updates"):  # it has every round; events are written every `log_every` rounds
+        names = {"prompts": "samples", "responses": "responses", "dropped_responses": "dropped_responses"}
+        totals |= {name: ledger[column] for name, column in names.items()}
+        logged, count = f"{count:,} logged" if count < ledger["steps"] else logged, ledger["steps"]
+    summary = [
+        f"{count:,} round{'s' * (count > 1)}, {int(totals['prompts']):,} prompts, {int(totals['responses']):,} responses; reward "
+        f"{_cell(_number(columns['reward'][0]))} at first, {_cell(_number(columns['reward'][-1]))} at last"
+    ]
+    worst = max((v for v in columns["policy_lag"] if finite(v)), default=0)
+    rows = [
+        ("responses that entered an update", _cell(int(totals["responses"]))),
+        ("dropped because they were too old, and sampled again", _cell(int(totals["dropped_responses"]))),
+        ("discarded after a restart", _cell(run.get("discarded_responses"))),
+        ("worst policy lag (updates)", _cell(int(worst))),
+        ("workers that were replaced", _cell(run.get("replaced_workers"))),
+    ]
+    parts = {"rollout_seconds": "rollout, all workers", "train_seconds": "train", "wait_seconds": "the trainer waits"}
+    times = [
+        (label, _seconds(_number(last.get(name))), _seconds(totals[name]), f"{totals[name] / whole:.0%}")
+        for name, label in parts.items()
+    ]
+    proof = (
+        []
+        if not ledger
+        else ["ok" if ledger["ok"] else "failed", *(f["message"] for f in ledger["findings"][:_MOST_LINES])]
+    )
+    return (
+        f"Run {run['name']}",
+        summary,
+        [
+            _table("The batch that was really used", ("what", "number"), rows),
+            _table("Where the time went", ("what", "last round", logged, "of the run"), times),
+            Lines("Ledger", tuple(proof)),
+            _skipped(run),
+        ],
+    )  # fmt: skip
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, (int, float)) and finite(value) else None
+
+
 _SECTIONS: dict[str, Callable[[Document], Parts]] = {
     "plan": _plan,
     "ramp": _ramp,
     "probe": _probe,
+    "pipeline": _pipeline,
     "estimate": _estimate,
     "run": _run,
+    "rl": _rl,
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from batchwright.core.codec import SCHEMA
 from batchwright.core.errors import RunError
 
 from . import names
@@ -70,6 +71,28 @@ def read_manifest(checkpoint: Path) -> CheckpointFiles:
 
 def _object(value: object) -> dict[str, Any]:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def refuse_newer(schema: object, path: Path) -> None:
+    """Raise an error if a file has a newer schema than this version reads."""
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise RunError(
+            f"{path} has schema {schema}, but this version of batchwright reads up to {SCHEMA}: a newer version wrote it. "
+            "Nothing was loaded or changed. Update batchwright to resume from it.",
+            field="schema",
+            given=schema,
+            nearest=(SCHEMA,),
+        )
+
+
+def none_complete(directory: Path, skipped: Sequence[str]) -> RunError:
+    """The error for a directory whose checkpoints are all damaged: a start from the beginning would train all samples again."""
+    return RunError(
+        f"none of the {len(skipped)} checkpoints in {directory} is complete:\n" + "\n".join(skipped) + "\n"
+        "Nothing was loaded or changed. Restore a checkpoint from a backup, or start in another directory.",
+        field="directory",
+        given=str(directory),
+    )
 
 
 def positions(directory: Path, *, verify: bool = False) -> Iterator[int]:

@@ -9,6 +9,7 @@ RUN/status.json, status/        why and where a launch ended
 RUN/events/                     supervisor.jsonl (launches, boundaries), launch-00003.jsonl (steps, saves)
 RUN/launches/0003/              manifest.json, spec.json, ending.json, job.json, ranks/, logs/
 RUN/checkpoints/, RUN/ledger/   one folder per checkpoint; one file per launch and rank
+RUN/rollouts/launch-00003/      finished responses that no checkpoint has yet (reinforcement learning)
 RUN/trackers/wandb.json         the id of this run in a tracker
 """
 
@@ -20,11 +21,12 @@ from pathlib import Path
 
 PLAN, LOCK, FENCE, STOP, OUTCOME = "plan.json", "lock", "launch.json", "stop.json", "outcome.json"
 STATUS, CHECKPOINTS, LEDGER, EVENTS, LAUNCHES = "status.json", "checkpoints", "ledger", "events", "launches"
-TRACKERS = "trackers"
+TRACKERS, ROLLOUTS, UPDATES = "trackers", "rollouts", "updates"
 SUPERVISOR_EVENTS = "supervisor.jsonl"
 
 _CHECKPOINT = re.compile(r"step-(\d{12})-launch-(\d{5,})")
 _LEDGER = re.compile(r"launch-(\d{5,})-rank-(\d{5,})\.jsonl")
+_UPDATES = re.compile(r"updates-launch-(\d{5,})-rank-(\d{5,})\.jsonl")
 _EVENTS = re.compile(r"launch-(\d{5,})\.jsonl")
 
 
@@ -54,6 +56,20 @@ def ledger(launch: int, rank: int) -> str:
 def read_ledger(name: str) -> tuple[int, int] | None:
     """The (launch, rank) of a ledger file; None for any other name."""
     return _numbers(_LEDGER, name)
+
+
+def updates(launch: int, rank: int) -> str:
+    """Which responses entered which update, on one rank of a launch; beside the ledger.
+
+    >>> updates(3, 1), read_updates("updates-launch-00003-rank-00001.jsonl")
+    ('updates-launch-00003-rank-00001.jsonl', (3, 1))
+    """
+    return f"updates-launch-{launch:05d}-rank-{rank:05d}.jsonl"
+
+
+def read_updates(name: str) -> tuple[int, int] | None:
+    """The (launch, rank) of such a file; None for any other name."""
+    return _numbers(_UPDATES, name)
 
 
 def events(launch: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,31 @@ from .fence import Fence
 from .files import create_once, find_object, write_fault, write_json
 
 STOPPED_AT_BOUNDARY, INTERRUPTED = 75, 130
+READING_HEAD = ("launch", "readers", "rows read", "rows per reader", "amplification", "waited for data")
+
+
+def reading_rows(starts: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Who read, how much, and how long the trainers waited: one row for every launch of a run's history that says so.
+
+    >>> read = {"hosts": 4, "loading_hosts": 2, "rows_read": 3000, "read_amplification": 1.0, "wait_seconds": 0.25}
+    >>> reading_rows([{"number": 1, "ranks": 8, "loading": read}, {"number": 2, "ranks": 8, "loading": None}])
+    [('1', '2 of 4 hosts', '3,000', '1,500', '1.00', '0.2 s')]
+    """
+    rows: list[tuple[str, ...]] = []
+    for start in starts:
+        if read := start.get("loading"):
+            readers = read["loading_hosts"] or start["ranks"]
+            rows.append(
+                (
+                    str(start["number"]),
+                    f"{readers} of {read['hosts']} hosts" if read["loading_hosts"] else "every rank",
+                    f"{read['rows_read']:,}",
+                    f"{read['rows_read'] / readers:,.0f}" if readers else "-",
+                    f"{read['read_amplification']:.2f}",
+                    f"{read['wait_seconds']:,.1f} s",
+                )
+            )
+    return rows
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
     step/    the gradient of the whole global batch, at any split
     state/   checkpoints, the ledger of samples, and its audit
     loop/    `train`, which combines them
+    rl/      reinforcement learning: `train_rl`, where sampling overlaps training
     check/   does a split change the gradient?
 
 Each part also works alone: docs/own_loop.md builds a loop from them. Names are imported on first use.
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
     from .ranks import Ranks as Ranks
     from .ranks import data_parallel as data_parallel
     from .ranks import discover as discover
+    from .rl.record import RoundResult as RoundResult
+    from .rl.settings import RLSettings as RLSettings
+    from .rl.task import Prompts as Prompts
+    from .rl.task import RLTask as RLTask
+    from .rl.train import train_rl as train_rl
     from .state.audit import LedgerAudit as LedgerAudit
     from .state.audit import audit as audit
     from .state.checkpoint import Checkpoints as Checkpoints
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
     from .step.accumulate import accumulate as accumulate
     from .step.noise import NoiseEstimate as NoiseEstimate
     from .step.noise import NoiseScale as NoiseScale
+    from .step.pipeline import PipelineAccumulator as PipelineAccumulator
     from .task import Task as Task
     from .task import load_task as load_task
 
@@ -56,6 +63,7 @@ _HOMES = {
     "Checkpoints": "state.checkpoint",
     "GlobalOrder": "data.order",
     "GradientStep": "step.accumulate",
+    "PipelineAccumulator": "step.pipeline",
     "JsonLines": "data.sources.jsonl",
     "Ledger": "state.ledger",
     "LedgerAudit": "state.audit",
@@ -64,9 +72,13 @@ _HOMES = {
     "NoiseEstimate": "step.noise",
     "NoiseScale": "step.noise",
     "Parquet": "data.sources.parquet",
+    "Prompts": "rl.task",
+    "RLSettings": "rl.settings",
+    "RLTask": "rl.task",
     "Ranks": "ranks",
     "ReadingHosts": "data.readers",
     "Reads": "data.sources.access",
+    "RoundResult": "rl.record",
     "Settings": "loop.settings",
     "Shards": "data.sources.shards",
     "Slice": "data.sampler",
@@ -85,6 +97,7 @@ _HOMES = {
     "read_events": "loop.events",
     "to_device": "device",
     "train": "loop.train",
+    "train_rl": "rl.train",
     "windows": "data.windows",
 }
 

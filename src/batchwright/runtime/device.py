@@ -15,8 +15,9 @@ for nothing, limits nothing and has no peaks.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from collections.abc import Set as AnySet
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -197,6 +198,20 @@ def generator_state(device: torch.device) -> Tensor:
 def set_generator_state(device: torch.device, state: Tensor) -> None:
     """Set what `generator_state` returned."""
     _module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def drawing_from(device: torch.device, seed: int) -> Generator[None]:
+    """Seed the generator of an accelerator, the current device, and set it back when the block ends. Nothing on the CPU."""
+    if device.type == "cpu":
+        yield
+        return
+    kept = generator_state(device)
+    _module(device).manual_seed(seed)
+    try:
+        yield
+    finally:
+        set_generator_state(device, kept)
 
 
 # --- data ---

@@ -83,6 +83,16 @@ def check_rendezvous(ranks: Ranks, environment: Mapping[str, str] | None = None)
         )
 
 
+def rendezvous(environment: Mapping[str, str] | None = None) -> str:
+    """The address at which the processes of a job meet.
+
+    >>> rendezvous({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
+    'node1:29500'
+    """
+    env = os.environ if environment is None else environment
+    return f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+
+
 def data_parallel(mesh: DeviceMesh, dims: str | Sequence[str] | None = None) -> tuple[int, int]:
     """This process's data-parallel rank and size: its rank along the mesh dimensions `dims`, the last varying fastest.
 

@@ -52,6 +52,9 @@ class Task:
     optimizer: Callable[[Any], Optimizer]
     collate: Callable[[list[Any]], Any] | None = None  # None: torch's default_collate
     example_batch: Callable[[int], Any] | None = None  # micro_batch_size -> a batch, to probe without the dataset
+    stage: Callable[[int, int], nn.Module] | None = (
+        None  # (i, n) -> stage i of n; None: a pipeline splits the model itself
+    )
 
     def __post_init__(self) -> None:
         map_style = hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")
@@ -70,6 +73,7 @@ class Task:
                 self.example_batch is None or callable(self.example_batch),
                 "a function of micro_batch_size",
             ),
+            ("stage", self.stage is None or callable(self.stage), "a function of (stage, stages) that builds a module"),
         )
         faults = [(name, type(getattr(self, name)).__name__, wanted) for name, valid, wanted in checks if not valid]
         raise_violations(

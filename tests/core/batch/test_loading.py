@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchwright
-from batchwright.core.batch.loading import Loading, enough_readers, loading, part_of, reader_load, share
+from batchwright.core.batch.loading import (
+    MANY_ROWS,
+    Loading,
+    Storage,
+    enough_readers,
+    loading,
+    part_of,
+    reader_load,
+    share,
+)
 from batchwright.core.codec import decode, encode
 from batchwright.core.errors import PlanError
 from tests.examples import many
@@ -185,16 +195,31 @@ def test_read_ahead_multiplies_the_load_batch_and_not_the_amplification():
     assert sum(len(made.rows(host)) for host in range(64)) == 2048
 
 
-@pytest.mark.parametrize("seconds", [0.25, 0.5, 2.0, 30.0])
-def test_enough_readers_are_the_fewest_that_are_fast_enough(seconds):
+@pytest.mark.parametrize("storage", [Storage(), MANY_ROWS])
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 30.0])
+def test_enough_readers_are_the_fewest_that_are_fast_enough(seconds, storage):
     def fast(readers):
-        load = reader_load(32768, 150_000, 1000, readers)
+        load = reader_load(32768, 150_000, 1000, readers, storage)
         return 2 * max(load.read_seconds, load.send_seconds) <= seconds
 
     slow = [readers for readers in range(1, 1001) if not fast(readers)]
-    found = enough_readers(32768, 150_000, 1000, seconds)
+    found = enough_readers(32768, 150_000, 1000, seconds, storage)
     assert found is not None and found.loading_hosts == len(slow) + 1
-    assert enough_readers(32768, 150_000, 1000, 0.01) is None
+    assert enough_readers(32768, 150_000, 1000, 0.01, storage) is None
+
+
+def test_the_table_in_the_docs_is_the_models():
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    lines = page.split("| readers | tokens: many rows")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(lines) == 7
+    for line in lines:
+        readers, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
+        found = []
+        for rows, size in ((4096, 32768), (32768, 150_000)):
+            many, one = (reader_load(rows, size, 1000, int(readers), storage) for storage in (MANY_ROWS, Storage()))
+            found += [f"{load.read_seconds:.2f} s, {load.connections}" for load in (many, one)]
+            found.append(f"{one.send_seconds:.3f} s, {one.sent_bytes / 1e6:.0f} MB")
+        assert cells == found
 
 
 def test_plan_says_how_many_readers_are_enough():
@@ -205,6 +230,13 @@ def test_plan_says_how_many_readers_are_enough():
         "devices_per_node": 1,
         "sequence_length": 8192,
     }
-    assert any("loading_hosts=3 would be enough" in note for note in batchwright.plan(**known, step_seconds=0.5).notes)
+    [note] = [note for note in batchwright.plan(**known, step_seconds=0.5).notes if "would be enough" in note]
+    assert (
+        "loading_hosts=64 would be enough if a request returns one row (rows in random order of remote files)" in note
+    )
+    assert "loading_hosts=3 would be enough if a request returns many rows" in note
+    # Where reading hosts would not save connections, only the other case is left.
+    [note] = [note for note in batchwright.plan(**known, step_seconds=0.25).notes if "would be enough" in note]
+    assert "one row" not in note
     for other in ({}, {"step_seconds": 0.5, "loading_hosts": 12}, {"step_seconds": 0.01}):
         assert not any("would be enough" in note for note in batchwright.plan(**known, **other).notes)

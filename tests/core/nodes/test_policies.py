@@ -292,11 +292,18 @@ def test_nodes_that_hold_no_whole_replicas(world, nodes, message):
     assert caught.value.field == "nodes"
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "torch-1f1b", "torch-interleaved", "looped-bfs", "zbv"])
+def test_fewer_microbatches_than_stages_run_where_the_schedule_runs_them(schedule):
+    rule = PipelineRule(schedule, 4, 2 if schedule in ("torch-interleaved", "looped-bfs", "zbv") else 1)
+    fits = StageRules(World(1, 8, 2, 4), 8, micro_batch_size=4, pipeline=rule).fits(64)  # 16, 8, 4 and 2 microbatches
+    assert [fit.nodes for fit in fits] == ([1, 2, 4] if schedule == "torch-1f1b" else [1, 2, 4, 8])
+
+
 def test_pipeline_needs_enough_microbatches():
     world = World(1, 8, 2, 4)
-    assert feasible_nodes(64, world, nodes=32, micro_batch_size=4) == (1, 2, 4)
-    with pytest.raises(ScheduleError, match="2 microbatches are fewer than the 4 pipeline stages") as caught:
-        place(ramp(64, 128), world, nodes=8, micro_batch_size=4, policy="constant")
+    with pytest.raises(ScheduleError, match="needs at least as many microbatches as the 4 stages, not 2") as caught:
+        rule = PipelineRule("torch-1f1b", stages=4)
+        place(ramp(64, 128), world, nodes=8, micro_batch_size=4, policy="constant", pipeline=rule)
     assert caught.value.nearest == (128,)
     rule = PipelineRule("interleaved", stages=4, virtual_stages=2)
     assert rule.refusal(5) and not rule.refusal(8)
@@ -387,9 +394,8 @@ def test_feasible_nodes_equal_brute_force(batch, world, nodes, micro, cap, ragge
             continue
         sizes = [micro] if micro else range(1, min(cap or batch, -(-batch // dp)) + 1)
         sizes = [s for s in sizes if s <= (cap or s)]
-        exact = [s for s in sizes if batch % (s * dp) == 0 and batch // (s * dp) >= world.pipeline_parallel]
-        loose = [s for s in sizes if -(-(batch // dp + (batch % dp > 0)) // s) >= world.pipeline_parallel]
-        if exact or (ragged and loose and (micro or batch % dp)):
+        exact = [s for s in sizes if batch % (s * dp) == 0]
+        if exact or (ragged and sizes and (micro or batch % dp)):
             expected.append(n)
     options = {"micro_batch_size": micro, "max_micro_batch_size": cap, "allow_ragged": ragged}
     assert feasible_nodes(batch, world, nodes=nodes, **options) == tuple(expected)

@@ -21,6 +21,7 @@ from batchwright.launch.show import LineDisplay
 from batchwright.launch.slurm import commands as slurm
 from batchwright.launch.slurm.engine import SlurmEngine, SlurmSupervisor
 from batchwright.launch.work import launch_end, work
+from batchwright.processes.guard import process_state
 
 from .conftest import LAUNCHES, PATIENCE, QUICK, audit, gone, seen, submitted_again, supervisor, wait_for
 
@@ -142,9 +143,12 @@ def test_a_stop_saves_and_ends_the_job(cluster, make, tmp_path):
     with supervisor(directory) as process:
         running(directory, 1, 32)
         job = directory.manifest(1).handle
+        rank = json.loads((directory.launch(1) / "ranks" / "0.json").read_text())["pid"]
         cluster.call("scontrol", "suspend", job["job"])
         assert SlurmEngine().poll(job).state == "pending"  # a suspended job does not stall
+        wait_for(lambda: process_state(rank, None) == "T")  # else the node may suspend it after it has resumed it
         cluster.call("scontrol", "resume", job["job"])
+        wait_for(lambda: process_state(rank, None) not in (None, "T"))
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(PATIENCE) == 5
     assert directory.ending(1).outcome == "stopped" and directory.ending(1).position == 48

@@ -20,16 +20,19 @@ from batchwright.launch.slurm import chain
 from batchwright.launch.slurm.engine import SlurmSupervisor
 from batchwright.launch.slurm.site import Site, remember
 from batchwright.launch.supervisor import Supervisor
+from batchwright.rundir import names
 from batchwright.rundir.files import find_object
+from tests.needs import needs
 
 from .conftest import RAMP, wait_for
 
 pytestmark = pytest.mark.torch
 TASK = Path(__file__).with_name("byte_task.py")
+JAX_TASK = Path(__file__).parents[3] / "examples" / "jax_gpt" / "jax_gpt.py"
 
 
-def plan(engine: str, nodes: int = 4, task: str = f"{TASK}:task", arguments=None, **ramp):
-    request = BatchRequest(nodes=nodes, devices_per_node=1, max_micro_batch_size=8)
+def plan(engine: str, nodes: int = 4, task: str = f"{TASK}:task", arguments=None, readers: int | None = None, **ramp):
+    request = BatchRequest(nodes=nodes, devices_per_node=1, max_micro_batch_size=8, loading_hosts=readers)
     options = Options(engine=engine, settings={"progress": False})
     return build(request, read_ramp({**RAMP, **ramp}), options, target=task, arguments=arguments)[0]
 
@@ -77,6 +80,38 @@ def test_a_supervised_ramp_trains_what_the_local_engine_does(cluster, tmp_path, 
     remember(directory, site, detached=False)
     assert SlurmSupervisor(directory, made, LineDisplay(every=1e9)).run() == "complete"
     check(directory, [1, 2, 4], expected)
+
+
+@pytest.mark.rounds
+def test_nodes_are_the_hosts_that_read(cluster, tmp_path, expected):
+    directory, made = RunDirectory(tmp_path / "a run"), plan("slurm", readers=2)
+    write_json(directory.path / "plan.json", made)
+    remember(directory, Site(poll_seconds=0.5), detached=False)
+    assert SlurmSupervisor(directory, made, LineDisplay(every=1e9)).run() == "complete"
+    check(directory, [1, 2, 4], expected)
+    read = [find_object(directory.path / names.status(number))["loading"] for number in directory.numbers()]
+    assert [(one["hosts"], one["loading_hosts"], one["read_amplification"]) for one in read] == [
+        (1, 1, 1.0),
+        (2, 2, 1.0),
+        (4, 2, 1.0),
+    ]
+
+
+@pytest.mark.rounds
+def test_a_jax_task_trains_with_one_process_on_each_node(cluster, tmp_path):
+    from batchwright.runtime.state.audit import audit
+
+    for package in ("jax", "optax", "orbax"):
+        needs(package)
+    made = plan("slurm", task=f"{JAX_TASK}:task", arguments={"sequence_length": 16, "files": 20})
+    directory = RunDirectory(tmp_path / "a run")
+    write_json(directory.path / "plan.json", made)
+    remember(directory, Site(poll_seconds=0.5), detached=False)
+    assert SlurmSupervisor(directory, made, LineDisplay(every=1e9)).run() == "complete"
+    assert [directory.manifest(number).nodes for number in directory.numbers()] == [1, 2, 4]
+    assert len(rank_logs(directory.launch(3))) == 4
+    found = audit(directory.path)
+    assert (found.ok, found.samples, found.gaps, found.repeats) == (True, made.total_samples, 0, 0), found
 
 
 @pytest.mark.rounds

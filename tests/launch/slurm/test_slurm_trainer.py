@@ -1,4 +1,4 @@
-"""transformers' Trainer on a real Slurm: one node, then two, each launch a job whose command starts torchrun on every node."""
+"""Other trainers on a real Slurm: one node, then two, each launch a job whose command starts torchrun on every node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchwright.runtime import audit
 from tests.needs import needs
 
 pytestmark = [pytest.mark.torch, pytest.mark.rounds]
-EXAMPLE = Path(__file__).parents[3] / "examples" / "huggingface" / "train.py"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def free_port() -> int:
@@ -23,9 +23,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_a_ramp_of_a_trainer_over_two_launches(cluster, tmp_path):
-    needs("transformers")
-    directory = RunDirectory(tmp_path / "a run")
+@pytest.mark.parametrize(("example", "package"), [("huggingface", "transformers"), ("lightning", "lightning")])
+def test_a_ramp_of_a_trainer_over_two_launches(cluster, tmp_path, example, package):
+    needs(package)
+    script, directory = EXAMPLES / example / "train.py", RunDirectory(tmp_path / "a run")
     # Every virtual node has the address of this machine; docs/huggingface.md asks scontrol for the first node.
     torchrun = (
         f"srun --ntasks-per-node 1 {sys.executable} -m torch.distributed.run --nnodes {{nodes}} --nproc-per-node 1 "
@@ -36,7 +37,7 @@ def test_a_ramp_of_a_trainer_over_two_launches(cluster, tmp_path):
             sys.executable, "-m", "batchwright", "run", "--engine", "slurm", "launch.slurm.poll_seconds=0.5",
             "--thresholds", "0:8 64:16", *"--samples 128 --micro-batch-size 4 --nodes 2 --devices-per-node 1".split(),
             *"--node-policy constant-work --env OMP_NUM_THREADS=1 --env CUDA_VISIBLE_DEVICES=".split(),
-            "--dir", str(directory.path), "--", "bash", "-c", f"exec {torchrun} {EXAMPLE} --out '{{run_dir}}/out'",
+            "--dir", str(directory.path), "--", "bash", "-c", f"exec {torchrun} {script} --out '{{run_dir}}/out'",
         ],
         capture_output=True, text=True,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.core.errors import PlanError
+from batchwright.core.batch.loading import Storage
+from batchwright.core.errors import PlanError, RunError
+from batchwright.core.ramp.rules import Constant
 from batchwright.core.ramp.schedule import Step
+from batchwright.launch.records import Options
+from batchwright.runtime.data import loader
 from batchwright.runtime.data.hosts import Hosts, LoadBatch
+from batchwright.runtime.data.loader import READ_TIMEOUT, Loader
+from batchwright.runtime.data.order import GlobalOrder
+from batchwright.runtime.data.readers import OPEN_TIMEOUT, ReadingHosts
+from batchwright.runtime.data.sampler import StepSampler
+from batchwright.runtime.data.sources.access import Access
+from batchwright.runtime.data.sources.jsonl import JsonLines
+from batchwright.runtime.loop.settings import Settings
 from tests.examples import many
 
 from . import reader_ranks
@@ -34,12 +46,15 @@ def test_hosts_from_a_count_a_factor_and_a_list() -> None:
     ("given", "message"),
     [
         (0, "loading_hosts=0: must be 1 to 4"),
-        (5, "loading_hosts=5 is more than the 4 hosts. Nearest: 4"),
+        (5, "loading_hosts=5: must be 1 to 4, the number of hosts. Nearest: 4"),
         (Fraction(3), "does not give a whole number of reading hosts"),
         (Fraction(1, 2), "must be at least 1 in a loader"),
         ([4], "out of 0 to 3"),
         ([1, 1], "each once"),
         ([], "at least one host"),
+        (2.0, "loading_hosts=2.0 is of type float.*Fraction"),
+        (True, "type bool"),
+        ([0, "1"], "type list"),
     ],
 )
 def test_hosts_that_cannot_read(given: Any, message: str) -> None:
@@ -48,7 +63,7 @@ def test_hosts_that_cannot_read(given: Any, message: str) -> None:
 
 
 def test_a_host_of_every_rank_has_no_gaps() -> None:
-    for wrong in ((0, 2), (0,), (1, 1), 0 - 1):
+    for wrong in ((0, 2), (0,), (1, 1), -1, 0):
         with pytest.raises(PlanError, match="ranks_per_host"):
             Hosts.of(2, 1, wrong)
 
@@ -127,26 +142,183 @@ def test_an_iteration_may_end_early_and_start_again(run_ranks) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_trainer_holds_the_reader_back(run_ranks, tmp_path: Path) -> None:
-    results = run_ranks(reader_ranks.slow_trainer, 2, 2, str(tmp_path / "reads"))
+@pytest.mark.parametrize(("ranks", "readers"), [(2, 1), (2, 2), (1, 1)])
+def test_a_slow_trainer_holds_the_reader_back(run_ranks, tmp_path: Path, ranks: int, readers: int) -> None:
+    results = run_ranks(reader_ranks.slow_trainer, ranks, ranks, readers, str(tmp_path / "reads"))
     for early, whole in results:
-        assert early <= 40 and whole == ROWS  # the first steps have 4 and 8 rows
+        # One load batch in training, ROOM of them, one that is sent, and two requests of the worker: the first six steps.
+        assert early <= sum(step.global_batch_size for step in islice(reader_ranks.sampler(0, 1).steps(), 6))
+        assert whole == ROWS
 
 
 @pytest.mark.slow
 def test_a_row_that_cannot_be_read_is_named_on_every_rank(run_ranks) -> None:
-    reader, other = run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Source(bad=7), {"read_retries": 1})
+    reader, other = run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Source(bad=7), {"read_retries": 1}, {})
     assert "ConnectionResetError" in reader and "row 7 of data.bin" in reader and "2 times" in reader
     assert other.startswith("RunError: host 0 (") and "rank 0) could not read the rows from dataset[" in other
     assert "ConnectionResetError" in other and "row 7 of data.bin" in other and "the sample at position" in other
 
 
 @pytest.mark.slow
-def test_a_reader_that_hangs_is_named_within_the_time_out(run_ranks) -> None:
-    texts = run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Source(bad=7, hang=True), {"read_timeout": 3.0})
-    for text in texts:  # the rank that notices first ends the reading, and the other one may hear of that
-        assert text.startswith("RunError: host 0 (") and "of data.bin), the sample at position" in text
-    assert any("rank 0) has delivered no rows for 3 s, from dataset[" in text for text in texts)
+def test_a_reader_that_hangs_is_named_with_the_row_that_hangs(run_ranks, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f"{i}\n" for i in range(50)))
+    source = JsonLines(tmp_path / "a.jsonl", parse=reader_ranks.hanging_parse)
+    # The reader finds it first: the other rank would wait for ten minutes.
+    limits = {0: {"read_timeout": 2.0}, 1: {"read_timeout": 600.0}}
+    for text in run_ranks(reader_ranks.failing, 2, 2, source, {}, limits):
+        # Many rows are read at once, and the first of them is named: by the thread that reads or by the one that trains.
+        assert "host 0 (" in text or "a read has not returned for" in text, text
+        assert f"of {tmp_path}/a.jsonl and others), the samples at positions" in text, text
+    for text in run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Source(bad=7, hang=True), {}, limits):
+        assert "dataset[7] (row 7 of data.bin), the sample at position" in text, text
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_names_a_reader_that_does_not_answer(run_ranks, tmp_path: Path) -> None:
+    _, other = run_ranks(reader_ranks.waiting, 2, 2, str(tmp_path / "said"))
+    assert "rank 0) has delivered no rows for 1 s, from dataset[" in other and "of data.bin), the sample" in other
+
+
+class Reads:
+    """What a DataLoader of a reading host does, one look per second of a clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self._workers, self.looks = 0.0, [], iter(())
+        monkeypatch.setattr(loader, "perf_counter", lambda: self.now)
+
+    def __next__(self) -> Any:
+        self.now += 1.0
+        next(self.looks)()
+        raise RuntimeError("DataLoader timed out after 1 seconds")
+
+
+def test_a_slow_reader_does_not_hang_while_it_begins_further_rows(monkeypatch) -> None:
+    made = Loader(range(50), GlobalOrder(50), reader_ranks.sampler(0, 1), loading_hosts=1, read_timeout=10.0)
+    reads, begun = Reads(monkeypatch), made._reader.begun
+
+    def row(position: int) -> Any:
+        return lambda: begun.__setitem__(slice(0, 2), [position, position])
+
+    reads.looks = iter([row(position) for position in range(30)] + [lambda: None] * 30)
+    with pytest.raises(RunError, match=r"a read has not returned for 9.0 s: dataset\[\d+\], the sample at position 29"):
+        next(made._blocks(reads))
+    assert reads.now == 39.0  # the last row began after 30 s
+
+
+@pytest.mark.parametrize(("dataset", "most"), [(range(10**6), 32), (reader_ranks.Batched(), 256)])
+def test_a_request_is_limited_in_rows_and_bytes(dataset: Any, most: int) -> None:
+    steps = StepSampler(Constant(10_000).compile().until(20_000), 10_000)
+    made = Loader(dataset, GlobalOrder(len(dataset)), steps, loading_hosts=1, read_ahead=2)._requests
+    assert made is not None
+    requests, issued = iter(made), made.issued()
+
+    def rows(bytes_per_row: int | None) -> int:
+        """Of a request after one whose rows had so many bytes."""
+        found = next(requests)
+        assert next(issued) is found
+        if bytes_per_row:
+            made.arrived(bytes_per_row * len(found.positions))
+        return len(found.positions)
+
+    assert rows(None) == rows(100) == 16  # before a size is known
+    assert most - 2 <= rows(1 << 20) <= most  # in equal parts
+    assert min(most, 64) - 2 <= rows(50_000_000) <= min(most, 64)  # 64 MiB
+    assert rows(None) == 1
+    left = [request.positions for request in requests]
+    assert sum(map(len, left)) + 16 + 16 < 20_000 and left[-1].stop == 20_000
+
+
+@pytest.mark.slow
+def test_a_worker_of_a_reader_that_is_killed_is_named_with_its_row(run_ranks) -> None:
+    for text in run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Ends(bad=7), {"read_timeout": 600.0}, {}):
+        assert "has died (exit code -9): dataset[7] (row 7 of data.bin), the sample at position" in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pickled", [False, True])
+def test_strange_rows_and_errors_reach_every_rank(run_ranks, pickled: bool) -> None:
+    reader, other = run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Strange(pickled), {"read_timeout": 600.0}, {})
+    assert ("invalid literal for int" if pickled else "a file called") in reader, reader
+    if pickled:  # the reader trains on that row: it ends, and may say why before
+        assert "host 0 (" in other and ("invalid literal for int" in other or "has gone" in other), other
+    else:
+        assert "a file called \\udcff" in other, other
+
+
+@pytest.mark.slow
+def test_ranks_that_were_given_different_things_say_so(run_ranks) -> None:
+    same = "give all ranks the same schedule, start and read_ahead"
+    for of_rank, message in (
+        ({1: {"read_ahead": 2}}, same),
+        ({1: {"schedule": Constant(8).compile().until(120)}}, same),
+        ({1: {"start": 4}}, same),
+        ({1: {"loading_hosts": 2}}, "the ranks of loading_hosts do not agree"),
+        ({1: {"seed": 12}}, "seed=11, shuffle=True) on host 0"),
+        ({1: {"shuffle": False}}, "GlobalOrder(size=50, seed=11, shuffle=False) on host 1"),
+    ):
+        options = {"read_timeout": 600.0}
+        for text in run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Batched(), options, of_rank):
+            assert message in text, text
+
+
+@pytest.mark.slow
+def test_only_readers_open_the_dataset(run_ranks, tmp_path: Path) -> None:
+    path = tmp_path / "opened"
+    assert sum(run_ranks(reader_ranks.opened, 2, 2, str(path))) >= ROWS
+    assert sorted(set(path.read_text().splitlines())) == ["length on 0", "row on 0"]
+
+
+@pytest.mark.slow
+def test_a_reader_that_does_not_open_its_dataset_is_named(run_ranks) -> None:
+    for text in run_ranks(reader_ranks.hanging_length, 3, 3)[::2]:
+        assert text.startswith("RunError: len(dataset) has not returned for 1 s on host 1 ("), text
+        assert text.count("rank ") == 1
+
+
+def test_hosts_and_sampler_are_of_one_rank() -> None:
+    hosts = ReadingHosts(1, rank=0, ranks=1)
+    with pytest.raises(PlanError, match="loading_hosts is rank 0 of 1, and sampler is rank 1 of 2"):
+        Loader(range(50), GlobalOrder(50), reader_ranks.sampler(1, 2), loading_hosts=hosts)
+
+
+@pytest.mark.slow
+def test_readers_whose_datasets_differ_or_cannot_be_opened(run_ranks, tmp_path: Path) -> None:
+    for text in run_ranks(reader_ranks.lengths, 2, 2, str(tmp_path / "a"), 51):
+        assert text.startswith("RunError: the readers have datasets of different lengths: 50 on host 0 ("), text
+    first, second = run_ranks(reader_ranks.lengths, 2, 2, str(tmp_path / "b"), None)
+    assert (
+        "rank 1) could not open the dataset: OSError: no such bucket" in first and second == "OSError: no such bucket"
+    )
+
+
+@pytest.mark.slow
+def test_ranks_with_one_host_name_are_on_one_host(run_ranks) -> None:
+    for found in run_ranks(reader_ranks.hosts_by_name, 4, 4, ["b", "b", "a", "a"]):
+        assert found == ((0, 0, 1, 1), (0, 2), "host 1 (a, rank 3)")
+
+
+@pytest.mark.slow
+def test_processes_of_a_mesh_read_for_their_data_parallel_group(run_ranks) -> None:
+    found = run_ranks(reader_ranks.mesh_sequences, 4, 4)
+    assert [at for at, *_ in found] == [0, 0, 1, 1]
+    for at, plain, received, rows in found:
+        assert received == plain and rows == (0 if at else ROWS)  # each of the two groups has a reader
+
+
+def test_the_model_of_plan_has_the_connections_of_a_source() -> None:
+    assert Storage().connections == Access().connections
+
+
+def test_a_source_reports_its_own_failure_before_its_host_counts_as_hanging() -> None:
+    assert Access().longest_wait(Access().largest_request) < 0.9 * READ_TIMEOUT < READ_TIMEOUT < Options().stall_seconds
+    assert Settings.read_timeout == READ_TIMEOUT
+    assert OPEN_TIMEOUT < Options().start_seconds and Settings.open_timeout == OPEN_TIMEOUT
+
+
+@pytest.mark.parametrize("option", [{"persistent_workers": True}, {"timeout": 3}, {"read_timeout": 0}])
+def test_options_that_do_not_go_with_reading_hosts(option: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=next(iter(option))):
+        Loader(range(50), GlobalOrder(50), reader_ranks.sampler(0, 1), loading_hosts=1, **option)
 
 
 @pytest.mark.slow

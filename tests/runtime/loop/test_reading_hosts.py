@@ -18,6 +18,7 @@ from batchwright.core.errors import ConfigError
 from batchwright.runtime.loop.events import read_events
 from batchwright.runtime.loop.settings import Settings
 from batchwright.runtime.state.audit import audit
+from tests.runtime.data.sources.server import serving
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 SIZE = 100  # samples of the dataset: 192 are almost two epochs
@@ -25,6 +26,7 @@ SIZE = 100  # samples of the dataset: 192 are almost two epochs
 
 def options(directory: Path, **changes) -> dict:
     made = {"directory": str(directory), "micro_batch_size": 2, "allow_ragged": True, "checkpoint_every": 32}
+    made |= {"ranks_per_host": 1}
     return {**made, **changes}
 
 
@@ -96,12 +98,36 @@ def test_a_reader_and_a_trainer_are_killed_and_no_sample_is_lost(tmp_path) -> No
     assert found.ids_checked and found.launches == 3
 
 
+def test_a_server_that_fails_and_a_reader_that_is_killed_lose_no_sample(tmp_path) -> None:
+    """Every range of the file fails, is cut off, is dropped and is too short before it arrives; the only reader is killed."""
+    rows = {"a.jsonl": "".join(f'{{"i": {i}}}\n' for i in range(SIZE)).encode()}
+    made = options(tmp_path / "run", loading_hosts=1, checkpoint_every=16)
+    with serving(rows, lambda n, again: [500, "truncate", "drop", "short", None][again % 5]) as server:
+        task = {"url": f"{server.url}/a.jsonl", "index_folder": str(tmp_path), "size": SIZE}
+        running = Launch(2, ramp(), made, {**task, "pause": 0.02})
+        until(lambda: progress(tmp_path / "run") >= 16)
+        running.kill(0)
+        codes = running.wait()
+        assert codes[0] == -9 and codes[1] not in (0, -9)
+        assert launch(2, ramp(), made, **task) == [0, 0]
+        assert len(server.gets) > 3 * 192
+    found = audit(tmp_path / "run")
+    assert (found.ok, found.samples, found.gaps, found.repeats) == (True, 192, 0, 0), found.findings
+    assert found.ids_checked and found.launches == 2
+    said = status(tmp_path / "run")["loading"]
+    assert said["rows_read"] == said["rows_trained"]  # the source tries again by itself
+    assert launch(2, ramp(), options(tmp_path / "local", checkpoint_every=16), size=SIZE) == [0, 0]
+    expected, weights = final(tmp_path / "local"), final(tmp_path / "run")
+    assert [key for key in expected if not torch.equal(expected[key], weights[key])] == []
+
+
 def test_settings_of_reading_hosts_are_checked() -> None:
     wrong = (
         {"loading_hosts": 0},
         {"loading_hosts": (0, -1)},
         {"read_ahead": 2},
         {"read_timeout": 0.0},
+        {"open_timeout": 0.0},
         {"read_retries": -1},
     )
     for changes in wrong:

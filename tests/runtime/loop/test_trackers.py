@@ -6,6 +6,7 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,6 +91,15 @@ def test_wandb_continues_the_same_run(run):
     assert points["train/loss"] == AGAIN[5:]
     assert points["train/samples"] == [(step, (step + 1) * 8) for step in range(5, 13)]
     assert points["evaluation/loss"] == [(9, 4.5625)]
+    assert points["launch/lost_seconds"] == [(10, 2.5)], "the first step that the killed launch had not trained"
+
+
+def test_wandb_gets_the_lost_seconds_of_a_launch_that_trains_nothing_new(tmp_path):
+    needs("wandb")
+    assert tracked.record(tmp_path / "run", "wandb", 0, 0, 10, "kill") == -9
+    assert tracked.record(tmp_path / "run", "wandb", 1, 5, 8, "signal") == 0
+    _, points = tracked.wandb(tmp_path / "run")[1]
+    assert points["train/loss"] == AGAIN[5:8] and points["launch/lost_seconds"] == [(10, 2.5)]
 
 
 @pytest.mark.parametrize("name", TRACKERS)
@@ -121,6 +131,16 @@ def test_a_tracker_that_cannot_start_is_left_out(tmp_path):
     assert tracked.record(tmp_path / "run", "mlflow", 0, 0, 3, "end", MLFLOW_TRACKING_URI="nowhere://x") == 0
     assert "nowhere://x" in failures(tmp_path / "run")["mlflow"]
     assert [e["launch"] for e in read_events(tmp_path / "run") if e["kind"] == "tracker"] == [0]
+
+
+def test_a_trackio_that_does_not_say_how_far_it_is_cannot_start(monkeypatch, tmp_path):
+    """With 0 instead, the steps of a resumed run would be recorded twice."""
+    made = SimpleNamespace(init=lambda **_: SimpleNamespace(project="batchwright", name="run", id="1"))
+    monkeypatch.setitem(sys.modules, "trackio", made)
+    from batchwright.runtime.loop.trackers.trackio import Trackio
+
+    with pytest.raises(AttributeError, match="_next_step"):
+        Trackio(tmp_path).begin({})
 
 
 def test_mlflow_without_a_server_uses_a_database_in_the_run_directory(tmp_path):

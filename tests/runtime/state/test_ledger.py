@@ -43,13 +43,13 @@ def record(
     schedule: Schedule = SCHEDULE,
     micro: int = 3,
     outcome=lambda step: "applied",
+    first_sample: int = 0,
 ) -> None:
     """Write the ledgers of a launch that trains samples `start` to `stop`, and saves at `saves` and at the end."""
     first = schedule.at_sample(start)
     for rank in range(ranks):
-        ledger = Ledger(
-            root / "ledger", order, launch=launch, rank=rank, ranks=ranks, start=(first.step, start), parent=parent
-        )
+        begin = {"start": (first.step, start), "first_sample": first_sample, "parent": parent}
+        ledger = Ledger(root / "ledger", order, launch=launch, rank=rank, ranks=ranks, **begin)
         for part in StepSampler(schedule.until(stop), micro, rank, ranks, start, allow_ragged=True):
             if not part.filler:
                 ledger.fed(feed(part.step, rank, order.ids(part.positions)))
@@ -156,6 +156,34 @@ def test_gaps_overlaps_and_missing_files_are_found(tmp_path):
     record(tmp_path / "order", ends[4], ends[6], launch=1, parent=0, order=GlobalOrder(100, seed=4))
     checkpoint(tmp_path / "order", ends[6], 1)
     assert [f.cause for f in audit(tmp_path / "order").findings] == ["order"]
+
+
+def test_a_run_that_began_at_a_later_sample_has_no_gap_before_it(tmp_path):
+    ends = [SCHEDULE.at_step(n).start_sample for n in range(10)]
+    record(tmp_path / "whole", ends[2], ends[5], launch=0, first_sample=ends[2])
+    record(tmp_path / "whole", ends[5], ends[8], launch=1, parent=0, first_sample=ends[2])
+    checkpoint(tmp_path / "whole", ends[5], 0)
+    checkpoint(tmp_path / "whole", ends[8], 1)
+    found = audit(tmp_path / "whole")
+    assert (found.ok, found.samples, found.gaps) == (True, ends[8] - ends[2], 0)
+    for name, start, first, gaps, message in (
+        ("gap", ends[3], ends[2], ends[3] - ends[2], f"samples {ends[2]} to {ends[3]} are in no ledger"),
+        (
+            "early",
+            ends[2],
+            ends[3],
+            0,
+            f"the run began at sample {ends[3]} by its ledgers, and its first launch at {ends[2]}",
+        ),
+    ):
+        record(tmp_path / name, start, ends[5], launch=0, first_sample=first)
+        checkpoint(tmp_path / name, ends[5], 0)
+        found = audit(tmp_path / name)
+        assert (found.ok, found.gaps) == (False, gaps) and message in found.findings[0].message
+    record(tmp_path / "other", ends[2], ends[5], launch=0, first_sample=ends[2])
+    record(tmp_path / "other", ends[5], ends[8], launch=1, parent=0, first_sample=0)
+    checkpoint(tmp_path / "other", ends[8], 1)
+    assert [f.cause for f in audit(tmp_path / "other").findings] == ["lineage"]
 
 
 def test_a_damaged_checkpoint_that_was_skipped_does_not_end_the_lineage(tmp_path):

@@ -15,7 +15,7 @@ from math import prod
 from batchwright.core.errors import PlanError, Violation, either
 from batchwright.core.numbers import divisors, nearest_divisors, nearest_of
 
-from .pipeline import PipelineRule
+from .pipeline import ASSUMED_LENGTH, PipelineRule
 from .request import BatchRequest, asked_for
 
 # Batches tried on each side of one that has no split; the valid numbers of a pipeline are much closer.
@@ -131,7 +131,7 @@ def splits(given: Unknowns) -> Iterator[Split]:
     if ranks is None:
         # Costs on different numbers of ranks cannot be compared: least accumulation that fills the stages.
         return iter(sorted(allowed, key=lambda s: s.accumulation_steps < rule.stages))
-    tokens = batch // ranks * (given.sequence_length or 4096)  # 4096 is assumed; a note says so
+    tokens = batch // ranks * (given.sequence_length or ASSUMED_LENGTH)  # a note says so
     return iter(sorted(allowed, key=lambda s: (rule.cost(s.accumulation_steps, tokens), -s.micro_batch_size)))
 
 

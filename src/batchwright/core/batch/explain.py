@@ -9,7 +9,8 @@ from batchwright.core.errors import either
 from batchwright.core.numbers import nearest_multiples
 
 from .equation import Unknowns
-from .loading import enough_readers, reader_load
+from .loading import MANY_ROWS, Storage, enough_readers, reader_load
+from .pipeline import ASSUMED_LENGTH
 from .request import BatchRequest, asked_for
 
 if TYPE_CHECKING:
@@ -275,13 +276,26 @@ def _reader_note(plan: BatchPlan) -> str | None:
     if load.hosts < _MANY_HOSTS or load.loading_hosts < load.hosts or not seconds or not length:
         return None
     rows, size = plan.global_batch_size, length * _TOKEN_BYTES
-    few, all_ = enough_readers(rows, size, load.hosts, seconds), reader_load(rows, size, load.hosts, load.hosts)
-    if few is None or 2 * few.loading_hosts > load.hosts:
+    cases = {
+        "one row (rows in random order of remote files)": Storage(),
+        "many rows (rows that lie together)": MANY_ROWS,
+    }
+    found: list[str] = []
+    for case, storage in cases.items():
+        few = enough_readers(rows, size, load.hosts, seconds, storage)
+        every = reader_load(rows, size, load.hosts, load.hosts, storage)
+        if few is None or 2 * few.loading_hosts > load.hosts or few.connections >= every.connections:
+            continue
+        found.append(
+            f"loading_hosts={few.loading_hosts} would be enough if a request returns {case}: each reads its rows in "
+            f"{few.read_seconds:.2g} s over {storage.at_once} connections and sends them in {few.send_seconds:.2g} s, and the "
+            f"storage has {few.connections:,} connections instead of {every.connections:,}."
+        )
+    if not found:
         return None
     return (
-        f"loading_hosts={few.loading_hosts} would be enough: each reads its rows in {few.read_seconds:.2g} s and sends them in "
-        f"{few.send_seconds:.2g} s, while a step takes {seconds:.3g} s; the storage has {few.connections:,} connections instead "
-        f"of {all_.connections:,}. A model, with {size:,} bytes per row and an assumed storage; measure yours."
+        f"For a step of {seconds:.3g} s, {' '.join(found)} A model, with num_workers={MANY_ROWS.workers} on each reading host, "
+        f"{size:,} bytes per row and an assumed storage; measure yours."
     )
 
 
@@ -301,5 +315,5 @@ def _pipeline_notes(plan: BatchPlan) -> list[str]:
             "(an estimate; a probe measures it)."
         )
     if plan.sequence_length is None:
-        notes.append("sequence_length is unknown: the pipeline is balanced for an assumed 4096.")
+        notes.append(f"sequence_length is unknown: the pipeline is balanced for an assumed {ASSUMED_LENGTH}.")
     return notes

@@ -190,13 +190,38 @@ def readers_on(hosts: int, loading_hosts: int | None, expansion_factor: Fraction
     return max(1, (hosts / expansion_factor).__ceil__())
 
 
-# What a reading host can do. Assumed of the storage: an object store's first byte and one stream of it; a host's network.
-REQUEST_SECONDS = 0.1
-STREAM_BYTES = 50e6  # per second and connection
-SEND_BYTES = 1e9  # per second
-CONNECTIONS = 8  # of a reading host: its workers
-REQUEST_ROWS = 256
 RESERVE = 2  # readers take at most this part of a step
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What the model of docs/data.md assumes of the storage, the network and a reading host."""
+
+    request_rows: int = 1
+    """Rows of one request. 1: rows in random order of files; 256: rows that lie together, or a store that takes many ids."""
+    workers: int = 8
+    """Of a reading host: `num_workers`. A worker reads up to 256 rows at a time."""
+    connections: int = 4
+    """Requests of a worker at the same time, at most (`Access.connections`)."""
+    request_seconds: float = 0.1
+    """Until the first byte of an answer; assumed, of an object store."""
+    stream_bytes: float = 50e6
+    """Bytes per second of one connection; assumed, of an object store."""
+    send_bytes: float = 1e9
+    """Bytes per second that a host sends; assumed, of a network of 10 Gbit/s."""
+
+    @property
+    def at_once(self) -> int:
+        """Requests of a reading host at the same time, at most.
+
+        >>> Storage().at_once, Storage(request_rows=256).at_once
+        (32, 8)
+        """
+        return self.workers * min(self.connections, -(-_READ_AT_ONCE // self.request_rows))
+
+
+_READ_AT_ONCE = 256
+MANY_ROWS = Storage(request_rows=_READ_AT_ONCE)
 
 
 @dataclass(frozen=True)
@@ -211,35 +236,41 @@ class ReaderLoad:
     """Per reading host and step."""
 
 
-def reader_load(rows: int, row_bytes: float, hosts: int, loading_hosts: int) -> ReaderLoad:
+def reader_load(
+    rows: int, row_bytes: float, hosts: int, loading_hosts: int, storage: Storage | None = None
+) -> ReaderLoad:
     """The model: each reader reads its rows in requests over several connections, and sends what it does not keep.
 
     >>> reader_load(4096, 16384, hosts=1000, loading_hosts=8).connections
-    64
+    256
     """
+    storage = storage or Storage()
     own = -(-rows // loading_hosts)
-    connections = min(CONNECTIONS, own)
+    connections = min(storage.at_once, own)
     each = -(-own // connections)  # rows over one connection
-    read = -(-each // REQUEST_ROWS) * REQUEST_SECONDS + each * row_bytes / STREAM_BYTES
+    requests = -(-each // storage.request_rows)
+    read = requests * storage.request_seconds + each * row_bytes / storage.stream_bytes
     sent = own * row_bytes * (1 - loading_hosts / hosts)
-    return ReaderLoad(loading_hosts, loading_hosts * connections, read, sent / SEND_BYTES, sent)
+    return ReaderLoad(loading_hosts, loading_hosts * connections, read, sent / storage.send_bytes, sent)
 
 
-def enough_readers(rows: int, row_bytes: float, hosts: int, step_seconds: float) -> ReaderLoad | None:
+def enough_readers(
+    rows: int, row_bytes: float, hosts: int, step_seconds: float, storage: Storage | None = None
+) -> ReaderLoad | None:
     """The fewest reading hosts that read and send a step's rows in half of a step; None if all hosts are too few.
 
-    >>> enough_readers(4096, 16384, hosts=1000, step_seconds=2.0).loading_hosts
-    1
+    >>> [enough_readers(4096, 16384, 1000, 2.0, storage).loading_hosts for storage in (Storage(), MANY_ROWS)]
+    [15, 1]
     """
     low, high = 1, hosts + 1
     while low < high:
         middle = (low + high) // 2
-        load = reader_load(rows, row_bytes, hosts, min(middle, hosts))
+        load = reader_load(rows, row_bytes, hosts, min(middle, hosts), storage)
         if max(load.read_seconds, load.send_seconds) * RESERVE <= step_seconds:
             high = middle
         else:
             low = middle + 1
-    return reader_load(rows, row_bytes, hosts, low) if low <= hosts else None
+    return reader_load(rows, row_bytes, hosts, low, storage) if low <= hosts else None
 
 
 def _shares(total: int, parts: int) -> int | tuple[int, ...]:

@@ -1,31 +1,65 @@
 """Pipeline microbatches: which numbers a schedule allows, how long its stages are idle, which number is best.
 
-With p stages, m microbatches, v virtual stages per device and d = 2 under delayed forwarding (else 1), where F, B and
-W (backward for input and for weights) take equal time:
+With p stages (ranks of the pipeline), m microbatches, v virtual stages per device, d = 2 under delayed forwarding (else 1)
+and f = max(0, p - m), the microbatches that are missing to fill the stages, where F, B and W (backward for input and for
+weights) take equal time:
 
-    schedule      idle share of a step            rule for m
-    gpipe, 1f1b   (p-1) / (m + p-1)               m ≥ 1
-    interleaved   (p-1) / (v·m + p-1)             p ≤ group ≤ m; m mod group = 0 or ≥ p; group defaults to p
-    circular      d(p-1) / (v·m + d(p-1))         m mod p = 0; m ≥ 2p under delayed forwarding
-    zero-bubble   w / (3m + w)                    m mod max(1, m // p) = 0   (ZB1P)
+    schedule             whose rules   idle share of a step            rule for m
+    gpipe                all           (p-1) / (m + p-1)               m ≥ 1
+    1f1b                 Megatron      (p-1) / (m + p-1)               m ≥ 1
+    torch-1f1b           torch         (p-1) / (m + p-1)               m ≥ p
+    interleaved          Megatron      (p-1) / (v·m + p-1)             p ≤ group ≤ m; m mod group = 0 or ≥ p; group defaults to p
+    torch-interleaved    torch         w / (v·m + w)                   m mod max(1, m // p) = 0
+    looped-bfs           torch         w / (v·m + w)                   m ≥ 1
+    circular             MaxText       d(p-1) / (v·m + d(p-1))         m mod p = 0; m ≥ 2p under delayed forwarding
+    zero-bubble          torch         z / (3·v·m + z)                 m mod max(1, m // p) = 0   (ZB1P)
+    zbv                  torch         y / (6m + y)                    m ≥ 1; v = 2
+    dualpipev            torch         (p-1) / (6m + p-1)              m ≥ 2p; v = 2
 
-w = p-1 + max(0, p-m): with fewer microbatches than stages there is not enough weight work to fill the wait.
+    w = p-1 + (v-1)·f       z = p-1 + v·f + (v-1)·max(0, 2f - p)       y = max(p-1, 2(2p - 1 - m))
+
+The formulas of torch's schedules are those of a simulation of torch's own order (tests/runtime/step/test_pipeline_order.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count
 
 from batchwright.core.errors import PlanError
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "circular", "zero-bubble")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "circular",
+    "zero-bubble",
+    "torch-1f1b",
+    "torch-interleaved",
+    "looped-bfs",
+    "zbv",
+    "dualpipev",
+)
+# Schedules whose rules are torch's: of torch.distributed.pipelining, which torchtitan uses, too.
+TORCH_RULES = ("torch-1f1b", "torch-interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
+# The schedules that torch runs, and the rules that hold then.
+RUN_BY_TORCH = {
+    "gpipe": "gpipe",
+    "1f1b": "torch-1f1b",
+    "interleaved": "torch-interleaved",
+    **{name: name for name in TORCH_RULES},
+}
+# Schedules that compute the gradients of weights apart from those of inputs, without autograd's hooks.
+SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")
+_ONE_STAGE = ("gpipe", "1f1b", "torch-1f1b")
+_TWO_STAGES = ("zbv", "dualpipev")
 
 # A microbatch of this many tokens runs at half its best speed: t₀ in `cost`. An assumption about how matrix units
 # saturate; a probe replaces it by a measurement.
 HALF_SPEED_TOKENS = 512
+ASSUMED_LENGTH = 4096  # tokens of a sample, where no sequence length is given
 
 
 @dataclass(frozen=True)
@@ -42,6 +76,7 @@ class PipelineRule:
     virtual_stages: int = 1
     group: int | None = None
     delayed: bool = False
+    half_speed_tokens: int = HALF_SPEED_TOKENS
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -51,13 +86,18 @@ class PipelineRule:
                 given=self.schedule,
                 nearest=SCHEDULES,
             )
-        if self.virtual_stages > 1 and self.schedule not in ("interleaved", "circular"):
+        wanted = 1 if self.schedule in _ONE_STAGE else 2 if self.schedule in _TWO_STAGES else self.virtual_stages
+        if self.virtual_stages != wanted:
+            several = (
+                "uses a device once per microbatch" if wanted == 1 else "goes through the devices forwards and back"
+            )
             raise PlanError(
-                f"virtual_stages={self.virtual_stages} needs a schedule that uses a device more than once per microbatch: "
-                f"{self.schedule} does not. Nearest: virtual_stages=1, or pipeline_schedule interleaved or circular.",
+                f"virtual_stages={self.virtual_stages} does not fit pipeline_schedule {self.schedule}, which {several}. "
+                f"Nearest: virtual_stages={wanted}"
+                + (", or pipeline_schedule interleaved or circular." if wanted == 1 else "."),
                 field="virtual_stages",
                 given=self.virtual_stages,
-                nearest=(1,),
+                nearest=(wanted,),
             )
         if self.delayed and self.schedule != "circular":
             raise PlanError(
@@ -101,8 +141,12 @@ class PipelineRule:
                 return f"circular needs a multiple of the {p} stages: {m} / {p} = {m / p:.2f}"
             if self.delayed and m < 2 * p:
                 return f"circular with delayed forwarding needs at least 2 × {p} = {2 * p} microbatches, not {m}"
-        if self.schedule == "zero-bubble" and m % max(1, m // p):
-            return f"zero-bubble needs equal rounds: {m} mod ({m} // {p}) = {m % (m // p)}"
+        if self.schedule in ("zero-bubble", "torch-interleaved") and m % max(1, m // p):
+            return f"{self.schedule} needs equal rounds: {m} mod ({m} // {p}) = {m % (m // p)}"
+        if self.schedule == "torch-1f1b" and m < p:
+            return f"torch's 1F1B needs at least as many microbatches as the {p} stages, not {m}"
+        if self.schedule == "dualpipev" and m < 2 * p:
+            return f"dualpipev needs at least 2 × {p} = {2 * p} microbatches, not {m}"
         return None
 
     def bubble(self, microbatches: int) -> Fraction:
@@ -116,12 +160,17 @@ class PipelineRule:
         >>> PipelineRule("zero-bubble", stages=4).idle(8)
         Fraction(1, 1)
         """
-        waits = Fraction(self.stages - 1)
+        p, v, m = self.stages, self.virtual_stages, microbatches
+        waits, few = Fraction(p - 1), max(0, p - m)
         if self.schedule == "circular" and self.delayed:
             return 2 * waits
         if self.schedule == "zero-bubble":
-            return (waits + max(0, self.stages - microbatches)) / 3
-        return waits
+            return (waits + v * few + (v - 1) * max(0, 2 * few - p)) / 3
+        if self.schedule == "zbv":
+            return max(waits, Fraction(2 * (2 * p - 1 - m))) / 3
+        if self.schedule == "dualpipev":
+            return waits / 3
+        return waits + (v - 1) * few if self.schedule in ("torch-interleaved", "looped-bfs") else waits
 
     def idle_steps(self, accumulation_steps: int, inner_microbatches: int | None = None) -> float:
         """Idle time of a stage in an optimizer step, in micro steps.
@@ -149,7 +198,24 @@ class PipelineRule:
     def cost(self, microbatches: int, tokens: int) -> Fraction:
         """Relative time of a step of `tokens` per replica: (1 + idle/(v·m)) × (1 + m·t₀/tokens)."""
         waiting = 1 + self.idle(microbatches) / (self.virtual_stages * microbatches)
-        return waiting * (1 + Fraction(microbatches * HALF_SPEED_TOKENS, tokens))
+        return waiting * (1 + Fraction(microbatches * self.half_speed_tokens, tokens))
+
+    def fit_half_speed(self, seconds: Mapping[int, float], tokens: float) -> int | None:
+        """t₀ from the times of steps of `tokens` at several numbers of microbatches, by least squares: seconds without the
+        predicted waiting are a line in m. None if there are fewer than two numbers, or the line starts below 0.
+
+        >>> rule = PipelineRule("1f1b", stages=4)
+        >>> rule.fit_half_speed({m: 3 * float(rule.cost(m, 65_536)) for m in (4, 8, 16, 32)}, 65_536)
+        512
+        """
+        points = [(m, t / float(1 + self.idle(m) / (self.virtual_stages * m))) for m, t in seconds.items()]
+        if len(points) < 2:
+            return None
+        mean_m, mean_t = (sum(point[i] for point in points) / len(points) for i in (0, 1))
+        spread = sum((m - mean_m) ** 2 for m, _ in points)
+        slope = sum((m - mean_m) * (t - mean_t) for m, t in points) / spread
+        start = mean_t - slope * mean_m
+        return max(0, round(tokens * slope / start)) if start > 0 else None
 
     def best(self, candidates: Sequence[int], tokens: int) -> int | None:
         """The valid number of microbatches with the least cost; if it fills the stages, it is next to √(tokens·idle / (v·t₀)).

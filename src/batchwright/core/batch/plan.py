@@ -14,7 +14,7 @@ from batchwright.core.numbers import count, divisors, nearest_divisors, nearest_
 from .equation import Split, Unknowns, ragged_plan, rounded_batch, solve
 from .explain import notes_for, provenance
 from .loading import Loading, loading
-from .pipeline import Pipeline, PipelineRule
+from .pipeline import ASSUMED_LENGTH, Pipeline, PipelineRule
 from .request import LARGEST_BATCH, BatchRequest, batch_in_samples, resolve_ranks, unused_pipeline, world_of
 from .world import World
 
@@ -270,9 +270,11 @@ def pipeline_rule(request: BatchRequest) -> PipelineRule | None:
     schedule = request.pipeline_schedule or (
         "circular" if inner else "interleaved" if request.virtual_stages > 1 else "1f1b"
     )
-    return PipelineRule(
+    made = PipelineRule(
         schedule, request.pipeline_parallel, request.virtual_stages, request.pipeline_group, request.delayed_forwarding
     )
+    measured = request.half_speed_tokens
+    return made if measured is None else replace(made, half_speed_tokens=measured)
 
 
 def _pipeline(request: BatchRequest, rule: PipelineRule | None, split: Split, batch: int) -> Pipeline | None:
@@ -299,7 +301,7 @@ def _pipeline(request: BatchRequest, rule: PipelineRule | None, split: Split, ba
                 nearest=near,
             )
     whole = split.micro_batch_size if inner else -(-batch // split.data_parallel_size)
-    tokens = whole * (request.sequence_length or 4096)
+    tokens = whole * (request.sequence_length or ASSUMED_LENGTH)
     most = request.max_micro_batch_size if not inner else None
     candidates = [m for m in divisors(whole) if most is None or whole // m <= most]
     return Pipeline(

@@ -13,7 +13,7 @@ from batchwright.core.errors import ConfigError, PlanError, Violation, either, r
 from batchwright.core.fields import Readers, choice, read_fields, switch
 from batchwright.core.numbers import count, fraction, nearest_multiples, positive
 
-from .pipeline import SCHEDULES
+from .pipeline import HALF_SPEED_TOKENS, SCHEDULES
 from .world import World
 
 # Limits of fields: far above any job, and low enough that planning stays fast.
@@ -48,6 +48,7 @@ class BatchRequest:
     pipeline_style: str = "accumulation"
     pipeline_microbatches: int | None = None
     pipeline_group: int | None = None
+    half_speed_tokens: int | None = None  # fitted by a probe; no flag
     virtual_stages: int = 1
     delayed_forwarding: bool = False
     hosts: int | None = None
@@ -158,6 +159,13 @@ def within_probe(
                 f"The probe found max_micro_batch_size {measured} at sequence_length {probed}. Scaled by tokens: {most} at "
                 f"{length}, which was not measured."
             )
+    fitted = record.get("half_speed_tokens")
+    if isinstance(fitted, int):
+        request = replace(request, half_speed_tokens=fitted)
+        notes.append(
+            f"The probe found that a microbatch of {fitted} tokens runs at half speed; the assumption is "
+            f"{HALF_SPEED_TOKENS}."
+        )
     if record.get("bottleneck") == "too-noisy":
         notes.append("The probe's times are too noisy to rely on, and so is everything derived from them: probe again.")
     ranks = record.get("ranks")

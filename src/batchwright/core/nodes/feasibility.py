@@ -53,12 +53,8 @@ class StageRules:
         return self.pipeline.idle_steps(steps, self.inner_microbatches)
 
     def refusal(self, steps: int) -> str | None:
-        """Why the pipeline does not run with this number of accumulation steps, or None. They must fill the pipeline."""
-        if self.pipeline is None or self.inner_microbatches:
-            return None
-        stages = self.pipeline.stages
-        few = f"{steps} microbatches are fewer than the {stages} pipeline stages" if steps < stages else None
-        return self.pipeline.refusal(steps) or few
+        """Why the pipeline does not run with this number of accumulation steps, or None."""
+        return None if self.pipeline is None or self.inner_microbatches else self.pipeline.refusal(steps)
 
     def replicas(self, nodes: int) -> int | None:
         """The data-parallel size on this number of nodes, or None if they do not hold whole (expert) replicas."""
@@ -66,7 +62,7 @@ class StageRules:
         return None if devices % size or devices // size % self.world.expert_step else devices // size
 
     def fit(self, batch: int, nodes: int) -> Fit | None:
-        """How `batch` runs on `nodes`, or None: the equation's best split that fills the pipeline."""
+        """How `batch` runs on `nodes`, or None: the equation's best split that the pipeline runs."""
         dp = self.replicas(nodes)
         if not dp:
             return None

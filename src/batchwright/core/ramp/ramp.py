@@ -61,6 +61,17 @@ class Ramp:
         total = self.schedule.total_samples
         return None if total is None else total - self.start_sample
 
+    @property
+    def compiles_at(self) -> tuple[int, ...]:
+        """The stages at which a program with compiled shapes (JAX, torch.compile) compiles: those whose micro batch size is
+        new in their launch. The number of micro steps is not a shape."""
+        return () if self.placement is None else _compiles_at(self.placement)
+
+    @property
+    def shared_micro_batch_size(self) -> int | None:
+        """The largest micro batch size that all stages can run, within their own: with it, a launch compiles once."""
+        return None if self.placement is None else _shared_micro_batch_size(self.placement)
+
     def at_step(self, step: int) -> Step:
         """The span of an optimizer step."""
         return self.schedule.at_step(step)
@@ -116,6 +127,8 @@ class Ramp:
             "full_cluster_node_hours": placed.full_cluster_node_hours if placed else None,
             "saved_node_hours": placed.saved_node_hours if placed else None,
             "gap": placed.gap if placed else None,
+            "compiles_at": list(self.compiles_at),
+            "shared_micro_batch_size": self.shared_micro_batch_size,
             "learning_rate": codec.encode(self.rates[self.first_stage :]),
             "learning_rate_suggestion": codec.encode(self.suggestion),
             "learning_rate_horizon": codec.encode(self.horizon),
@@ -136,11 +149,19 @@ _PLACED = (
 )
 
 
-def ramp(request: BatchRequest, wanted: RampRequest, past: Schedule | None = None, position: int = 0) -> Ramp:
+def ramp(
+    request: BatchRequest,
+    wanted: RampRequest,
+    past: Schedule | None = None,
+    position: int = 0,
+    *,
+    one_shape: bool = False,
+) -> Ramp:
     """Compile the rule, check and place every stage, and compute the learning rates.
 
     With `past`, the schedule of a run that has trained up to sample `position`, its steps before that stay as they are.
-    With `wanted.start_sample`, only what is left from there on is placed.
+    With `wanted.start_sample`, only what is left from there on is placed. With `one_shape`, a micro batch that is not given is
+    one that all stages share, for a program with compiled shapes.
 
     >>> from batchwright.core.ramp.request import read_ramp
     >>> r = ramp(BatchRequest(global_batch_size=1024), read_ramp({"linear": "256,128,50M"}))
@@ -169,6 +190,22 @@ def ramp(request: BatchRequest, wanted: RampRequest, past: Schedule | None = Non
     if published:
         request = _published_world(request, published, notes)
     placement = _placement(request, wanted, left, first, published, rule)
+    if one_shape and placement and len(_compiles_at(placement)) > len(placement.launches):
+        sizes, times = [stage.micro_batch_size for stage in placement.stages], len(_compiles_at(placement))
+        if request.accumulation_steps is None or isinstance(rule, PerDevice):
+            shared = _shared_micro_batch_size(placement)
+            request = replace(request, micro_batch_size=shared, accumulation_steps=None)
+            wanted = replace(wanted, node_policy=placement.policy)
+            placement = _placement(request, wanted, left, first, published, rule)
+            notes.append(
+                f"All stages run in micro batches of {shared}, so that JAX compiles once per launch. In the largest ones, "
+                f"{min(sizes)} to {max(sizes)}, it would compile {times} times."
+            )
+        else:
+            notes.append(
+                f"JAX compiles {times} times, at each new micro batch: with accumulation_steps={request.accumulation_steps} "
+                f"they grow from {min(sizes)} to {max(sizes)}."
+            )
     rates, suggestion = _rates(wanted, schedule)
     horizon = _horizon(wanted, schedule)
     if request.global_batch_size not in (None, schedule.segments[-1].global_batch_size):
@@ -187,7 +224,31 @@ def ramp(request: BatchRequest, wanted: RampRequest, past: Schedule | None = Non
     known = request.nodes is not None or request.devices_per_node is not None
     sources = dict(request.origins)
     start = wanted.start_sample
-    return Ramp(schedule, rule, placement, rates, suggestion, horizon, sources, tuple(notes), known, start)
+    made = Ramp(schedule, rule, placement, rates, suggestion, horizon, sources, tuple(notes), known, start)
+    if isinstance(rule, PerDevice) and placement and len(made.compiles_at) > len(placement.launches):
+        at = ", ".join(str(index + 1) for index in made.compiles_at)
+        notes.append(
+            f"JAX compiles at stage {at}, where the micro batch is new. In micro batches of {made.shared_micro_batch_size}, "
+            "which all stages share, it compiles once per launch (batchwright.jax)."
+        )
+    return replace(made, notes=tuple(notes))
+
+
+def _compiles_at(placement: NodePlan) -> tuple[int, ...]:
+    sizes = {stage.index: stage.micro_batch_size for stage in placement.stages}
+    found: list[int] = []
+    for launch in placement.launches:
+        first: dict[int, int] = {}
+        for index in launch.stages:
+            first.setdefault(sizes[index], index)
+        found += first.values()
+    return tuple(found)
+
+
+def _shared_micro_batch_size(placement: NodePlan) -> int:
+    stages = placement.stages
+    ranks = gcd(*(stage.micro_batch_size * stage.accumulation_steps for stage in stages))
+    return max(size for size in divisors(ranks) if size <= max(stage.micro_batch_size for stage in stages))
 
 
 def _left(schedule: Schedule, start: int) -> tuple[int, tuple[Segment, ...]]:

@@ -37,7 +37,7 @@ def task(
 ) -> Task:
     """The task; `layers` builds only so many, `real` uses bitsandbytes itself where states are otherwise sized by rule."""
     settings = read_config(config, layers)
-    longest = getattr(settings.get_text_config(), "max_position_embeddings", None)
+    longest = longest_sequence(settings)
     if longest is not None and sequence_length > longest:
         raise PlanError(
             f"sequence_length={sequence_length} is longer than the model's max_position_embeddings {longest}. "
@@ -81,6 +81,12 @@ class Tokens:
     def __getitem__(self, index: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(index)
         return torch.randint(self.vocabulary, (self.length,), generator=generator)
+
+
+def longest_sequence(settings: Any) -> int | None:
+    """The positions that a model has; None if it does not say."""
+    found = getattr(settings.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
 
 
 def read_config(path: str, layers: int | None = None) -> Any:

@@ -211,7 +211,7 @@ def rows(directory: RunDirectory, plan: RunPlan) -> list[Row]:
         role, index = slurm.role_of(one.comment)
         if one.alive and one.job not in known and role != "start":
             waiting.setdefault(index, one)
-    position = max((row.end_sample or row.start_sample for row in begun), default=0)
+    position = max((row.end_sample or row.start_sample for row in begun), default=plan.start_sample)
     running = {row.launch for row in begun if row.end_sample is None}
     coming = [
         launch

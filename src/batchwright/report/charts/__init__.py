@@ -12,6 +12,8 @@ from .plan import split as split
 from .probe import step_time as step_time
 from .probe import throughput as throughput
 from .ramp import staircase as staircase
+from .rl import reward as reward
+from .rl import round_times as round_times
 from .run import loss as loss
 from .run import node_hours as node_hours
 from .run import stage_throughput as stage_throughput
@@ -22,12 +24,17 @@ def _of_run(run: Document, *, theme: str) -> Spec | None:
     return staircase(run["plan"], run, theme=theme)
 
 
+def _of_estimate(estimate: Document, *, theme: str) -> Spec | None:
+    return memory(estimate, estimate.get("probe"), theme=theme)
+
+
 # The charts of every kind of document, by their names in files and pages, the most important one first.
 CHARTS: dict[str, dict[str, Callable[..., Spec | None]]] = {
     "plan": {"split": split, "memory": memory},
     "ramp": {"staircase": staircase},
     "probe": {"throughput": throughput, "memory": memory, "step-time": step_time},
-    "estimate": {"memory": memory},
+    "pipeline": {},
+    "estimate": {"memory": _of_estimate},
     "run": {
         "staircase": _of_run,
         "loss": loss,
@@ -36,6 +43,7 @@ CHARTS: dict[str, dict[str, Callable[..., Spec | None]]] = {
         "noise-scale": noise_scale,
         "node-hours": node_hours,
     },
+    "rl": {"round": round_times, "reward": reward},
 }
 
 
@@ -51,9 +59,9 @@ def chart_of(kind: str, document: Document, name: str | None = None, theme: str 
 
     if name is not None:
         if name not in CHARTS[kind]:
-            known = ", ".join(CHARTS[kind])
+            known = f"Known: {', '.join(CHARTS[kind])}" if CHARTS[kind] else "It has none: its numbers are a table"
             raise ConfigError(
-                f"name={name!r} is not a chart of a {kind}. Known: {known}.",
+                f"name={name!r} is not a chart of a {kind}. {known}.",
                 field="name",
                 given=name,
                 nearest=[*CHARTS[kind]],

@@ -65,7 +65,7 @@ def noise_scale(run: Document) -> Spec | None:
         "type": "quantitative", "scale": {"type": "log", "domain": [bottom, max(values) * 1.3], "nice": False},
         "axis": short_axis("weight in the loss, such as tokens; logarithmic", values=_decades(values)),
     }  # fmt: skip
-    looks = series({name: "blue", batch: "muted"})
+    looks = series({name: "blue", batch: "text"})
     looks["color"]["legend"] = {"symbolType": "stroke"}
     layers: list[Spec] = [
         {
@@ -82,7 +82,7 @@ def noise_scale(run: Document) -> Spec | None:
         },
         {
             "data": {"values": [{**row, "series": batch} for row in sizes]},
-            "mark": {"type": "line", "interpolate": "step"},
+            "mark": {"type": "line", "interpolate": "step", "strokeWidth": 1.25},
             "encoding": {"y": {**y, "field": "value"}, **looks},
         },
         {

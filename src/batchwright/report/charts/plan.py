@@ -14,14 +14,12 @@ def split(plan: Document) -> Spec | None:
     names = ("global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size")
     if not all(positive(plan.get(name)) for name in names):
         return None
-    size, micro, steps, ranks = (plan[name] for name in names)
+    _, micro, steps, ranks = (plan[name] for name in names)
     rows, columns = _shown(ranks), _shown(steps)
     cells = [
         {"rank": f"{r}", "step": f"{s}", "text": "…" if "…" in (f"{r}", f"{s}") else f"{micro}"} for r in rows for s in columns
     ]  # fmt: skip
-    equation = f"{size:,} = {micro:,} micro × {steps:,} accumulation × {ranks:,} data-parallel"
-    if plan.get("ragged"):
-        equation += " (ragged: shares differ by one sample)"
+    text = equation(plan)
 
     def axis(title: str) -> Spec:
         return {"title": title, "labelAngle": 0, "ticks": False, "domain": False, "labelOverlap": False}
@@ -45,9 +43,18 @@ def split(plan: Document) -> Spec | None:
         {"mark": {"type": "text", "color": "@text"}, "encoding": {"text": {"field": "text"}}},
     ]
     return frame(
-        "The global batch", equation, f"One optimizer step: {equation}.",
+        "The global batch", text, f"One optimizer step: {text}.",
         height=22 * len(rows), data={"values": cells}, encoding=encoding, layer=layers,
     )  # fmt: skip
+
+
+def equation(plan: Document) -> str:
+    """A plan in one line."""
+    ragged = " (ragged: shares differ by one sample)" if plan.get("ragged") else ""
+    return (
+        f"{plan['global_batch_size']:,} = {plan['micro_batch_size']:,} micro × {plan['accumulation_steps']:,} accumulation × "
+        f"{plan['data_parallel_size']:,} data-parallel{ragged}"
+    )
 
 
 def _shown(count: int) -> list[str]:

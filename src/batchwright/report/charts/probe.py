@@ -11,6 +11,7 @@ from .spec import (
     Document,
     Spec,
     drawn,
+    fills,
     finite,
     frame,
     positive,
@@ -165,6 +166,10 @@ def _failing(size: int) -> list[Spec]:
     ]  # fmt: skip
 
 
+# The parts of a step, with the roles of their colours, and how opaque. The text on compute, the darkest, is light.
+_PARTS = {"input": ("orange", 0.3), "compute": ("blue", 1.0), "synchronisation": ("green", 0.5)}
+
+
 @drawn
 def step_time(probe: Document) -> Spec | None:
     """The time of a step at the recommended size: waiting for input, computing, synchronising."""
@@ -190,21 +195,15 @@ def step_time(probe: Document) -> Spec | None:
         })  # fmt: skip
         start += seconds
     text = ", ".join(f"{row['part']} {row['share']:.0%}" for row in rows)
-    names = {"input": "orange", "compute": "blue", "synchronisation": "green"}
-    domain = [name for name in names if any(row["part"] == name for row in rows)]
     bar: Spec = {
-        "mark": {"type": "bar", "height": 44, "fillOpacity": 0.85, "stroke": "@background", "strokeWidth": 2},
+        "mark": {"type": "bar", "height": 44, "stroke": "@background", "strokeWidth": 2},
         "encoding": {
             "x": {
                 "field": "from", "type": "quantitative", "scale": {"domain": [0, rounded(whole * scale)], "nice": False},
                 "axis": {"title": f"time of a step, {unit}", "grid": True},
             },
             "x2": {"field": "to"},
-            "color": {
-                "field": "part", "type": "nominal",
-                "scale": {"domain": domain, "range": [f"@{names[name]}" for name in domain]},
-                "legend": {"symbolType": "square", "symbolStrokeWidth": 0},
-            },
+            **fills("part", {row["part"]: _PARTS[row["part"]] for row in rows}),
             "tooltip": [
                 {"field": "part", "type": "nominal"},
                 {"field": "time", "type": "quantitative", "title": unit, "format": ",.3~g"},
@@ -213,8 +212,12 @@ def step_time(probe: Document) -> Spec | None:
         },
     }  # fmt: skip
     words: Spec = {
-        "mark": {"type": "text", "fontWeight": "bold", "fill": "@background", "fontSize": 13},
-        "encoding": {"x": {"field": "middle", "type": "quantitative"}, "text": {"field": "text"}},
+        "mark": {"type": "text", "fontWeight": "bold", "fontSize": 13},
+        "encoding": {
+            "x": {"field": "middle", "type": "quantitative"},
+            "text": {"field": "text"},
+            "color": {"condition": {"test": "datum.part == 'compute'", "value": "@background"}, "value": "@text"},
+        },
     }
     subtitle = f"micro batch {size}: {text}; bottleneck: {probe.get('bottleneck') or 'unknown'}"
     return frame(

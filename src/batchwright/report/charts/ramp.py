@@ -154,7 +154,7 @@ def _panel(title: str, color: str, rows: list[dict[str, Any]], done: list[dict[s
             }
         )
     encoding = {
-        "x": samples_axis(end),
+        "x": samples_axis(end, rows[0]["samples"]),
         "y": {
             "field": "value",
             "type": "quantitative",
@@ -224,7 +224,7 @@ def _crosses(failures: list[dict[str, Any]]) -> Spec:
     """Where launches failed."""
     return {
         "data": {"values": failures},
-        "mark": {"type": "point", "shape": "cross", "angle": 45, "size": 110, "filled": True, "opacity": 1},
+        "mark": {"type": "point", "shape": "cross", "angle": 45, "size": 110, "filled": True, "opacity": 1, "yOffset": 10},
         "encoding": {
             "color": {
                 "datum": "launch failed",

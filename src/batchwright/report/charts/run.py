@@ -6,11 +6,14 @@ A run's record (`launch/history.py`) has its steps as columns, its plan, its lau
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import pairwise
 from statistics import quantiles
 from typing import Any
+
+from batchwright.core.numbers import short
 
 from .spec import (
     BUCKETS,
@@ -29,6 +32,9 @@ from .spec import (
     thinned,
     time_unit,
 )  # fmt: skip
+
+# Stages that get their batch as text; boundaries that hide no line; bars that can be told apart.
+_LABELLED, _MOST_LINES, _MOST_STAGES = 12, 40, 200
 
 
 @drawn
@@ -106,7 +112,9 @@ def loss(run: Document, against: str = "samples") -> Spec | None:
         text += f": {values[0]:.4g} at first, {values[-1]:.4g} at last, smallest {low:.4g}, largest {high:.4g}"
     if bad:
         text += f"; not finite in {len(bad):,}"
-    scale = {"domain": [bottom - 0.04 * span, top + 0.06 * span], "nice": False, "zero": False}
+    most = sys.float_info.max
+    domain = [max(-most, bottom - 0.04 * span), min(most, top + 0.06 * span)]
+    scale = {"domain": domain, "nice": False, "zero": False}
     encoding = {"x": axis.encoding(), "y": {"type": "quantitative", "scale": scale}}
     return frame(
         f"Loss against {against}",
@@ -192,25 +200,29 @@ class _Axis:
             and known
             and stage["start_sample"] < known[-1][0]
         ]
-        if not begun or len(begun) > 200:
+        if not begun or len(begun) > _MOST_LINES:
             return []
         rows: list[dict[str, Any]] = []
         for stage in begun:
             start = stage["start_sample"]
             at = start if self.field == "samples" else known[bisect_right(known, (start, math.inf))][1]
             rows.append({self.field: rounded(at, 7), "text": f"{stage['global_batch_size']:,}"})
-        shared = {"data": {"values": rows}}
+        # A text needs a tenth of the axis.
+        labels = rows[:1]
+        for row in rows[1:]:
+            if row[self.field] - labels[-1][self.field] >= self.end / 10:
+                labels.append(row)
         lines: list[Spec] = [
             {
-                **shared,
+                "data": {"values": rows},
                 "mark": {"type": "rule", "strokeDash": [2, 3], "strokeWidth": 1},
                 "encoding": {"color": {"value": "@muted"}, "x": {"field": self.field, "type": "quantitative"}},
             }
         ]
-        if len(rows) <= 12:
+        if len(rows) <= _LABELLED:
             lines.append(
                 {
-                    **shared,
+                    "data": {"values": labels},
                     "mark": {"type": "text", "align": "left", "dx": 4, "baseline": "top", "fontSize": 11},
                     "encoding": {"y": {"value": 0}, "text": {"field": "text"}, "color": {"value": "@muted"}},
                 }
@@ -247,12 +259,16 @@ def stage_throughput(run: Document) -> Spec | None:
             low, middle, high = quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
             rows.append({
                 "stage": label, "rate": rounded(middle), "low": rounded(low), "high": rounded(high), "series": measured,
-                "steps": len(values),
+                "steps": len(values), "text": short(middle, 3),
             })  # fmt: skip
         if expected is not None:
             planned.append({"stage": label, "rate": rounded(expected), "series": "planned"})
-    if not rows or len(order) > 60:
+    if not rows:
         return None
+    kept = set(order[:: -(-len(order) // _MOST_STAGES)])
+    rows, planned = ([row for row in part if row["stage"] in kept] for part in (rows, planned))
+    order = [label for label in order if label in kept]
+    few = len(order) <= _LABELLED
     top = max(row["high"] for row in [*rows, *({"high": p["rate"]} for p in planned)])
     names = {measured: "blue"} | ({"planned": "orange"} if planned else {})
     y = {"type": "quantitative", "scale": {"domain": [0, rounded(top * 1.15)], "nice": False}}
@@ -291,17 +307,22 @@ def stage_throughput(run: Document) -> Spec | None:
             "mark": {"type": "text", "dy": -10, "fontWeight": "bold"},
             "encoding": {
                 "y": {**y, **axis, "field": "high"},
-                "text": {"field": "rate", "type": "quantitative", "format": ",.4~g"},
+                "text": {"field": "text"},
                 "color": {"value": "@text"},
             },
         },
     ]
-    text = ", ".join(readable(row["rate"]) for row in rows[:12]) + " samples/s"
+    text = ", ".join(readable(row["rate"]) for row in rows) + " samples/s"
+    if not few:
+        slowest, fastest = (readable(pick(row["rate"] for row in rows)) for pick in (min, max))
+        text = f"{slowest} to {fastest} samples/s in {len(rows):,} stages"
+        layers.pop()  # numbers above the bars would be too close
     encoding = {
         "x": {
             "field": "stage", "type": "ordinal", "sort": order,
             "axis": {
-                "title": None, "labelAngle": 0, "labelExpr": "split(datum.label, '|')", "ticks": False, "labelOverlap": False,
+                "title": None if few else "stage", "labelAngle": 0, "ticks": False, "labelOverlap": "greedy",
+                "labelExpr": "split(datum.label, '|')" if few else "slice(split(datum.label, '|')[0], 6)",
             },
         },
         "color": {
@@ -330,12 +351,18 @@ def node_hours(run: Document) -> Spec | None:
     if not total:
         return None
     stages = run["plan"]["stages"]
-    planned: list[dict[str, Any]] = [{"samples": 0, "hours": 0.0}]
+    # What is before the first launch was trained elsewhere.
+    begin = next((launch["start_sample"] for launch in run["plan"]["launches"]), 0)
+    planned: list[dict[str, Any]] = [{"samples": begin, "hours": 0.0}]
     for stage in stages:
-        if not finite(stage.get("node_hours")) or stage["end_sample"] is None:
+        first, last = stage["start_sample"], stage["end_sample"]
+        if last is not None and last <= begin:
+            continue
+        if last is None or not finite(stage.get("node_hours")):
             planned = []
             break
-        planned.append({"samples": stage["end_sample"], "hours": planned[-1]["hours"] + stage["node_hours"]})
+        hours = stage["node_hours"] * (last - max(first, begin)) / (last - first)
+        planned.append({"samples": last, "hours": planned[-1]["hours"] + hours})
     most = max([total, *(row["hours"] for row in planned)])
     unit, scale = next(
         ((u, s) for u, s in (("node-hours", 1.0), ("node-minutes", 60.0)) if most * s >= 1), ("node-seconds", 3600.0)
@@ -375,7 +402,8 @@ def node_hours(run: Document) -> Spec | None:
     ]
     text = f"{readable(total * scale)} {unit} used"
     if planned:
-        text += f", {readable(planned[-1]['hours'] * scale)} planned for the whole run, without restarts"
+        part = f"from sample {begin:,} on" if begin else "for the whole run"
+        text += f", {readable(planned[-1]['hours'] * scale)} planned {part}, without restarts"
     elif any(finite(stage.get("node_hours")) for stage in stages) and run.get("replanned"):
         text += "; the plan was changed during the run, so its hours cannot be compared"
     else:

@@ -27,7 +27,7 @@ _SHORT = (
 )
 DASH = [6, 4]
 # Every label of `values`: Vega would leave out every second one, until `tickCount` are left.
-_ALL = {"labelOverlap": False, "tickCount": 100}
+_ALL = {"labelOverlap": "greedy", "labelSeparation": 4, "tickCount": 100}
 # Columns of pixels that a chart has at most: more points than two per column cannot be seen.
 BUCKETS = 600
 
@@ -56,21 +56,22 @@ def short_axis(title: str | None = None, **more: Any) -> Spec:
     return {"title": title, "labelExpr": _SHORT, **(_ALL if "values" in more else {}), **more}
 
 
-def samples_axis(end: float, field: str = "samples", **axis: Any) -> Spec:
-    """The encoding of positions in samples, from 0 to `end`."""
-    scale = {"domain": [0, max(1, end)], "nice": False}
-    return {"field": field, "type": "quantitative", "scale": scale, "axis": short_axis("samples", **axis)}
+def samples_axis(end: float, start: float = 0, field: str = "samples", title: str = "samples", **axis: Any) -> Spec:
+    """The encoding of positions in samples, from `start` to `end`."""
+    scale = {"domain": [start, max(start + 1, end)], "nice": False}
+    return {"field": field, "type": "quantitative", "scale": scale, "axis": short_axis(title, **axis)}
 
 
 def sizes_axis(sizes: Iterable[int]) -> Spec:
     """The encoding of micro batch sizes on a logarithmic axis that is labelled at sizes that are there."""
     ordered = sorted(set(sizes))
+    low, high = ordered[0] / 1.12, ordered[-1] * 1.12
+    apart = (high / low) ** 0.05  # labels are a twentieth of the axis apart
     kept: list[int] = []
     for size in reversed(ordered):  # the largest ones matter most, and are closest to each other
-        if not kept or size * 1.3 <= kept[-1]:
+        if not kept or size * apart <= kept[-1]:
             kept.append(size)
-    low, high = ordered[0], ordered[-1]
-    scale = {"type": "log", "base": 2, "domain": [low / 1.12, high * 1.12], "nice": False}
+    scale = {"type": "log", "base": 2, "domain": [low, high], "nice": False}
     # labelExpr: a logarithmic axis leaves out labels that it formats itself.
     axis = {
         "title": "micro batch size, samples", "values": kept[::-1], "labelExpr": "format(datum.value, ',d')", **_ALL,
@@ -95,6 +96,23 @@ def series(names: Mapping[str, str], shapes: Sequence[str] = (), dashes: Sequenc
     return found
 
 
+def fills(field: str, looks: Mapping[str, tuple[str, float]], **legend: Any) -> Spec:
+    """Encodings of areas by `field`: name -> the role of its colour, and how opaque, so that they differ in grey, too."""
+    domain = list(looks)
+    return {
+        "color": {
+            "field": field, "type": "ordinal",
+            "scale": {"domain": domain, "range": [f"@{role}" for role, _ in looks.values()]},
+            "legend": {"symbolType": "square", "symbolStrokeWidth": 0, **legend},
+        },
+        "opacity": {
+            "field": field, "type": "ordinal",
+            # Without a type, it would be a scale between the first and the last of these numbers.
+            "scale": {"type": "ordinal", "domain": domain, "range": [opacity for _, opacity in looks.values()]},
+        },
+    }  # fmt: skip
+
+
 def finite(value: Any) -> TypeGuard[Any]:
     """Whether a value is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -111,7 +129,8 @@ def rounded(value: float, digits: int = 5) -> float:
     >>> rounded(3.14159265, 3), rounded(123456.7, 3), rounded(0.0)
     (3.14, 123000.0, 0.0)
     """
-    return float(f"{value:.{digits}g}")
+    made = float(f"{value:.{digits}g}")
+    return made if math.isfinite(made) else value  # rounded up, the largest numbers are infinite
 
 
 def readable(value: float) -> str:
@@ -141,12 +160,12 @@ def thinned(
         if (part := found.get(at)) is None:
             found[at] = [x, y, y, y, 1]
         else:
+            n = part[4] = part[4] + 1
             part[0] += x
             part[1] = min(part[1], y)
-            part[2] += y
+            part[2] += y / n - part[2] / n  # a sum of large values would not be finite
             part[3] = max(part[3], y)
-            part[4] += 1
-    return [(x / n, small, total / n, large, int(n)) for _, (x, small, total, large, n) in sorted(found.items())]
+    return [(x / n, small, mean, large, int(n)) for _, (x, small, mean, large, n) in sorted(found.items())]
 
 
 def strides(steps: Sequence[float], launches: Sequence[float]) -> dict[float, float]:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .causes import Finding as Finding
     from .causes import SplitResult as SplitResult
-    from .compare import CheckReport as CheckReport
     from .compare import check as check
-    from .compare import default_sizes as default_sizes
+    from .splits import CheckReport as CheckReport
+    from .splits import default_sizes as default_sizes
 
 _HOMES = {
-    "CheckReport": "compare",
+    "CheckReport": "splits",
     "Finding": "causes",
     "SplitResult": "causes",
     "check": "compare",
-    "default_sizes": "compare",
+    "default_sizes": "splits",
 }
 
 

@@ -14,19 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-
 from batchwright.core.errors import RunError
-from batchwright.runtime.task import FrameworkTask
+from batchwright.core.ramp.learning_rate import check_horizon
+from batchwright.core.ramp.schedule import Schedule
 
-from .gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm, relative_error
+from .measured import Gradient, Measures, Variant, combine, dot, group_errors, norm, relative_error
 from .names import Cause
 from .structure import Structure, structure
 
 # Errors that rounding alone can cause. fp64: any fault of logic is far larger. fp32, if the task does not run in fp64:
 # measured up to 1e-5 on deep networks. Half precision: one rounding is 0.4% (bf16), and a gradient has many.
 EXACT = 1e-8
-ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+ROUNDING = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
+HALVES = {"bfloat16", "float16"}
 SINGLE, HALF = 1e-4, 5e-2
 # A larger rounding error is an error, not a note: an assumption.
 COARSE = 5e-2
@@ -50,6 +50,7 @@ class SplitResult:
     ranks: int
     relative_error: float | None
     groups: Mapping[str, float]  # the modules with the largest errors, each divided by the norm of the whole gradient
+    pipeline_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Scale:
 class CauseSearch:
     """Finds the causes for the splits of one rig; `variant` and `tolerance` are the strictest that the task allows."""
 
-    def __init__(self, rig: Rig, splits: Sequence[SplitResult]) -> None:
+    def __init__(self, rig: Measures, splits: Sequence[SplitResult]) -> None:
         self.rig, self.splits = rig, splits
         self.notes: list[str] = []
         self.variant, self.tolerance = self._strictest()
@@ -90,7 +91,7 @@ class CauseSearch:
             self.rig.reference(strict)
             return strict, EXACT
         except RunError as error:
-            half = bool(self.rig.dtypes & {torch.bfloat16, torch.float16})
+            half = bool(self.rig.kinds & HALVES)
             self.notes.append(
                 f"The task does not run in fp64 ({type(error.__cause__).__name__}), so errors below "
                 f"{HALF if half else SINGLE:g} count as rounding."
@@ -111,7 +112,7 @@ class CauseSearch:
         ]
 
     def _rounding(self) -> list[Finding]:
-        kind = min(self.rig.dtypes, key=lambda d: torch.finfo(d).bits)
+        kind = max(self.rig.kinds, key=lambda name: ROUNDING.get(name, 1.0))
         worst = max(self.splits, key=lambda s: s.relative_error or 0.0)
         if (worst.relative_error or 0.0) <= ROUNDING.get(kind, 1e-3):
             return []
@@ -120,8 +121,7 @@ class CauseSearch:
         if error <= ROUNDING.get(kind, 1e-3):
             return []
         severity = "error" if error > COARSE else "note"
-        name = str(kind).removeprefix("torch.")
-        return [Finding("precision", severity, precision(error, name, worst.micro_batch_size, self.variant.exact))]
+        return [Finding("precision", severity, precision(error, kind, worst.micro_batch_size, self.variant.exact))]
 
     def _logic(self, scales: list[Scale]) -> list[Finding]:
         found: list[Finding] = []
@@ -149,7 +149,7 @@ class CauseSearch:
             variant = replace(variant, auxiliary=False)
             scales = self._scales(variant) if facts.loss != "zero" else []
         if scales and max(s.error for s in scales) > self.tolerance:
-            found += [_advised(finding, _framework(rig)) for finding in self._loss(facts, scales)]
+            found += [_advised(finding, rig.framework) for finding in self._loss(facts, scales)]
         return found or [self._unexplained(variant, worst)]
 
     def _unexplained(self, variant: Variant, worst: Scale) -> Finding:
@@ -172,7 +172,7 @@ class CauseSearch:
             return [Finding("mean-of-means", "error", mean_of_means(worst))]
         if facts.loss == "mean" and counts:
             found = [Finding("scaled-by-accumulation", "error", mean_with_count(facts, worst))]
-            if _framework(self.rig) == "transformers":
+            if self.rig.framework == "transformers":
                 found = [Finding("ignores-num-items-in-batch", "error", ignores_count(worst))]
             if any(s.rest > 100 * tolerance for s in scales if not s.ragged):
                 found.append(
@@ -227,12 +227,9 @@ _SUM = (
 # What to change instead where the loss is that of a framework.
 _ADVICE = {
     "transformers": "Train with `exact(Trainer)` of batchwright.adapters.huggingface, which weighs each micro batch itself.",
+    "jax": "Return the sum and its weight: `return (losses * mask).sum(), mask.sum()`.",
     "lightning": "Train with `exact(MyModule)` and `Steps` of batchwright.adapters.lightning, which weigh each micro batch.",
 }
-
-
-def _framework(rig: Rig) -> str:
-    return rig.task.framework if isinstance(rig.task, FrameworkTask) else ""
 
 
 def _advised(finding: Finding, framework: str) -> Finding:
@@ -415,3 +412,20 @@ def unexplained(worst: Scale, groups: dict[str, float]) -> str:
         f"most of it in {listed}, and no experiment shows a known cause. Compare `loss(model, batch)` on two samples with the "
         "same two samples one by one: the sums must be equal, and so must the weights."
     )
+
+
+def step_counted_schedule(
+    what: str, remedy: str, steps: int, ramp: Schedule | None, horizon_steps: int | None, budget: int | None
+) -> Finding:
+    """A learning rate that counts steps: a note while the batch is constant, an error with a ramp."""
+    if ramp is None or len(ramp.segments) < 2:
+        text = f"{what}. That is correct while the batch size is constant; a ramp (`--ramp`) would stretch it. {remedy}"
+        return Finding("step-counted-schedule", "note", text)
+    first, last = ramp.segments[0].global_batch_size, ramp.segments[-1].global_batch_size
+    text = (
+        f"{what}, and the batch ramps from {first} to {last} samples: {steps} steps are {steps * first:,} samples at the start "
+        f"and {steps * last:,} at the end, so warm-up and decay end at another sample than without the ramp."
+    )
+    if horizon_steps is not None:
+        text += f" Here {check_horizon(ramp.segments, budget or horizon_steps * last, steps=horizon_steps).message}"
+    return Finding("step-counted-schedule", "error", f"{text} {remedy}")

@@ -10,11 +10,10 @@ says what is switched: random draws, batch statistics, the auxiliary mean, and t
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,30 +28,14 @@ from batchwright.runtime.data.sampler import StepSampler
 from batchwright.runtime.device import to_device
 from batchwright.runtime.state.generators import set_seeds
 from batchwright.runtime.step.accumulate import accumulate
-from batchwright.runtime.task import Task
+from batchwright.runtime.task import FrameworkTask, Task
 
+from .measured import Gradient as Gradient
+from .measured import Piece as Piece
+from .measured import Variant as Variant
+from .measured import norm as norm
+from .measured import relative_error as relative_error
 from .switches import AllFp64, Deterministic, freeze_statistics, without_dropout
-
-Gradient = dict[str, Tensor]  # parameter name -> gradient on the CPU in fp64; parameters without a gradient are omitted
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The parts of a task that are on while its gradient is measured; the default is the task as it trains."""
-
-    random: bool = True  # dropout and other random draws
-    statistics: bool = True  # BatchNorm normalises over its micro batch
-    auxiliary: bool = True
-    exact: bool = False  # everything in fp64, also under autocast and where the user's code casts
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Some samples as one micro batch: the weight, and the gradients of the loss sum and of the auxiliary mean."""
-
-    loss: Gradient
-    weight: float
-    auxiliary: Gradient | None
 
 
 class Rig:
@@ -73,6 +56,8 @@ class Rig:
             self.model = task.build_model(seed)
         self.device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         self.dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad}
+        self.kinds = {str(kind).removeprefix("torch.") for kind in self.dtypes}
+        self.framework = task.framework if isinstance(task, FrameworkTask) else ""
         self._rows: list[Any] | None = None
 
     def reference(self, variant: Variant, seed: int | None = None) -> Gradient:
@@ -162,6 +147,10 @@ class Rig:
         """Collate rows as the task does."""
         return (self.task.collate or default_collate)(list(rows))
 
+    def shapes(self, rows: Sequence[Any]) -> tuple[Any, ...]:
+        """The shapes of the tensors of a batch of these rows, without the number of rows."""
+        return tuple(tuple(leaf.shape[1:]) for leaf in tree_leaves(self.collate(rows)) if isinstance(leaf, Tensor))
+
     @property
     def rows(self) -> list[Any]:
         """The samples of the batch, as the dataset returns them."""
@@ -225,51 +214,6 @@ def gradients(model: nn.Module) -> Gradient:
     """The gradients of a model, by parameter name."""
     named = ((name, p.grad) for name, p in model.named_parameters())
     return {name: g.detach().to("cpu", torch.float64, copy=True) for name, g in named if g is not None}
-
-
-def norm(gradient: Gradient) -> float:
-    """The norm over all parameters.
-
-    >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
-    5.0
-    """
-    return math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
-
-
-def combine(*terms: tuple[float, Gradient]) -> Gradient:
-    """The weighted sum of gradients.
-
-    >>> combine((2.0, {"a": torch.tensor([3.0])}), (-1.0, {"b": torch.tensor([4.0])}))
-    {'a': tensor([6.]), 'b': tensor([-4.])}
-    """
-    total: Gradient = {}
-    for factor, gradient in terms:
-        for name, g in gradient.items():
-            total[name] = total[name] + factor * g if name in total else factor * g
-    return total
-
-
-def dot(first: Gradient, second: Gradient) -> float:
-    """The inner product over all parameters."""
-    return sum(float((g * second[name]).sum()) for name, g in first.items() if name in second)
-
-
-def relative_error(gradient: Gradient, reference: Gradient) -> float:
-    """||g - r|| / ||r|| over all parameters.
-
-    >>> relative_error({"a": torch.tensor([3.0])}, {"a": torch.tensor([2.0])})
-    0.5
-    """
-    return norm(combine((1.0, gradient), (-1.0, reference))) / norm(reference)
-
-
-def group_errors(gradient: Gradient, reference: Gradient, total: float | None = None) -> dict[str, float]:
-    """||g - r|| of each module's own parameters, divided by the norm of the whole reference; largest first."""
-    total, squares = total or norm(reference), dict[str, float]()
-    for name, g in combine((1.0, gradient), (-1.0, reference)).items():
-        module = name.rpartition(".")[0] or name
-        squares[module] = squares.get(module, 0.0) + float(g.square().sum())
-    return {m: math.sqrt(s) / total for m, s in sorted(squares.items(), key=lambda item: -item[1])}
 
 
 @contextmanager

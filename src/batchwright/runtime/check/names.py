@@ -27,6 +27,7 @@ Cause = Literal[
     "fp16-accumulator",
     "step-counted-schedule",
     "rank-dependent",
+    "pipeline-stages",
     "unexplained",
 ]
 CAUSES: tuple[str, ...] = get_args(Cause)

@@ -11,12 +11,11 @@ from typing import Any, cast
 
 import torch
 
-from batchwright.core.ramp.learning_rate import check_horizon
 from batchwright.core.ramp.schedule import Schedule
 from batchwright.processes.endings import users_code
 from batchwright.runtime.task import FrameworkTask
 
-from .causes import Finding, number
+from .causes import Finding, number, step_counted_schedule
 from .gradients import Rig, Variant
 
 # The error is also computed for these accumulation steps.
@@ -78,17 +77,7 @@ def step_counted(rig: Rig, ramp: Schedule | None, horizon_steps: int | None, bud
         "Count in samples: `step.apply(optimizer, learning_rate=lambda sample: ...)` with a `SampleSchedule`, which ends at "
         "the same sample for any batch size."
     )
-    if ramp is None or len(ramp.segments) < 2:
-        text = f"{what}. That is correct while the batch size is constant; a ramp (`--ramp`) would stretch it. {remedy}"
-        return [Finding("step-counted-schedule", "note", text)]
-    first, last = ramp.segments[0].global_batch_size, ramp.segments[-1].global_batch_size
-    text = (
-        f"{what}, and the batch ramps from {first} to {last} samples: {STEPS} steps are {STEPS * first:,} samples at the start "
-        f"and {STEPS * last:,} at the end, so warm-up and decay end at another sample than without the ramp."
-    )
-    if horizon_steps is not None:
-        text += f" Here {check_horizon(ramp.segments, budget or horizon_steps * last, steps=horizon_steps).message}"
-    return [Finding("step-counted-schedule", "error", f"{text} {remedy}")]
+    return [step_counted_schedule(what, remedy, STEPS, ramp, horizon_steps, budget)]
 
 
 def _rates(rig: Rig) -> tuple[list[float], list[float]]:

@@ -9,22 +9,17 @@ For two different pieces P and Q, a loss that can be split has G(PQ) in the span
 span, a sample's gradient depends on the other samples in its micro batch.
 """
 
-# pyright: reportUnknownMemberType=false
-# torch's annotations are incomplete.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal
 
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+import numpy as np
 
 from batchwright.processes.endings import users_code
 
-from .gradients import Gradient, Rig, Variant, combine, dot, group_errors, norm
+from .measured import Gradient, Measures, Variant, combine, dot, group_errors, norm
 
 Kind = Literal["sum", "mean", "mixed", "other", "zero"]
 # The samples of a piece, at most. The largest micro batch in the experiments is two pieces three times.
@@ -47,7 +42,7 @@ class Structure:
     auxiliary_joined: float  # the relative distance of the auxiliary of PQ from the weighted mean of P's and Q's
 
 
-def structure(rig: Rig, variant: Variant, tolerance: float) -> Structure:
+def structure(rig: Measures, variant: Variant, tolerance: float) -> Structure:
     """Run the experiments on the first samples of the batch."""
     half = max(1, min(LARGEST_PIECE, len(rig.rows) // 2))
     first, second = rig.rows[:half], rig.rows[half : 2 * half] or rig.rows[:half]
@@ -89,7 +84,7 @@ def structure(rig: Rig, variant: Variant, tolerance: float) -> Structure:
 def kind_of(single: Gradient, doubled: Gradient, tolerance: float) -> tuple[Kind, float]:
     """Sum, mean, or a mixture, from the gradients of a batch and of the same batch twice.
 
-    >>> g = {"a": torch.tensor([3.0, 4.0])}
+    >>> g = {"a": np.array([3.0, 4.0])}
     >>> kind_of(g, combine((2.0, g)), 1e-8), kind_of(g, g, 1e-8)
     (('sum', 2.0), ('mean', 1.0))
     """
@@ -108,8 +103,8 @@ def kind_of(single: Gradient, doubled: Gradient, tolerance: float) -> tuple[Kind
 def fit(target: Gradient, basis: Sequence[Gradient]) -> tuple[list[float], float]:
     """The factors of the least-squares fit of the target, and the norm of the rest relative to the target.
 
-    >>> a, b = {"a": torch.tensor([1.0, 0.0])}, {"a": torch.tensor([0.0, 1.0])}
-    >>> factors, residual = fit({"a": torch.tensor([3.0, 4.0])}, [a, b])
+    >>> a, b = {"a": np.array([1.0, 0.0])}, {"a": np.array([0.0, 1.0])}
+    >>> factors, residual = fit({"a": np.array([3.0, 4.0])}, [a, b])
     >>> [round(f, 9) for f in factors], residual < 1e-12
     ([3.0, 4.0], True)
     """
@@ -117,20 +112,20 @@ def fit(target: Gradient, basis: Sequence[Gradient]) -> tuple[list[float], float
     if size == 0:
         return [0.0] * len(basis), 0.0
     sizes = [norm(b) or 1.0 for b in basis]
-    gram = torch.tensor([[dot(a, b) for b in basis] for a in basis], dtype=torch.float64)
-    scale = torch.tensor(sizes, dtype=torch.float64)
-    right = torch.tensor([dot(b, target) for b in basis], dtype=torch.float64)
-    inverse = cast(Tensor, torch.linalg.pinv(gram / torch.outer(scale, scale), hermitian=True, rtol=1e-12))
-    factors = cast("list[float]", (inverse @ (right / scale) / scale).tolist())
+    gram = np.array([[dot(a, b) for b in basis] for a in basis])
+    scale = np.array(sizes)
+    right = np.array([dot(b, target) for b in basis])
+    inverse = np.linalg.pinv(gram / np.outer(scale, scale), rcond=1e-12, hermitian=True)
+    factors: list[float] = (inverse @ (right / scale) / scale).tolist()
     rest = combine((1.0, target), *((-f, b) for f, b in zip(factors, basis, strict=True)))
     return factors, norm(rest) / size
 
 
-def _padding(rig: Rig, variant: Variant, tolerance: float) -> bool | None:
+def _padding(rig: Measures, variant: Variant, tolerance: float) -> bool | None:
     """Whether two samples of the same shape do not affect each other, while others do: then padding is the cause."""
     rows = rig.rows[: 4 * LARGEST_PIECE]
     with users_code("collating single samples failed"):
-        shapes = [_shapes(rig.collate([row])) for row in rows]
+        shapes = [rig.shapes([row]) for row in rows]
     pairs = [(i, j) for i in range(len(rows)) for j in range(i + 1, len(rows))]
     alike = next(((i, j) for i, j in pairs if shapes[i] == shapes[j]), None)
     if len(set(shapes)) == 1 or alike is None:
@@ -138,7 +133,3 @@ def _padding(rig: Rig, variant: Variant, tolerance: float) -> bool | None:
     i, j = (rows[k] for k in alike)
     one, two, joined = (rig.piece(variant, part).loss for part in ([i], [j], [i, j]))
     return fit(joined, [one, two])[1] <= tolerance
-
-
-def _shapes(batch: Any) -> tuple[Any, ...]:
-    return tuple(tuple(leaf.shape[1:]) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))

@@ -104,7 +104,9 @@ def _backward(mode: TorchFunctionMode, func: Any, args: Any, kwargs: Mapping[str
         given = [torch.ones_like(root) for root in roots]
     if given is None:
         return func(*args, **kwargs)  # raises the usual error
-    seeds = (given,) if isinstance(given, Tensor) else tuple(given)
+    seeds: tuple[Any, ...] = (given,) if isinstance(given, Tensor) else tuple(given)
+    # torch's pipelines pass None for a loss.
+    seeds = tuple(torch.ones_like(r) if s is None else s for r, s in zip(roots, seeds, strict=True))
     create, inputs = bool(named.get("create_graph")), named.get("inputs")
     keep = create if named.get("retain_graph") is None else bool(named["retain_graph"])
     wanted = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any, cast
 
 from batchwright.core.batch.loading import loading, part_of, share
 from batchwright.core.errors import PlanError
@@ -36,7 +37,7 @@ class Hosts:
     def of(cls, ranks: int, loading_hosts: LoadingHosts, ranks_per_host: int | Sequence[int] | None = None) -> Hosts:
         """From what a user gives. `ranks_per_host`: a number, or the host of every rank; None: each rank is a host."""
         if isinstance(ranks_per_host, int) or ranks_per_host is None:
-            each = ranks_per_host or 1
+            each = 1 if ranks_per_host is None else ranks_per_host
             of_rank = tuple(rank // each for rank in range(ranks)) if each > 0 else ()
         else:
             of_rank = tuple(ranks_per_host)
@@ -56,7 +57,31 @@ class Hosts:
         return tuple(self.of_rank.index(host) for host in self.reading)
 
 
-def _reading(given: LoadingHosts, hosts: int) -> tuple[int, ...]:
+def checked(given: Any) -> int | Fraction | list[int]:
+    """What a user gives, of the kinds that it may have.
+
+    >>> checked((0, 2)), checked(Fraction(4, 3))
+    ([0, 2], Fraction(4, 3))
+    """
+    if isinstance(given, Fraction) or _whole(given):
+        return given
+    if isinstance(given, (list, tuple, range)) and all(map(_whole, cast("Sequence[Any]", given))):
+        return list(cast("Sequence[int]", given))
+    shown = str(cast(Any, given))[:60]
+    raise PlanError(
+        f"loading_hosts={shown} is of type {type(cast(Any, given)).__name__}: must be a number of hosts, a list of hosts such "
+        "as [0, 2], or an expansion factor as a Fraction, such as Fraction(3, 2).",
+        field="loading_hosts",
+        given=shown,
+    )
+
+
+def _whole(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool)
+
+
+def _reading(loading_hosts: LoadingHosts, hosts: int) -> tuple[int, ...]:
+    given = checked(loading_hosts)
     if isinstance(given, Fraction):
         if given < 1:
             raise PlanError(
@@ -68,14 +93,16 @@ def _reading(given: LoadingHosts, hosts: int) -> tuple[int, ...]:
             )
         return tuple(range(loading(1, hosts=hosts, expansion_factor=given).loading_hosts))
     if isinstance(given, int):
-        if given < 1:
+        if not 1 <= given <= hosts:
+            nearest = min(max(given, 1), hosts)
             raise PlanError(
-                f"loading_hosts={given}: must be 1 to {hosts}, the number of hosts.",
+                f"loading_hosts={given}: must be 1 to {hosts}, the number of hosts. Nearest: {nearest}. Ranks with one host name "
+                "are on one host, unless ranks_per_host says otherwise.",
                 field="loading_hosts",
                 given=given,
-                nearest=(1,),
+                nearest=(nearest,),
             )
-        return tuple(range(loading(1, hosts=hosts, loading_hosts=given).loading_hosts))
+        return tuple(range(given))
     chosen = tuple(given)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(hosts)):
         raise PlanError(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import atexit
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from multiprocessing.connection import wait
 from time import perf_counter
 from typing import Any, cast
 from weakref import ref
@@ -23,17 +23,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data import default_collate as _untyped_collate  # pyright: ignore[reportUnknownVariableType]
 from torch.utils.data._utils import signal_handling
 
-from batchwright.core.batch.loading import share
-from batchwright.core.errors import PlanError
+from batchwright.core.errors import PlanError, RunError
 from batchwright.runtime.device import Pinnable, pinned
-from batchwright.runtime.ranks import discover
 from batchwright.runtime.state import generators
 
 from .hosts import LoadingHosts, load_batches
 from .order import LARGEST_POSITION, GlobalOrder, Ints
-from .readers import Exchange, ReadingHosts, Request
-from .reading import MapDataset, Reader
-from .rows import pack
+from .readers import Exchange, ReadingHosts
+from .reading import MapDataset, Reader, slots
+from .requests import Packer, Requests
+from .rows import pack, unpack
 from .sampler import Slice, StepSampler
 
 # Arguments of torch's DataLoader that the global order replaces.
@@ -42,10 +41,13 @@ _REPLACED = ("batch_sampler", "batch_size", "collate_fn", "drop_last", "in_order
 _AHEAD = 4096
 # Ids of one share that are computed together, at most: 8 MiB.
 _MOST_AHEAD = 1 << 20
-# Rows of one request of a reading host, at most.
-_MOST_ROWS = 256
-READ_TIMEOUT = 300.0
-"""Seconds without rows from a reading host, after which it counts as hanging."""
+# A reading host looks so often whether its workers live.
+_LOOK_SECONDS = 1.0
+READ_TIMEOUT = 540.0
+"""Seconds without rows from a reading host, after which it counts as hanging.
+
+More than all tries of the largest request of a source (`Access().longest_wait`), so that its own error comes first; less than
+the supervisor's limit for a step."""
 READ_RETRIES = 3
 
 default_collate = cast("Callable[[list[Any]], Any]", _untyped_collate)
@@ -87,9 +89,11 @@ class Loader:
 
     With `loading_hosts` only some hosts read, and send the other ranks their rows: a count, an expansion factor (a
     `Fraction`), a list of hosts, or `ReadingHosts`. Every rank gets the same micro batches as without it. All ranks make the
-    loader and iterate over it together. `ranks_per_host` defaults to what torchrun or srun says. `read_ahead` steps are read
-    at once. A reader that has died or has delivered nothing for `read_timeout` seconds is named in a RunError. Rows are read
-    in the background, so on a reading host `num_workers=0` starts one worker, too. Others start none.
+    loader and iterate over it together. Ranks with one host name are on one host, unless `ranks_per_host` says otherwise.
+    `read_ahead` steps are read at once. A reader that has died or has delivered nothing for `read_timeout` seconds is named in
+    a RunError. Rows are read in the background, so on a reading host `num_workers=0` starts one worker, too. Others start none,
+    and do not open the dataset: even its length is asked on reading hosts only. `collate` runs in the training process of each
+    rank, since rows of several readers meet there: put costly work, such as decoding, into `dataset[i]`.
     """
 
     def __init__(
@@ -102,13 +106,19 @@ class Loader:
         num_workers: int = 0,
         pin_memory: bool = False,
         loading_hosts: LoadingHosts | ReadingHosts | None = None,
-        ranks_per_host: int | tuple[int, ...] | None = None,
+        ranks_per_host: int | Sequence[int] | None = None,
         read_ahead: int = 1,
         read_timeout: float = READ_TIMEOUT,
         read_retries: int = READ_RETRIES,
         **options: Any,
     ) -> None:
-        _check(dataset, order, options)
+        _check(dataset, options, reading=loading_hosts is not None)
+        if not 0 < read_timeout < float("inf"):
+            raise PlanError(
+                f"read_timeout={read_timeout}: must be a number of seconds above 0.",
+                field="read_timeout",
+                given=read_timeout,
+            )
         for name, value, least in (("read_ahead", read_ahead, 1), ("read_retries", read_retries, 0)):
             if value < least:
                 raise PlanError(f"{name}={value}: must be at least {least}.", field=name, given=value, nearest=(least,))
@@ -124,17 +134,18 @@ class Loader:
         options.setdefault("generator", torch.Generator().manual_seed(order.seed % 2**63))
         options["worker_init_fn"] = _IgnoreStopSignals(options.get("worker_init_fn"))
         self.sampler = sampler
-        self._rows_read = 0
-        self._exchange: Exchange | None = None
         self.waited_seconds: float = 0.0
         """Seconds that this rank has waited for micro batches."""
         self._reader = Reader(dataset, order.seed, collate or default_collate, read_retries)
         self._slices = _SlicesWithIds(sampler, order)
         self._pin, self._read_ahead, self._read_timeout = pin_memory, read_ahead, read_timeout
         self._hosts: ReadingHosts | None = None
-        self._requests: _Requests | None = None
+        self._requests: Requests | None = None
         self._loader: DataLoader[Any] | None = None
         if loading_hosts is None:
+            _check_length(len(dataset), order)
+            if num_workers:
+                self._reader.begun = slots(num_workers)
             self._loader = DataLoader(
                 cast("Dataset[Any]", self._reader),
                 batch_size=None,  # an index is a whole micro batch: the reader collates
@@ -147,27 +158,36 @@ class Loader:
             return
         if not isinstance(loading_hosts, ReadingHosts):
             loading_hosts = ReadingHosts(
-                loading_hosts,
-                rank=sampler.rank,
-                ranks=sampler.ranks,
-                ranks_per_host=ranks_per_host or discover().local_size,
+                loading_hosts, rank=sampler.rank, ranks=sampler.ranks, ranks_per_host=ranks_per_host
+            )
+        if (loading_hosts.rank, loading_hosts.ranks) != (sampler.rank, sampler.ranks):
+            raise PlanError(
+                f"loading_hosts is rank {loading_hosts.rank} of {loading_hosts.ranks}, and sampler is rank {sampler.rank} of "
+                f"{sampler.ranks}: this rank would get the rows of another one. Give both the same rank and ranks.",
+                field="loading_hosts",
+                given=loading_hosts.rank,
+                nearest=(sampler.rank,),
             )
         self._hosts = loading_hosts
+        _check_length(loading_hosts.length(dataset, order), order)
         if loading_hosts.reader is not None:
-            self._requests = _Requests(sampler, order, loading_hosts, read_ahead, max(1, num_workers))
+            workers = max(1, num_workers)
+            self._reader.begun = slots(workers)
+            self._requests = Requests(sampler, order, loading_hosts, read_ahead, workers, self._reader.batched)
             self._loader = DataLoader(
-                cast("Dataset[Any]", _Packer(self._reader)),
+                cast("Dataset[Any]", Packer(self._reader)),
                 batch_size=None,
                 sampler=cast(Any, self._requests),
                 collate_fn=_unchanged,
-                num_workers=max(1, num_workers),
+                num_workers=workers,
+                timeout=min(_LOOK_SECONDS, read_timeout / 20),
                 **options,
             )
 
     @property
     def rows_read(self) -> int:
         """Rows that this rank has asked the dataset for, for itself and for others."""
-        return self._rows_read + (self._exchange.rows_read if self._exchange else 0)
+        return self._reader.rows_read
 
     def __iter__(self) -> Iterator[Micro]:
         if self._hosts is not None:
@@ -187,37 +207,41 @@ class Loader:
                 self.waited_seconds += perf_counter() - before
                 if found is None:
                     return
-                part, ids, data, rows = found
-                self._rows_read += rows
+                part, ids, data = found
                 yield Micro(part.step, part.index, part.count, part.positions, part.filler, ids=ids, data=data)
 
     def _received(self, hosts: ReadingHosts) -> Iterator[Micro]:
         """This rank's micro batches of rows that reading hosts have read."""
         read = None if self._loader is None else iter(self._loader)
-        self._rows_read = self.rows_read
-        self._exchange = exchange = Exchange(
+        if read is not None:
+            _unwatch(read)
+        exchange = Exchange(
             hosts,
             lambda: load_batches(self.sampler, self._read_ahead),
-            None if self._requests is None else self._requests.each(None),
-            read,
+            None if self._requests is None else self._requests.issued(),
+            None if read is None else self._blocks(read),
             self._read_timeout,
-            lambda position: self._reader.named([position], self._slices.order.ids([position]).tolist()),
+            lambda position: self._named(range(position, position + 1)),
+            lambda: self._under_way([]),
         )
         rows: list[Any] = []
-        last: list[Any] = []
+        again: list[Any] = []
         ended = True
         with _workers_of(self._loader, read, lambda: ended):
             try:
                 for part, ids in self._slices:
                     before = perf_counter()
-                    # A rank whose share is empty gets the row that its fillers repeat.
-                    if not part.filler or part.positions[0] != (last[0] if last else None):
+                    if part.filler and again:
+                        here, again = again, []
+                    else:
+                        # A rank whose share is empty gets the row that its filler repeats.
                         while len(rows) < len(part.positions):
                             rows += exchange.take()
-                        last = [part.positions[-1], rows[len(part.positions) - 1]]
                         here, rows = rows[: len(part.positions)], rows[len(part.positions) :]
-                    else:
-                        here = last[1:]
+                        if not part.filler and part.index + 1 < part.count:
+                            # The filler after the last micro batch repeats a row as it was: `collate` may change its rows.
+                            last = part.positions[-1] + 1 == self.sampler.share(part.step).stop
+                            again = unpack(pack(here[-1:])) if last else []
                     with generators.put_back():
                         data = self._reader.collated(here, part.positions, ids)
                     data = pinned(data) if self._pin else data
@@ -227,10 +251,53 @@ class Loader:
             except GeneratorExit:
                 ended = exchange.stop()
                 raise
-            except BaseException:
-                ended = exchange.stop(wait=False)
+            except BaseException as error:
+                ended = False
+                exchange.fail(error)
                 _kill_workers(read)
                 raise
+
+    def _blocks(self, read: Any) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """What the workers of a reading host deliver. One that has died or hangs is named, with the rows that it reads."""
+        # A little less than the time after which the ranks that wait would name the host alone.
+        limit = 0.9 * self._read_timeout
+        begun, seen = perf_counter(), self._reader.begun[:]
+        assert self._requests is not None
+        while True:
+            try:
+                block, edges = next(read)
+                self._requests.arrived(edges[-1])
+                yield block, edges
+            except StopIteration:
+                return
+            except Exception as error:
+                # A pipe that is closed belongs to a worker that will be seen dead in a moment.
+                closed = isinstance(error, (OSError, EOFError))
+                ended = wait([worker.sentinel for worker in read._workers], _LOOK_SECONDS if closed else 0)
+                dead = [number for number, worker in enumerate(read._workers) if worker.sentinel in ended]
+                if seen != self._reader.begun[:]:  # slow, but a further row was begun
+                    begun, seen = perf_counter(), self._reader.begun[:]
+                waited = perf_counter() - begun
+                if not dead and waited < limit and str(error).startswith("DataLoader timed out"):
+                    continue
+                if dead:
+                    read._workers[dead[0]].join(_LOOK_SECONDS)
+                    what = f"worker {dead[0]} of the reader has died (exit code {read._workers[dead[0]].exitcode})"
+                elif waited >= limit:
+                    what = f"a read has not returned for {waited:.1f} s"
+                else:
+                    raise
+                raise RunError(f"{what}: {self._under_way(dead)}", field="dataset") from error
+            begun = perf_counter()
+
+    def _under_way(self, workers: list[int]) -> str:
+        """The rows that workers were reading last; without workers, those of all."""
+        begun = self._reader.begun
+        spans = [(begun[3 * worker], begun[3 * worker + 1]) for worker in workers or range(len(begun) // 3)]
+        return "; ".join(self._named(range(first, last + 1)) for first, last in spans if first >= 0) or "no row yet"
+
+    def _named(self, positions: range) -> str:
+        return self._reader.named(positions, self._slices.order.ids(positions).tolist())
 
 
 @contextmanager
@@ -274,50 +341,6 @@ class _SlicesWithIds:
 
 
 @dataclass(frozen=True)
-class _Requests:
-    """What this rank reads for all ranks: its rows of every load batch, in at least as many requests as it has workers."""
-
-    sampler: StepSampler
-    order: GlobalOrder
-    hosts: ReadingHosts
-    read_ahead: int
-    parts: int
-
-    def __iter__(self) -> Iterator[Request]:
-        return self.each(self.order.ids)
-
-    def each(self, ids: Callable[[range], Ints] | None) -> Iterator[Request]:
-        """The requests; without `ids` they have none."""
-        reader, readers, ranks = self.hosts.reader, len(self.hosts.readers), self.hosts.ranks
-        assert reader is not None
-        for batch in load_batches(self.sampler, self.read_ahead):
-            own = batch.read_by(reader, readers)
-            known: list[int] = ids(own).tolist() if ids and own else []
-            parts = max(self.parts, -(-len(own) // _MOST_ROWS))
-            for part in filter(None, (share(own, i, parts) for i in range(parts))):
-                here = known[part.start - own.start : part.stop - own.start]
-                yield Request(batch, part, here, batch.served(part, ranks))
-
-
-@dataclass(frozen=True)
-class _Packer:
-    """Runs in the workers of a reading host: reads a request and packs the rows of each rank."""
-
-    reader: Reader
-
-    def __getitem__(self, request: Request) -> tuple[torch.Tensor, list[int], int]:
-        before = self.reader.rows_read
-        with self.reader.own_generators():
-            rows = self.reader.rows(request.positions, request.ids)
-        first = request.positions.start
-        blocks = [
-            pack([rows[position - first] for part in parts for position in part]) for parts in request.served.values()
-        ]
-        edges = [0, *accumulate(map(len, blocks))]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks), edges, self.reader.rows_read - before
-
-
-@dataclass(frozen=True)
 class _IgnoreStopSignals:
     """Initialises a worker. Signals that stop a job also reach its workers, but the main process still needs them."""
 
@@ -336,13 +359,17 @@ def _end_workers(iterator: ref[Any]) -> None:
         held.__del__()  # torch ends the workers there; a second call is allowed
 
 
+def _unwatch(iterator: Any) -> None:
+    """torch's handler of SIGCHLD would raise in the middle of anything. The thread that reads finds dead workers itself."""
+    cast(Any, signal_handling)._remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
+
+
 def _kill_workers(iterator: Any) -> None:
     """Kill the workers of an iterator after a failure: one may hang in a read, and workers ignore SIGTERM."""
     if iterator is None:
         return
-    # torch's handler of SIGCHLD would raise in the middle of anything.
-    cast(Any, signal_handling)._remove_worker_pids(id(iterator))
-    iterator._worker_pids_set, iterator._shutdown = False, True
+    iterator._shutdown = True
     for worker in iterator._workers:
         worker.kill()
     for queue in iterator._index_queues:
@@ -354,7 +381,19 @@ def _unchanged(data: Any) -> Any:
     return data
 
 
-def _check(dataset: Any, order: GlobalOrder, options: dict[str, Any]) -> None:
+def _check_length(length: int, order: GlobalOrder) -> None:
+    if length != order.size:
+        raise PlanError(
+            f"the order has size={order.size:,} samples, but len(dataset) is {length:,}: "
+            f"{abs(length - order.size):,} samples would be {'left out' if length > order.size else 'missing'}. "
+            f"Nearest: GlobalOrder({length}, seed={order.seed}).",
+            field="size",
+            given=order.size,
+            nearest=[length],
+        )
+
+
+def _check(dataset: Any, options: dict[str, Any], *, reading: bool) -> None:
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise PlanError(
@@ -364,15 +403,14 @@ def _check(dataset: Any, order: GlobalOrder, options: dict[str, Any]) -> None:
             field="dataset",
             given=kind,
         )
-    if len(dataset) != order.size:
-        raise PlanError(
-            f"the order has size={order.size:,} samples, but len(dataset) is {len(dataset):,}: "
-            f"{abs(len(dataset) - order.size):,} samples would be {'left out' if len(dataset) > order.size else 'missing'}. "
-            f"Nearest: GlobalOrder({len(dataset)}, seed={order.seed}).",
-            field="size",
-            given=order.size,
-            nearest=[len(dataset)],
-        )
+    for name in ("timeout", "persistent_workers"):
+        if reading and options.get(name):
+            raise PlanError(
+                f"{name}={options[name]!r} cannot be combined with loading_hosts: "
+                + ("use read_timeout." if name == "timeout" else "its workers end with an iteration."),
+                field=name,
+                given=options[name],
+            )
     for name in _REPLACED:
         if name in options:
             reason = "the global order and the schedule decide which samples come when. Set GlobalOrder or StepSampler instead."

@@ -5,9 +5,10 @@ Two threads of a rank, both of its own iteration:
     send      on reading hosts: takes what the loader's worker processes have read and sends each rank its rows
     receive   on every rank: asks for one load batch after the other and keeps the rows until the trainer takes them
 
-A rank asks a reader for a load batch when it has room for it, so a slow trainer holds the readers back: at most `ROOM` load
-batches of its own rows wait on a rank. All messages have one order, by load batch and position. Every sender sends and every
-receiver receives in that order, so the earliest message that is not sent yet can always be sent, and nobody waits forever.
+A rank asks a reader, which may be itself, for a load batch when it has room for it, so a slow trainer holds the readers
+back: at most `ROOM` load batches of its own rows wait on a rank. All messages have one order, by load batch and position.
+Every sender sends and every receiver receives in that order, so the earliest message that is not sent yet can always be sent,
+and nobody waits forever.
 
 torch's gloo, what the code has to respect (all observed): a thread needs a process group of its own; `isend` does not copy;
 messages of one tag match in the order of their calls; a message larger than the receiver's buffer aborts the process, so
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -29,15 +30,21 @@ import torch.distributed as dist
 
 from batchwright.core.errors import PlanError, RunError
 
-from .hosts import Hosts, LoadBatch, LoadingHosts
+from .hosts import Hosts, LoadBatch, LoadingHosts, checked
+from .order import GlobalOrder
+from .requests import Request
 from .rows import unpack
 
 ROOM = 2
 """Load batches of its own rows that a rank holds at most, without the one that it trains on."""
 _FOREVER = timedelta(days=10_000)
+# Of collectives that begin a job: their ranks may come late.
+_OPENING = timedelta(days=1)
+OPEN_TIMEOUT = 1740.0
+"""Seconds for a reader to open its dataset, which may build an index and so read all of it; less than the supervisor's limit
+for the first step."""
 _STOP = -1
 _ERROR = -2
-_NAME_BYTES = 64
 _CLOSING_SECONDS = 5.0
 # torch's annotations of its collectives are incomplete.
 _gloo = cast(Any, dist)
@@ -46,10 +53,14 @@ _gloo = cast(Any, dist)
 class ReadingHosts:
     """The hosts of a job, those that read, and the gloo group over which rows are sent. Made on all ranks at once.
 
-        hosts = ReadingHosts(2, rank=rank, ranks=ranks, ranks_per_host=8)
+        hosts = ReadingHosts(2, rank=rank, ranks=ranks)
+        order = GlobalOrder(hosts.length(dataset))
         for micro in Loader(dataset, order, sampler, loading_hosts=hosts): ...
 
-    `group` has one process per data-parallel rank, in their order; by default a new group of all processes.
+    Ranks with one host name are on one host; `ranks_per_host` says otherwise: a number, or the host of every rank. `group`
+    has the processes that hold different samples, in the order of their data-parallel ranks: `mesh.get_group("dp")`. By default
+    these are all processes. Rows are sent over a new gloo group of the same processes. A reader whose `len(dataset)` has not
+    returned after `open_timeout` seconds is named in a RunError on the others.
     """
 
     def __init__(
@@ -58,70 +69,129 @@ class ReadingHosts:
         *,
         rank: int,
         ranks: int,
-        ranks_per_host: int | tuple[int, ...] | None = None,
+        ranks_per_host: int | Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
+        open_timeout: float = OPEN_TIMEOUT,
     ) -> None:
-        self.hosts = Hosts.of(ranks, loading_hosts, ranks_per_host)
-        self.rank, self.ranks, self.readers = rank, ranks, self.hosts.readers
+        self.rank, self.ranks = rank, ranks
+        given = checked(loading_hosts)
+        self.group: Any = None if ranks == 1 else _own_group(ranks, group)
+        own = rank, socket.gethostname(), f"loading_hosts={given}, ranks_per_host={ranks_per_host}"
+        everyone = self._gathered(own)
+        for place, (other, _, said) in enumerate(everyone):
+            # Ranks that disagree would wait for each other.
+            if (other, said) != (place, own[2]):
+                raise PlanError(
+                    f"the ranks of loading_hosts do not agree: rank {rank} of {ranks} has {own[2][:200]}; process {place} of the "
+                    f"group is rank {other} and has {said[:200]}. Give all ranks the same values, and a group in the order of "
+                    "the data-parallel ranks.",
+                    field="loading_hosts",
+                    given=str(given)[:60],
+                )
+        self.names = [name for _, name, _ in everyone]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(self.names))}
+        by_name = [numbers[name] for name in self.names]
+        self.hosts = Hosts.of(ranks, given, by_name if ranks_per_host is None else ranks_per_host)
+        self.readers = self.hosts.readers
         self.reader = self.readers.index(rank) if rank in self.readers else None
         """This rank's number among the readers; None if it does not read."""
         self.iterations = 0
+        self._open_timeout, self._opened = open_timeout, 0
         self.unanswered: list[tuple[Any, torch.Tensor]] = []
         """Messages that nobody waits for: their memory must stay."""
-        self.names = [socket.gethostname()] * ranks
-        self.group: Any = None
-        if ranks == 1:
-            return
-        there = dist.get_world_size() if dist.is_initialized() else 1
-        if group is None and there != ranks:
-            raise PlanError(
-                f"loading_hosts needs a process group of the {ranks} data-parallel ranks, and the job has {there} processes. "
-                "Pass group: the processes that hold different samples, in the order of their data-parallel ranks.",
-                field="group",
-            )
-        self.group = group or _gloo.new_group(backend="gloo")
-        self._meet()
 
-    def _meet(self) -> None:
-        """Exchange names, and compare what every rank was given: ranks that disagree would wait for each other."""
-        name = socket.gethostname().encode()[:_NAME_BYTES]
-        own = torch.zeros(_NAME_BYTES + 8 * len(self.readers), dtype=torch.uint8)
-        own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-        own[_NAME_BYTES:] = torch.tensor(self.readers, dtype=torch.int64).view(torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
-        _gloo.all_gather(sizes, torch.tensor([len(self.readers)]), group=self.group)
-        all_ = [torch.zeros_like(own) for _ in range(self.ranks)]
-        if len({int(size) for size in sizes}) == 1:
-            _gloo.all_gather(all_, own, group=self.group)
-        for rank, (size, other) in enumerate(zip(sizes, all_, strict=True)):
-            if int(size) != len(self.readers) or not torch.equal(other[_NAME_BYTES:], own[_NAME_BYTES:]):
+    def length(self, dataset: Any, order: GlobalOrder | None = None) -> int:
+        """`len(dataset)`, which only the readers ask: no other host opens the dataset. Called on all ranks at once.
+
+        With `order`, orders that differ between the ranks are refused: a reader would send the rows of its own order.
+        """
+        own: int | str | None = None
+        raised: Exception | None = None
+        if self.reader is not None:
+            try:
+                own = len(dataset)
+            except Exception as error:
+                own, raised = f"{type(error).__name__}: {error}"[:2000], error
+        self._await_readers()
+        said = None if order is None else f"size={order.size}, seed={order.seed}, shuffle={order.shuffle}"
+        everyone: list[tuple[int | str | None, str | None]] = self._gathered((own, said))
+        found = {rank: one for rank, (one, _) in enumerate(everyone) if one is not None}
+        if raised is not None:
+            raise raised
+        for rank, one in found.items():
+            if isinstance(one, str):
+                raise RunError(f"{self.named(rank)} could not open the dataset: {one}", field="dataset")
+        if len(set(found.values())) > 1:
+            shown = ", ".join(f"{one:,} on {self.named(rank)}" for rank, one in list(found.items())[:4])
+            raise RunError(f"the readers have datasets of different lengths: {shown}.", field="dataset")
+        for rank, (_, other) in enumerate(everyone):
+            if other != everyone[0][1]:
                 raise PlanError(
-                    f"loading_hosts differs between ranks: rank {self.rank} has {len(self.readers)} readers, rank {rank} has "
-                    f"{int(size)}, or others. Give all ranks the same loading_hosts and ranks_per_host.",
-                    field="loading_hosts",
-                    given=len(self.readers),
+                    f"the ranks have different orders: GlobalOrder({everyone[0][1]}) on {self.named(0)}, GlobalOrder({other}) on "
+                    f"{self.named(rank)}. Give all ranks the same.",
+                    field="order",
                 )
-            self.names[rank] = other[:_NAME_BYTES].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        return cast(int, found[self.readers[0]])
+
+    def _await_readers(self) -> None:
+        """Wait until every reader has opened its dataset. A collective would not say who is missing."""
+        if self.group is None:
+            return
+        store = self.group.get_group_store()
+        keys = {rank: f"batchwright/opened/{self._opened}/{rank}" for rank in self.readers}
+        self._opened += 1
+        if self.rank in keys:
+            store.set(keys[self.rank], "1")
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=self._open_timeout))
+        except RuntimeError:
+            late = [self.named(rank) for rank, key in keys.items() if not store.check([key])]
+            if not late:  # it came this moment
+                return
+            more = f" and {len(late) - 4} more" if len(late) > 4 else ""
+            raise RunError(
+                f"len(dataset) has not returned for {self._open_timeout:g} s on {', '.join(late[:4])}{more}: it hangs, or "
+                "opening the dataset takes longer than open_timeout.",
+                field="open_timeout",
+                given=self._open_timeout,
+            ) from None
+
+    def _gathered(self, own: Any) -> list[Any]:
+        """What every rank has given, by rank."""
+        if self.group is None:
+            return [own]
+        everyone: list[Any] = [None] * self.ranks
+        _gloo.all_gather_object(everyone, own, group=self.group)
+        return everyone
 
     def named(self, rank: int) -> str:
         """A rank's host, for errors: `host 1 (gpu-17, rank 8)`."""
         return f"host {self.hosts.of_rank[rank]} ({self.names[rank]}, rank {rank})"
 
 
-class Request:
-    """One request of a reader: neighbouring positions of a load batch, and the positions of them that each rank needs."""
-
-    __slots__ = ("batch", "ids", "positions", "served")
-
-    def __init__(self, batch: LoadBatch, positions: range, ids: list[int], served: dict[int, list[range]]) -> None:
-        self.batch, self.positions, self.ids, self.served = batch, positions, ids, served
+def _own_group(ranks: int, group: dist.ProcessGroup | None) -> Any:
+    """A gloo group of the same processes, which no other thread uses."""
+    there = dist.get_world_size(group) if dist.is_initialized() else 1
+    if there != ranks:
+        raise PlanError(
+            f"loading_hosts needs a process group of the {ranks} data-parallel ranks, and {'group' if group else 'the job'} has "
+            f"{there} processes. Pass ReadingHosts(group=…): the processes that hold different samples, in the order of their "
+            'data-parallel ranks, such as mesh.get_group("dp").',
+            field="group",
+        )
+    members = dist.get_process_group_ranks(group)
+    # Other processes, such as those of the same mesh, make groups of their own.
+    return _gloo.new_group(
+        members, backend="gloo", timeout=_OPENING, use_local_synchronization=group is not None, sort_ranks=False
+    )
 
 
 class Exchange:
     """One iteration on one rank: its two threads, and the rows that have arrived.
 
-    `requests` and `reads` are None on ranks that do not read; `reads` yields, for every request, the block of packed rows,
-    where each rank's part of it begins, and how many rows were read. `row` names the row at a position.
+    `requests` and `reads` are None on ranks that do not read; `reads` yields, for every request, the block of packed rows
+    and where each rank's part of it begins. `row` names the row at a position, `under_way` the rows that this rank's
+    workers read now.
     """
 
     def __init__(
@@ -129,20 +199,22 @@ class Exchange:
         hosts: ReadingHosts,
         batches: Callable[[], Iterator[LoadBatch]],
         requests: Iterator[Request] | None,
-        reads: Iterator[tuple[torch.Tensor, list[int], int]] | None,
+        reads: Iterator[tuple[torch.Tensor, list[int]]] | None,
         timeout: float,
         row: Callable[[int], str],
+        under_way: Callable[[], str],
     ) -> None:
         self._hosts, self._batches, self._requests, self._reads = hosts, batches, requests, reads
-        self._timeout, self._row = timeout, row
+        self._timeout, self._row, self._under_way = timeout, row, under_way
         self._tag = 2 * hosts.iterations
         hosts.iterations += 1
         self._arrived: SimpleQueue[tuple[list[Any], bool] | BaseException | None] = SimpleQueue()
         self._own: SimpleQueue[tuple[int, int, torch.Tensor] | None] = SimpleQueue()
+        self._own_wishes: SimpleQueue[int] = SimpleQueue()
         self._room = threading.Semaphore(ROOM)
         self._stopped = False
+        self._failure: str | None = None
         self._awaited: tuple[int, int] | None = None
-        self.rows_read = 0
         self.waited_seconds = 0.0
         self._threads = [threading.Thread(target=self._receive, name="batchwright-receive", daemon=True)]
         if reads is not None:
@@ -173,24 +245,35 @@ class Exchange:
         for thread in self._threads:
             thread.join()
 
-    def stop(self, wait: bool = True) -> bool:
+    def stop(self) -> bool:
         """Ask for no more rows; False if a thread still runs.
 
         A read or a message under way may outlast this: the thread ends after it, or with the process.
         """
+        self._end()
+        for thread in self._threads:
+            thread.join(_CLOSING_SECONDS)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank has failed and reads no more: ranks that wait for its rows are told why."""
+        self._failure = f"this rank has failed: {type(error).__name__}: {error}"
+        self._end()
+
+    def _end(self) -> None:
         self._stopped = True
         self._room.release()
-        for thread in self._threads:
-            thread.join(_CLOSING_SECONDS if wait else 0)
-        return not any(thread.is_alive() for thread in self._threads)
+        self._own_wishes.put(_STOP)
 
     def _late(self) -> str:
         if self._awaited is None:
             return f"no rows arrived for {self._timeout:g} s, and no reader was asked for any."
         rank, position = self._awaited
+        reading = f" Its workers read {self._under_way()}." if rank == self._hosts.rank else ""
         return (
             f"{self._hosts.named(rank)} has delivered no rows for {self._timeout:g} s, from {self._row(position)} on: it "
             "hangs, or a read takes longer than read_timeout. No row was skipped: the run continues at the last checkpoint."
+            f"{reading}"
         )
 
     # -- threads
@@ -202,6 +285,7 @@ class Exchange:
                 self._room.acquire()
                 if self._stopped:
                     break
+                self._own_wishes.put(batch.number)
                 needed = batch.needed(hosts.rank, hosts.ranks)
                 positions = (position for part in needed for position in part)
                 sources = batch.sources(hosts.rank, hosts.ranks, len(hosts.readers))
@@ -209,8 +293,8 @@ class Exchange:
                 asked: list[tuple[Any, torch.Tensor]] = []
                 for reader in sources:
                     if hosts.readers[reader] != hosts.rank:
-                        number = torch.tensor([batch.number])
-                        asked.append((self._post("isend", number, hosts.readers[reader], 1), number))
+                        wish = torch.tensor([batch.number, batch.span.start, batch.span.stop])
+                        asked.append((self._post("isend", wish, hosts.readers[reader], 1), wish))
                 left = sum(sources.values())
                 for reader, rows in sources.items():
                     while rows:
@@ -227,12 +311,14 @@ class Exchange:
             if self._stopped:
                 for rank in hosts.readers:
                     if rank != hosts.rank:
-                        number = torch.tensor([_STOP])
-                        hosts.unanswered.append((self._post("isend", number, rank, 1), number))
+                        wish = torch.tensor([_STOP, 0, 0])
+                        hosts.unanswered.append((self._post("isend", wish, rank, 1), wish))
         except BaseException as error:
             self._arrived.put(error)
         else:
             self._arrived.put(None)
+        finally:
+            self._own_wishes.put(_STOP)
 
     def _next(self, rank: int, first: int) -> tuple[int, torch.Tensor]:
         """The next message of a reader: how many rows, and the block that has them."""
@@ -278,8 +364,7 @@ class Exchange:
         assert self._requests is not None and self._reads is not None
         try:
             for request in self._requests:
-                block, edges, read = next(self._reads)
-                self.rows_read += read
+                block, edges = next(self._reads)
                 if idle != request.batch.number:
                     if self._stopped and not sent:  # nobody wanted anything of the batch before
                         return
@@ -287,11 +372,12 @@ class Exchange:
                 earlier, under_way = under_way, []
                 for at, end, (rank, parts) in zip(edges[:-1], edges[1:], request.served.items(), strict=True):
                     count = sum(map(len, parts))
+                    if not self._wanted(rank, request.batch, asked, gone):
+                        continue
+                    sent += 1
                     if rank == hosts.rank:
                         self._own.put((parts[0][0], count, block[at:end]))
-                        sent += not self._stopped
-                    elif self._wanted(rank, request.batch.number, asked, gone):
-                        sent += 1
+                    else:
                         head = torch.tensor([parts[0][0], count, end - at])
                         under_way.append((self._post("isend", head, rank, 0), head))
                         under_way.append((self._post("isend", block[at:end], rank, 0), block))
@@ -301,39 +387,54 @@ class Exchange:
                 work.wait(_FOREVER)
         except BaseException as error:
             if request is not None:
-                self._tell(request, str(error) or type(error).__name__, asked, gone)
+                self._tell(request, self._failure or str(error) or type(error).__name__, asked, gone)
             self._arrived.put(error)
         finally:
             self._own.put(None)
 
-    def _wanted(self, rank: int, number: int, asked: dict[int, int], gone: set[int]) -> bool:
+    def _wanted(self, rank: int, batch: LoadBatch, asked: dict[int, int], gone: set[int]) -> bool:
         """Wait until a rank asks for a load batch; False if it has stopped."""
         if rank in gone:
             return False
-        if asked.get(rank, -1) < number:
-            answer = torch.empty(1, dtype=torch.int64)
+        if rank == self._hosts.rank:
+            while asked.get(rank, -1) < batch.number:
+                asked[rank] = self._own_wishes.get()
+                if asked[rank] == _STOP:
+                    gone.add(rank)
+                    return False
+            return True
+        if asked.get(rank, -1) < batch.number:
+            wish = torch.empty(3, dtype=torch.int64)
             try:
-                self._post("irecv", answer, rank, 1).wait(_FOREVER)
+                self._post("irecv", wish, rank, 1).wait(_FOREVER)
             except RuntimeError as error:
                 raise RunError(
-                    f"{self._hosts.named(rank)} has gone, before it asked for load batch {number:,}. gloo says: "
+                    f"{self._hosts.named(rank)} has gone, before it asked for load batch {batch.number:,}. gloo says: "
                     f"{str(error)[:200]}",
                     field="loading_hosts",
                 ) from None
-            if int(answer) == _STOP:
+            number, start, stop = (int(one) for one in wish)
+            if number == _STOP:
                 gone.add(rank)
                 return False
-            asked[rank] = int(answer)
+            asked[rank] = number
+            if (number, range(start, stop)) != (batch.number, batch.span):
+                raise RunError(
+                    f"{self._hosts.named(rank)} asks for load batch {number:,} with positions {start:,} to {stop:,}, and "
+                    f"{self._hosts.named(self._hosts.rank)} reads load batch {batch.number:,} with {batch.span.start:,} to "
+                    f"{batch.span.stop:,}: give all ranks the same schedule, start and read_ahead.",
+                    field="read_ahead",
+                )
         return True
 
     def _tell(self, request: Request, reason: str, asked: dict[int, int], gone: set[int]) -> None:
         """Tell every rank that waits for rows of this load batch why they do not come."""
         hosts = self._hosts
         rows = request.batch.read_by(hosts.reader or 0, len(hosts.readers))
-        text = torch.frombuffer(bytearray(reason[-4000:].encode()), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(reason[-4000:].encode(errors="backslashreplace")), dtype=torch.uint8)
         try:
             for rank in request.batch.served(range(request.positions.start, rows.stop), hosts.ranks):
-                if rank != hosts.rank and self._wanted(rank, request.batch.number, asked, gone):
+                if rank != hosts.rank and self._wanted(rank, request.batch, asked, gone):
                     head = torch.tensor([_ERROR, 0, len(text)])
                     self._post("isend", head, rank, 0).wait(_FOREVER)
                     self._post("isend", text, rank, 0).wait(_FOREVER)

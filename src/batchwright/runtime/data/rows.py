@@ -25,8 +25,8 @@ _ALIGNED = 16
 _PLAIN = {int: "i", float: "f", str: "s", bool: "b", type(None): "0"}
 
 
-def pack(rows: Sequence[Any]) -> torch.Tensor:
-    """The rows as one tensor of bytes.
+def pack(rows: Sequence[Any], *, pickled: bool = True) -> torch.Tensor:
+    """The rows as one tensor of bytes. With `pickled=False`, a TypeError if something in them would be pickled.
 
     >>> unpack(pack([{"x": torch.ones(2), "id": 3}, {"x": torch.zeros(2), "id": 4}]))
     [{'x': tensor([1., 1.]), 'id': 3}, {'x': tensor([0., 0.]), 'id': 4}]
@@ -34,7 +34,10 @@ def pack(rows: Sequence[Any]) -> torch.Tensor:
     described: list[tuple[Any, list[Any]]] = []
     for row in rows:
         leaves: list[Any] = []
-        described.append((_describe(row, leaves), leaves))
+        structure = _describe(row, leaves)
+        if not pickled and ["p"] in _leaves(structure):
+            raise TypeError("it has a value that is no tensor, array, number, text or list of them")
+        described.append((structure, leaves))
     runs: list[Any] = []
     arrays: list[tuple[int, list[Any]]] = []
     size = 0
@@ -68,14 +71,16 @@ def pack(rows: Sequence[Any]) -> torch.Tensor:
     return block
 
 
-def unpack(block: torch.Tensor) -> list[Any]:
-    """The rows of `pack`; their tensors and arrays are views of `block`."""
+def unpack(block: torch.Tensor, *, pickled: bool = True) -> list[Any]:
+    """The rows of `pack`; their tensors and arrays are views of `block`. With `pickled=False` no pickled code is run."""
     view = block.numpy()
     length = int.from_bytes(view[:8].tobytes(), "little")
     begin = -(-(8 + length) // _ALIGNED) * _ALIGNED
     rows: list[Any] = []
     for structure, count, members in json.loads(view[8 : 8 + length].tobytes()):
         kinds = _leaves(structure)
+        if not pickled and ["p"] in kinds:
+            raise ValueError("it has pickled values")
         columns = [_read(kind, count, member, block, begin) for kind, member in zip(kinds, members, strict=True)]
         for row in range(count):
             rows.append(_build(structure, iter([column[row] for column in columns])))

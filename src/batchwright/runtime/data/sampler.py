@@ -107,7 +107,7 @@ class StepSampler:
     def __iter__(self) -> Iterator[Slice]:
         for step in self.steps():
             raise_violations(PlanError, self._violations(step))
-            yield from slices(step, self.rank, self.ranks, self._micro(step))
+            yield from slices(step, self.rank, self.ranks, self.micro(step))
 
     def steps(self) -> Iterator[Step]:
         """The steps from `start` to the end of the schedule, or without end."""
@@ -136,11 +136,12 @@ class StepSampler:
         """All positions of `step` that this rank trains."""
         return share(range(step.start_sample, step.end_sample), self.rank, self.ranks)
 
-    def _micro(self, step: Step) -> int:
+    def micro(self, step: Step) -> int:
+        """Samples per forward/backward in a step."""
         return self.micro_batch_size(step) if callable(self.micro_batch_size) else self.micro_batch_size
 
     def _violations(self, step: Step) -> list[Violation]:
-        micro, batch = self._micro(step), step.global_batch_size
+        micro, batch = self.micro(step), step.global_batch_size
         if micro < 1:
             what = f"micro_batch_size={micro} at step {step.step:,}: must be at least 1. Nearest: 1."
             return [Violation(what, "micro_batch_size", micro, (1,))]

@@ -1,5 +1,8 @@
 """`python -m batchwright.runtime.loop SPEC.json`: one training process, alone or under torchrun."""
 
-from .train import run_process
+import torch.distributed as dist
 
-run_process()
+from .base import run_process
+from .train import main
+
+run_process(main, dist.is_initialized)

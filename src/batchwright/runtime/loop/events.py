@@ -19,6 +19,15 @@ kind, beside those:
                 this launch), rows_trained, read_amplification (their ratio), wait_seconds (of all steps)
     tracker     tracker, error: a tracker that failed; the run continues without it
 
+`train_rl` counts prompts as samples and rounds as steps, and adds to `step` reward, policy_lag, responses and
+dropped_responses. Its own kinds (`spans`: lists of process, what it does, begin and end in seconds of the round):
+
+    rollout     kept_prompts, discarded_responses: what a launch took over from earlier ones
+    update      update, round, samples, prompts, responses, loss, auxiliary, weight, grad_norm, learning_rate, policy_lag, outcome
+    round       round, samples, first_prompt, prompts, responses, dropped_responses, policy_version, policy_lag, loss, reward,
+                seconds, rollout_seconds, train_seconds, wait_seconds, begin, spans
+    rollout_replaced   worker, why, prompts: a worker process died or hung, and these prompts are sampled again
+
 `samples` is the position after the event. `tokens` is the sum of the loss's weights so far, which counts tokens if a weight
 does. Rates are of the whole job. An unknown value (MFU without a peak) is null.
 """

@@ -8,24 +8,25 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.core.errors import PlanError
+from batchwright.core.numbers import divisors
 from batchwright.runtime.device import choose, collectives_for, use
 from batchwright.runtime.ranks import check_rendezvous, discover
 
 from .settings import Strategy
+from .signals import StopSignals as StopSignals
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # torch's annotations of its collectives are incomplete.
 collectives = cast(Any, dist)
 
@@ -42,6 +43,25 @@ class ThisProcess:
     """No launcher started this process, so its caller sees its exit code."""
     saving: dist.ProcessGroup | None = None
     """A gloo group for checkpoints only: a thread may save while every step uses `control`."""
+    gradients: dist.ProcessGroup | None = None
+    """The ranks that train, if other ranks of the job do something else; None: all of them."""
+    mesh: DeviceMesh | None = None
+    """The ranks as pipeline × data-parallel ("pp", "dp"), if the model is in a pipeline."""
+
+    @property
+    def data_rank(self) -> int:
+        """The data-parallel rank: ranks of one pipeline train the same samples."""
+        return self.rank if self.mesh is None else self.mesh.get_local_rank("dp")
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.ranks if self.mesh is None else self.mesh["dp"].size()
+
+    @property
+    def records(self) -> bool:
+        """Whether this rank writes the ledger of its data-parallel rank: in a pipeline, the rank of the first stage."""
+        return self.mesh is None or self.mesh.get_local_rank("pp") == 0
 
     def broadcast(self, value: Any) -> Any:
         """The value of rank 0, on all ranks."""
@@ -50,6 +70,14 @@ class ThisProcess:
         box = [value]
         collectives.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The values of all ranks, on all ranks."""
+        if self.control is None:
+            return [value]
+        found: list[Any] = [None] * self.ranks
+        collectives.all_gather_object(found, value, group=self.control)
+        return found
 
     def maximum(self, value: int) -> int:
         """The largest number of all ranks; every rank waits for all others."""
@@ -72,7 +100,7 @@ class ThisProcess:
 
 
 @contextmanager
-def joined(device: str, strategy: Strategy) -> Generator[ThisProcess]:
+def joined(device: str, strategy: Strategy, pipeline_parallel: int = 1) -> Generator[ThisProcess]:
     """Join the process group that torchrun or srun describes, or use the existing one; leave it after success.
 
     After an error, a group of several ranks stays: with NCCL, destroying it waits for ranks that are blocked in a
@@ -83,10 +111,23 @@ def joined(device: str, strategy: Strategy) -> Generator[ThisProcess]:
     use(place)
     ours = not dist.is_initialized()
     several = ranks.size if ours else dist.get_world_size()
-    if strategy == "none" and several > 1:
+    if several % pipeline_parallel:
+        fitting = divisors(several)
+        nearest = (
+            *[p for p in fitting if p < pipeline_parallel][-1:],
+            *[p for p in fitting if p > pipeline_parallel][:1],
+        )
         raise PlanError(
-            f"strategy='none' does not train on {several} ranks: their gradients would not be summed. Nearest: 'ddp', "
-            "'fsdp2'.",
+            f"pipeline_parallel={pipeline_parallel} does not divide the {several} ranks of this launch: "
+            f"{several} / {pipeline_parallel} = {several / pipeline_parallel:.2f}. Nearest: {' or '.join(map(str, nearest))}.",
+            field="pipeline_parallel",
+            given=pipeline_parallel,
+            nearest=nearest,
+        )
+    if strategy == "none" and several > pipeline_parallel:
+        raise PlanError(
+            f"strategy='none' does not train on {several // pipeline_parallel} ranks: their gradients would not be summed. "
+            "Nearest: 'ddp', 'fsdp2'.",
             field="strategy",
             given="none",
             nearest=("ddp", "fsdp2"),
@@ -99,9 +140,11 @@ def joined(device: str, strategy: Strategy) -> Generator[ThisProcess]:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     groups: list[dist.ProcessGroup] = [collectives.new_group(backend="gloo") for _ in range(2 if size > 1 else 0)]
     control, saving = groups or (None, None)
-    succeeded = False
+    shape, succeeded, mesh = (pipeline_parallel, size // pipeline_parallel), False, None
+    if pipeline_parallel > 1:
+        mesh = init_device_mesh(place.type, shape, mesh_dim_names=("pp", "dp"))
     try:
-        yield ThisProcess(rank, size, place, control, ranks.local_size is None and size == 1, saving)
+        yield ThisProcess(rank, size, place, control, ranks.local_size is None and size == 1, saving, mesh=mesh)
         succeeded = True
     finally:
         if succeeded or size == 1:
@@ -122,26 +165,55 @@ def wrapped(
         return model
     # DDP itself sends the weights of rank 0 to all ranks.
     return _with_fixed_buckets(
-        DistributedDataParallel(model, device_ids=[process.device] if process.device.type != "cpu" else None)
+        DistributedDataParallel(
+            model,
+            device_ids=[process.device] if process.device.type != "cpu" else None,
+            process_group=process.gradients,
+        )
     )
 
 
-def _sharded(model: nn.Module, process: ThisProcess, policy: MixedPrecisionPolicy) -> nn.Module:
+def wrapped_stage(
+    module: nn.Module,
+    wrapper: Literal["ddp", "sharded", "ours"],
+    process: ThisProcess,
+    reduce_dtype: torch.dtype | None,
+) -> nn.Module:
+    """A stage of a pipeline on its device, with the weights of its first data-parallel rank."""
+    assert process.mesh is not None
+    if wrapper == "sharded":
+        return _sharded(module, process, MixedPrecisionPolicy(reduce_dtype=reduce_dtype), process.mesh["dp"])
+    module = module.to(process.device)
+    group = process.mesh.get_group("dp")
+    if wrapper == "ddp":
+        devices = [process.device] if process.device.type != "cpu" else None
+        return _with_fixed_buckets(DistributedDataParallel(module, device_ids=devices, process_group=group))
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            collectives.broadcast(tensor, group=group, group_src=0)
+    return module
+
+
+def _sharded(
+    model: nn.Module, process: ThisProcess, policy: MixedPrecisionPolicy, mesh: DeviceMesh | None = None
+) -> nn.Module:
     """The model in FSDP2, which moves one part after the other to the device and keeps this rank's shard of it. Then each
     parameter is filled from rank 0, one at a time; parameters outside of module lists are whole on a device for a moment."""
     whole = [parameter.detach() for parameter in model.parameters()]  # in the host's memory
-    mesh = init_device_mesh(process.device.type, (process.ranks,))
+    if mesh is None and process.gradients is not None:
+        mesh = DeviceMesh.from_group(process.gradients, process.device.type)
+    mesh = mesh or init_device_mesh(process.device.type, (process.ranks,))
     for part in _repeated(model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     model = cast(nn.Module, fully_shard(model, mesh=mesh, mp_policy=policy))
-    if process.ranks > 1:
+    if mesh.size() > 1:
         with torch.no_grad():
             for parameter, values in zip(model.parameters(), whole, strict=True):
                 shard = cast(Any, parameter)
                 filled: Any = distribute_tensor(values.to(process.device), mesh, shard.placements)
                 shard.to_local().copy_(filled.to_local())
             for buffer in model.buffers():
-                collectives.broadcast(buffer, src=0)
+                collectives.broadcast(buffer, group=mesh.get_group(), group_src=0)
     return model
 
 
@@ -189,29 +261,3 @@ def without_worker_failures() -> Generator[None]:
         signal.signal(signal.SIGCHLD, handler)
     if received and callable(handler):
         handler(*received[-1])
-
-
-class StopSignals:
-    """Records a signal, so that the loop can finish its step; a second Ctrl-C interrupts at once.
-
-    >>> with StopSignals() as signals: signals.received
-    0
-    """
-
-    def __init__(self) -> None:
-        self.received = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # Python sets handlers in the main thread only
-            self._before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number

@@ -10,6 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from batchwright.core.batch.pipeline import RUN_BY_TORCH, SPLIT_BACKWARD
 from batchwright.core.codec import decode
 from batchwright.core.errors import BatchwrightError, ConfigError, Violation, raise_violations
 from batchwright.core.ramp.learning_rate import RULES, SampleSchedule
@@ -35,10 +36,14 @@ _LEAST = {
     "evaluation_samples": 0,
     "num_workers": 0,
     "ranks_per_host": 1,
+    "pipeline_parallel": 1,
+    "virtual_stages": 1,
+    "inner_microbatches": 1,
     "read_ahead": 1,
     "read_retries": 0,
     "stop_after_nonfinite": 0,
     "launch": 0,
+    "start_sample": 0,
     "end_sample": 0,
     "nodes": 1,
     "dataset_size": 1,
@@ -57,6 +62,7 @@ _OPTIONAL = (
     "nodes",
     "dataset_size",
     "ranks_per_host",
+    "inner_microbatches",
 )
 _NUMBERS = ("max_tokens", "max_norm", "grad_scaler", "peak_flops", "read_timeout")
 _SWITCHES = ("allow_ragged", "shuffle", "resume", "accept_changes", "asynchronous", "progress")
@@ -80,12 +86,24 @@ class Settings:
     shuffle: bool = True
     strategy: Strategy = "auto"
     """`ddp` or `fsdp2`; `auto` is DDP on several ranks and the plain model on one."""
+    pipeline_parallel: int = 1
+    """Ranks that hold the stages of one model: `Task.stage` builds them, or the model is split. Every
+    `pipeline_parallel` × data-parallel ranks train one global batch."""
+    pipeline_schedule: str = "1f1b"
+    """The schedule of the pipeline, one that torch runs."""
+    virtual_stages: int = 1
+    """Stages on each rank of the pipeline."""
+    inner_microbatches: int | None = None
+    """Split each micro batch into this many, and fill and empty the pipeline with them. None: the micro batches of a step are
+    the microbatches of the pipeline."""
     device: str = "auto"
     """`auto` is the accelerator of this rank if torch finds one, else the CPU; or `cpu`, or what torch calls the accelerator."""
     threads: int | None = None
     """torch's threads in this process; None keeps torch's default, which reads the environment."""
     launch: int | None = None
     """The number of this launch: one start of the training processes. By default the first unused number."""
+    start_sample: int = 0
+    """Where the run begins, if the samples before it were trained by another program. A checkpoint of this run counts more."""
     end_sample: int | None = None
     """Stop before the step that starts at this sample: the next launch begins there. None: train the whole schedule."""
     max_tokens: float | None = None
@@ -123,11 +141,13 @@ class Settings:
     loading_hosts: int | tuple[int, ...] | None = None
     """Hosts that read data, and send the other ranks their rows: a count, or the hosts by number. None: every rank reads."""
     ranks_per_host: int | None = None
-    """Ranks on one host; by default what the launcher says."""
+    """Ranks on one host; by default, ranks with one host name are on one host."""
     read_ahead: int = 1
     """With loading_hosts: steps whose rows are read at once."""
-    read_timeout: float = 300.0
+    read_timeout: float = 540.0
     """With loading_hosts: seconds without rows from a host, after which it counts as hanging."""
+    open_timeout: float = 1740.0
+    """With loading_hosts: seconds for a reading host to open the dataset; the first time may build an index."""
     read_retries: int = 3
     """How often a read that failed is tried again, after 0.5 s, 1 s, 2 s and so on."""
     log_every: int = 1
@@ -155,6 +175,13 @@ class Settings:
         if self.strategy not in STRATEGIES:
             message = f"strategy={self.strategy!r} is not known. One of: {', '.join(STRATEGIES)}."
             found.append(Violation(message, "strategy", self.strategy, STRATEGIES))
+        if self.pipeline_schedule not in RUN_BY_TORCH:
+            message = (
+                f"pipeline_schedule={self.pipeline_schedule!r} is not run by torch. One of: {', '.join(RUN_BY_TORCH)}."
+            )
+            found.append(Violation(message, "pipeline_schedule", self.pipeline_schedule, tuple(RUN_BY_TORCH)))
+        if self.pipeline_parallel != 1:
+            found += self._not_in_a_pipeline()
         if self.lr_scaling not in RULES:
             message = f"lr_scaling={self.lr_scaling!r} is not known. One of: {', '.join(RULES)}."
             found.append(Violation(message, "lr_scaling", self.lr_scaling, RULES))
@@ -180,9 +207,10 @@ class Settings:
         hosts = self.loading_hosts
         for host in hosts if isinstance(hosts, tuple) else () if hosts is None else (hosts,):
             found += _whole("loading_hosts", host, 0 if isinstance(hosts, tuple) else 1)
-        if not self.read_timeout > 0:
-            message = f"read_timeout={self.read_timeout}: must be above 0, in seconds."
-            found.append(Violation(message, "read_timeout", self.read_timeout))
+        for name in ("read_timeout", "open_timeout"):
+            if not getattr(self, name) > 0:
+                message = f"{name}={getattr(self, name)}: must be above 0, in seconds."
+                found.append(Violation(message, name, getattr(self, name)))
         if self.read_ahead > 1 and hosts is None:
             message = (
                 f"read_ahead={self.read_ahead} needs loading_hosts: without it every rank reads for itself. Nearest: 1."
@@ -208,6 +236,34 @@ class Settings:
             unset = value is None and name not in (*_SWITCHES, "device", "tracker", "read_timeout")
             if not unset and (not isinstance(value, kind) or (kind is Real and isinstance(value, bool))):
                 found.append(Violation(f"{name}={_shown(value)}: must be {what}.", name, _shown(value)))
+        return found
+
+    def _not_in_a_pipeline(self) -> list[Violation]:
+        """Settings that a pipeline does not have."""
+        found: list[Violation] = []
+        for name, why in (
+            ("grad_scaler", "the stages would not skip the same steps: train in bf16"),
+            ("loading_hosts", "the ranks of the first and the last stage read for themselves"),
+        ):
+            if getattr(self, name) is not None:
+                message = f"{name} cannot be used with pipeline_parallel={self.pipeline_parallel}: {why}."
+                found.append(Violation(message, name, str(getattr(self, name))))
+        split, sharded = self.pipeline_schedule in SPLIT_BACKWARD, self.strategy == "fsdp2"
+        others = [name for name in RUN_BY_TORCH if name not in SPLIT_BACKWARD]
+        if split and sharded:
+            message = (
+                f"strategy=fsdp2 cannot be used with pipeline_schedule={self.pipeline_schedule}: it loses gradients (torch "
+                f"2.13). Nearest: strategy=ddp, which sums the gradients in one all-reduce; or pipeline_schedule "
+                f"{', '.join(others)}."
+            )
+            found.append(Violation(message, "strategy", self.strategy, ("ddp",)))
+        if self.noise_every is not None and (split or sharded):
+            what = f"pipeline_schedule={self.pipeline_schedule}" if split else "strategy=fsdp2"
+            message = (
+                f"noise_every={self.noise_every} cannot be used with {what} in a pipeline: the gradients of single microbatches "
+                "are not seen there. Use strategy=ddp and pipeline_schedule " + ", ".join(others) + "."
+            )
+            found.append(Violation(message, "noise_every", self.noise_every))
         return found
 
     @property

@@ -21,34 +21,30 @@ stopped as asked; without a launcher 75 at the end of a launch and 130 after a s
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, suppress
-from typing import Any, NoReturn, cast
+from contextlib import ExitStack
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from batchwright.core.errors import BatchwrightError, PlanError, RunError
-from batchwright.core.ramp.learning_rate import scale
 from batchwright.core.ramp.schedule import Schedule, Step
 from batchwright.rundir.status import Status
 from batchwright.runtime.data.loader import Loader
 from batchwright.runtime.data.sampler import StepSampler, micro_steps
 from batchwright.runtime.device import pins, to_device
-from batchwright.runtime.state.checkpoint import Saved
+from batchwright.runtime.stages import Stages
 from batchwright.runtime.step.accumulate import Accumulator, GradientStep, StepResult
+from batchwright.runtime.step.pipeline import PipelineAccumulator, PipelineStep, check_steps
 from batchwright.runtime.task import Task, load_task
 
-from .evaluate import evaluate
-from .events import Tracker, trackers_hang
+from .base import finish, main_of
+from .evaluate import Unread, evaluate
+from .events import Tracker
 from .process import StopSignals, joined, without_worker_failures
 from .session import OnStep, Session
-from .settings import Settings, read_spec
+from .settings import Settings
 
 _ALIVE_SECONDS = 1.0  # between two events of a long evaluation
 
@@ -73,48 +69,34 @@ def train(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     with ExitStack() as stack:
-        process = stack.enter_context(joined(settings.device, settings.strategy))
+        process = stack.enter_context(joined(settings.device, settings.strategy, settings.pipeline_parallel))
         signals = stack.enter_context(StopSignals())
-        loop = _Loop(task, schedule, settings, process, signals, evaluation, trackers, may_save, on_step)
-        try:
-            status = loop.run()
-        except BaseException as error:
-            loop.failed(error)
-            # The first error is raised, not one of closing.
-            with suppress(Exception):
-                loop.close()
-            raise
-        loop.close()
-        return status
+        loop = Loop(task, schedule, settings, process, signals, evaluation, trackers, may_save, on_step)
+        return finish(loop)
 
 
-class _Loop(Session):
+class Loop(Session):
     """The training steps of a session."""
-
-    def run(self) -> Status:
-        """Set up, train, save, and return why the loop stopped."""
-        self.set_up()
-        whole = self.schedule.total_samples
-        limit = self.settings.max_tokens
-        reason = "end" if self.position == whole else "boundary" if self.position == self.settings.end_sample else None
-        if reason is None and limit is not None and self.tokens >= limit:
-            reason = "tokens"
-        if reason is None:
-            reason = self._train()
-        return self._stop(reason)
 
     def _train(self) -> str:
         settings, process, ledger = self.settings, self.process, self.ledger
-        assert ledger is not None
+        accumulator = self._accumulator()
         micro_of = self._micro_batch_size()
         sampler = StepSampler(
-            self._limited(), micro_of, process.rank, process.ranks, self.position, allow_ragged=settings.allow_ragged
+            self._limited(),
+            micro_of,
+            process.data_rank,
+            process.data_ranks,
+            self.position,
+            allow_ragged=settings.allow_ragged,
         )
+        if isinstance(accumulator, PipelineAccumulator):
+            check_steps(accumulator.rule, sampler, settings.inner_microbatches)
         loader = Loader(
-            self.dataset,
+            self.dataset if _has_data(accumulator) else Unread(len(self.dataset)),
             self.order,
             sampler,
-            collate=self.task.collate,
+            collate=self.task.collate if _has_data(accumulator) else len,
             num_workers=settings.num_workers,
             pin_memory=pins(process.device),
             loading_hosts=self.reading,
@@ -123,14 +105,6 @@ class _Loop(Session):
             read_retries=settings.read_retries,
         )
         waited = 0.0
-        accumulator = Accumulator(
-            self.model,
-            max_norm=settings.max_norm,
-            noise=self.noise,
-            scaler=self.scaler,
-            # FSDP2 does it itself: `wrapped` passes the type.
-            accumulate_dtype=None if settings.strategy == "fsdp2" else self.accumulate_dtype,
-        )
         rate, device = self._learning_rate(), process.device
         stage: int | None = None
         steps = cast(Generator[GradientStep], accumulator.steps(loader))
@@ -139,19 +113,18 @@ class _Loop(Session):
             plan = step.plan
             if plan.segment != stage:
                 stage = plan.segment
-                size = self.schedule.segments[stage].global_batch_size
-                self.emit("stage", stage=stage, step=plan.step, samples=plan.start_sample, global_batch_size=size)
-            for micro in step:
-                step.backward(*self.task.loss_of(self.model, to_device(micro.data, device)))
-                if not micro.filler:
+                self._stage_event(plan)
+            for micro in step.run() if isinstance(step, PipelineStep) else step:
+                if not isinstance(step, PipelineStep):
+                    step.backward(*self.task.loss_of(self.model, to_device(micro.data, device)))
+                if ledger is not None and not micro.filler:
                     ledger.fed(micro.ids)
             result = step.apply(self.optimizer, learning_rate=rate)
-            ledger.applied(plan.step, plan.start_sample, plan.global_batch_size, result.outcome)
+            if ledger is not None:
+                ledger.applied(plan.step, plan.start_sample, plan.global_batch_size, result.outcome)
             last, self.position, self.step = self.position, result.end_sample, plan.step + 1
-            self.tokens, self.loss = self.tokens + result.weight, result.loss
+            self._count(result.loss, result.weight)
             self.skipped_steps += result.skipped
-            self.nonfinite_in_a_row = 0 if math.isfinite(result.loss) else self.nonfinite_in_a_row + 1
-            self.nonfinite_steps += bool(self.nonfinite_in_a_row)
             now = time.perf_counter()
             if self.on_step is not None:
                 self.on_step(result, self.model, self.optimizer)
@@ -161,80 +134,45 @@ class _Loop(Session):
             # The first step of a launch is always shown, at once: from then on the supervisor's limit for a step applies.
             if plan.step % settings.log_every == 0 or last == begun:
                 self._step_event(plan, result, now - before, wait_seconds, micro_of(plan), first=last == begun)
-            if self.nonfinite_in_a_row and self.nonfinite_in_a_row == settings.stop_after_nonfinite:
-                self._fail_nonfinite()
-            # At the end of the schedule the run is complete, not stopped.
-            if number and self.position != self.schedule.total_samples:
-                self.signals.received, reason = number, "signal"
-            elif settings.max_tokens is not None and self.tokens >= settings.max_tokens:
-                reason = "tokens"
-            if reason:
+            self._check_finite()
+            if reason := self._stop_reason(number):
                 break
-            if _crossed(settings.evaluate_every, last, self.position):
+            if self._crossed(settings.evaluate_every, last):
                 self._evaluate()
-            if _crossed(settings.checkpoint_every, last, self.position) and not self._at_end() and not self._broken():
+            if self._crossed(settings.checkpoint_every, last) and not self._at_end() and not self._broken():
                 self._save()
             before = time.perf_counter()
         steps.close()
-        self._count_rows(loader.rows_read, self.position - begun)
+        rows, reading = process.total(loader.rows_read if _has_data(accumulator) else 0), self.reading
+        hosts = (len(set(reading.hosts.of_rank)), len(reading.readers)) if reading else (None, None)
+        self._count_rows(rows, self.position - begun, *hosts)
         return reason or ("end" if self.position == self.schedule.total_samples else "boundary")
 
-    def _count_rows(self, read: int, trained: int) -> None:
-        """Rows that all ranks have read from the dataset, against those that were trained."""
-        rows, reading = self.process.total(read), self.reading
-        self.loading = {
-            "hosts": len(set(reading.hosts.of_rank)) if reading else None,
-            "loading_hosts": len(reading.readers) if reading else None,
-            "rows_read": rows,
-            "rows_trained": trained,
-            "read_amplification": rows / trained if trained else None,
-            "wait_seconds": self.waited_seconds,
-        }
-
-    def _at_end(self) -> bool:
-        return self.position in (self.schedule.total_samples, self.settings.end_sample)
-
-    def _micro_batch_size(self) -> Callable[[Step], int]:
-        """One number for all steps, or one for each segment of the given schedule, also after a resume."""
-        given, planned = self.settings.micro_batch_size, self.planned
-        if isinstance(given, int):
-            return lambda step: given
-        if len(given) != len(planned.segments):
-            raise PlanError(
-                f"micro_batch_size has {len(given)} numbers, and the schedule has {len(planned.segments)} segments. Give one "
-                "number for each segment, or one for all.",
-                field="micro_batch_size",
-                given=str(given),
-            )
-        return lambda step: given[planned.at_sample(step.start_sample).segment]
-
-    def _limited(self) -> Schedule:
-        """The schedule up to the end of this launch."""
-        end, whole = self.settings.end_sample, self.schedule.total_samples
-        if end is None or end == whole:
-            return self.schedule
-        step = self.schedule.at_sample(end)
-        if step.start_sample != end or end < self.position:
-            raise PlanError(
-                f"end_sample={end:,} must be the end of a step, and not before the position of the run: step {step.step:,} "
-                f"trains samples {step.start_sample:,} to {step.end_sample:,}, and the position is {self.position:,}. "
-                f"Nearest: {step.start_sample:,} or {step.end_sample:,}.",
-                field="end_sample",
-                given=end,
-                nearest=(step.start_sample, step.end_sample),
-            )
-        return self.schedule.until(end, last_step="drop")
-
-    def _learning_rate(self) -> Callable[[int], float]:
-        shape, rule, schedule = self.settings.learning_rate, self.settings.lr_scaling, self.schedule
-        base = schedule.segments[0].global_batch_size
-
-        def factor(sample: int) -> float:
-            segment = schedule.segments[schedule.at_sample(sample).segment]
-            stage = scale(rule, 1.0, base, segment.global_batch_size)
-            return stage if shape is None else shape.at(sample, stage) / shape.peak_lr
-
-        return factor
+    def _accumulator(self) -> Accumulator:
+        """The accumulator of the model, or of this rank's stages of it; made once."""
+        if self.accumulator is None:
+            settings, model, mesh = self.settings, self.model, self.process.mesh
+            options: dict[str, Any] = {
+                "max_norm": settings.max_norm,
+                "noise": self.noise,
+                "scaler": self.scaler,
+                # FSDP2 does it itself: `wrapped` passes the type.
+                "accumulate_dtype": None if settings.strategy == "fsdp2" else self.accumulate_dtype,
+            }
+            if isinstance(model, Stages) and mesh is not None:
+                self.accumulator = PipelineAccumulator(
+                    list(model.parts),
+                    self.task.loss_of,
+                    pipeline=mesh["pp"],
+                    group=mesh["dp"],
+                    schedule=settings.pipeline_schedule,
+                    inner_microbatches=settings.inner_microbatches,
+                    seed=settings.seed,
+                    **options,
+                )
+            else:
+                self.accumulator = Accumulator(model, **options)
+        return self.accumulator
 
     def _broken(self) -> bool:
         """Whether the last loss and the weights are not finite: that is not saved, unless the user has set no limit."""
@@ -243,24 +181,12 @@ class _Loop(Session):
         local = (cast(Any, p).to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
         return bool(self.process.maximum(int(any(not bool(torch.isfinite(p).all()) for p in local))))
 
-    def _fail_nonfinite(self) -> NoReturn:
-        steps = self.nonfinite_in_a_row
-        saved = f"from checkpoint {self.saved.name} on" if self.saved else "from the start on"
-        self.emit("nonfinite", now=True, step=self.step, samples=self.position, steps=steps)
-        raise RunError(
-            f"the loss was not finite in {steps} step{'s in a row' * (steps > 1)}: {self.loss} in step {self.step - 1:,}, at "
-            f"sample {self.position:,}. The samples {saved} are not in a checkpoint. Look at the learning rate, the precision "
-            "and the samples of these steps; stop_after_nonfinite sets the limit, and 0 removes it.",
-            field="loss",
-            given=str(self.loss),
-        )
-
     def _step_event(
         self, plan: Step, result: StepResult, seconds: float, wait: float, micro: int, *, first: bool = False
     ) -> None:
         if self.events is None:
             return
-        ranks, peak = self.process.ranks, self.settings.peak_flops
+        ranks, data_ranks, peak = self.process.ranks, self.process.data_ranks, self.settings.peak_flops
         tokens = result.weight / seconds
         noise = self.noise.estimate() if self.noise and self.noise.measures(plan.step) else None
         self.events.emit(
@@ -273,7 +199,7 @@ class _Loop(Session):
             auxiliary=result.auxiliary,
             global_batch_size=plan.global_batch_size,
             micro_batch_size=micro,
-            accumulation_steps=micro_steps(plan.global_batch_size, ranks, micro),
+            accumulation_steps=micro_steps(plan.global_batch_size, data_ranks, micro),
             samples_per_second=result.samples / seconds,
             tokens_per_second=tokens,
             step_seconds=seconds,
@@ -295,7 +221,8 @@ class _Loop(Session):
         if self.evaluated_position == self.position:
             return
         before, self.evaluated_position = time.time(), self.position
-        size = self.settings.evaluation_batch_size or self._micro_batch_size()(self.schedule.at_step(0))
+        size = self.settings.evaluation_batch_size or self.traced_size
+        size = size or self._micro_batch_size()(self.schedule.at_step(0))
         shown = time.monotonic()
 
         def progress(samples: int) -> None:
@@ -315,6 +242,8 @@ class _Loop(Session):
             progress=progress,
             reading=self.reading,
             read_timeout=self.settings.read_timeout,
+            read_retries=self.settings.read_retries,
+            pipeline=pipeline if isinstance(pipeline := self._accumulator(), PipelineAccumulator) else None,
         )
         # A checkpoint's state is JSON, which has no NaN.
         self.evaluation_loss = loss if math.isfinite(loss) else None
@@ -333,16 +262,13 @@ class _Loop(Session):
             self.emit("saving", now=True, step=self.step, samples=self.position)
         if self.saved_position == self.position:
             return
-        assert self.ledger is not None
         before = time.time()
-        self.ledger.close()
+        if self.ledger is not None:
+            self.ledger.close()
         state = {
-            "tokens": self.tokens,
-            "fingerprint": self.facts,
+            **self._state(),
             "evaluation_loss": self.evaluation_loss,
             "noise": [[t.trace, t.signal] for t in self.noise.terms] if self.noise else [],
-            "skipped_steps": self.skipped_steps,
-            "nonfinite_steps": self.nonfinite_steps,
             "scaler": self.scaler.state_dict() if self.scaler else None,
         }
         saved = self.checkpoints.save(
@@ -353,14 +279,6 @@ class _Loop(Session):
         seconds = time.time() - before
         self.times["save_seconds"] += seconds
         self._saved(saved, seconds)
-
-    def _saved(self, saved: Saved | None, seconds: float) -> None:
-        if saved is None:
-            return
-        self.saved = saved
-        self.emit("save", now=True, step=saved.step, samples=saved.position, checkpoint=saved.name, seconds=seconds)
-        if self.process.rank == 0:
-            self.write_status(self.status("running", None))
 
     def _stop(self, reason: str) -> Status:
         ended = time.time()
@@ -373,61 +291,18 @@ class _Loop(Session):
         if not broken:
             self._save(wait=True)
         self.times["stop_seconds"] = time.time() - ended
-        status = self.status("complete" if reason in ("end", "tokens") else "stopped", reason)
-        self.emit(
-            "stop", reason=reason, step=self.step, samples=self.position, next_stage=status.next_stage, **self.loading
-        )
-        if self.process.rank == 0:
-            self.write_status(status)
+        status = self._ended(reason)
         self.process.maximum(0)  # no rank exits before the status is written
         return status
 
 
-def _crossed(every: int | None, before: int, after: int) -> bool:
-    return every is not None and before // every != after // every
+def _has_data(accumulator: Accumulator) -> bool:
+    """Whether this rank needs samples: stages between the first and the last of a pipeline do not."""
+    return not isinstance(accumulator, PipelineAccumulator) or accumulator.first or accumulator.last
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m batchwright.runtime.loop SPEC.json`; the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if len(given) != 1 or given[0].startswith("-"):
-        print(__doc__, file=sys.stderr)
-        return 2
-    try:
-        spec = read_spec(given[0])
-        return train(load_task(spec.task, spec.args), spec.schedule, spec.settings).exit_code
-    except BatchwrightError as error:
-        if error.__cause__ is not None and error.field == "task":
-            traceback.print_exception(error.__cause__)
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-def run_process() -> None:
-    """Run `main` and exit with its code."""
-    try:
-        code = main()
-    except BaseException as error:
-        if not dist.is_initialized():
-            raise
-        # stderr may be a closed file, or on a full disk.
-        with suppress(OSError, ValueError):
-            traceback.print_exc()
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-            code = error.code or 0
-    leave(code)
-
-
-def leave(code: int) -> NoReturn:
-    """Exit with a code, without shutting the interpreter down if that would wait.
-
-    After an error that left the process group in place, it would destroy the group, which waits for ranks that are blocked
-    in a collective. A tracker that hangs may have registered a function that waits for its server.
-    """
-    if not dist.is_initialized() and not trackers_hang():
-        sys.exit(code)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+    return main_of(
+        __doc__, arguments, lambda spec: train(load_task(spec.task, spec.args), spec.schedule, spec.settings)
+    )

@@ -13,6 +13,7 @@ it (`recompute=False`), the audit instead finds ranks with equal hashes, which t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,7 @@ from batchwright.runtime.data.sampler import share
 
 from .joined import MASK, JoinedRun, LaunchLedger, LedgerFinding, hash_in, read_ledgers, whole
 from .ledger import sample_hashes, span_hash
+from .updates import audit_updates
 
 # Positions whose ids are in memory at once: a few megabytes.
 _BLOCK = 1 << 19
@@ -42,6 +44,8 @@ class LedgerAudit:
     `discarded_samples` were trained in steps that were lost and repeated, `unsaved_samples` after the newest checkpoint,
     `skipped_samples` in steps that a GradScaler skipped. `wrong_runs` counts runs of steps with wrong samples.
     `ids_checked` is false if only spans and counts were compared, and no sample's id with the order.
+    In reinforcement learning, samples are prompts; `responses` entered `updates`, each where it belongs, and
+    `dropped_responses` (too old) and `discarded_responses` (of a lost policy) entered none. `policy_lag` is the worst.
 
     >>> LedgerAudit(ok=True, samples=64, gaps=0, repeats=0, discarded_samples=8).summary()
     'ok: 64 samples, each in exactly one step; 8 discarded and redone'
@@ -61,12 +65,22 @@ class LedgerAudit:
     findings: tuple[LedgerFinding, ...] = ()
     notes: tuple[str, ...] = ()
     ids_checked: bool = True
+    updates: int = 0
+    responses: int = 0
+    dropped_responses: int = 0
+    discarded_responses: int = 0
+    policy_lag: int = 0
 
     def summary(self) -> str:
         """The result in one line."""
         redone = f"; {self.discarded_samples:,} discarded and redone" if self.discarded_samples else ""
         if self.ok:
             how = "" if self.ids_checked else " by spans and counts"
+            if self.updates:
+                lost = self.dropped_responses + self.discarded_responses
+                unused = f", {lost:,} responses not used" if lost else ""
+                made = f"{self.responses:,} responses in {self.updates:,} updates{unused}"
+                return f"ok{how}: {self.samples:,} prompts, each in exactly one round; {made}{redone}"
             return f"ok{how}: {self.samples:,} samples, each in exactly one step{redone}"
         wrong = f", wrong samples in {self.wrong_runs:,} runs of steps" if self.wrong_runs else ""
         return f"failed: {self.gaps:,} samples missing, {self.repeats:,} repeated{wrong}{redone}"
@@ -90,7 +104,8 @@ def audit(directory: Path | str, *, recompute: bool = True) -> LedgerAudit:
             given=str(root),
         )
     damaged = bool(totals.findings)
-    number, saved = _newest(folder.parent / names.CHECKPOINTS, launches, totals.findings, notes)
+    checkpoints = folder.parent / names.CHECKPOINTS
+    number, saved = _newest(checkpoints, launches, totals.findings, notes)
     lineage: list[tuple[LaunchLedger, int, int]] = []
     end = saved
     while number is not None and number in launches:
@@ -102,17 +117,32 @@ def audit(directory: Path | str, *, recompute: bool = True) -> LedgerAudit:
             break
     if number is not None and number not in launches:
         totals.fault("lineage", f"the ledger of launch {number} is missing: its samples cannot be checked.", number)
-    if end:
-        totals.gaps += end
-        totals.fault("gap", f"samples 0 to {end:,} are in no ledger.", lineage[0][0].number if lineage else None)
+    first = launches[min(launches)].first_sample if launches else 0
+    if first:
+        notes.append(f"samples 0 to {first:,} were trained elsewhere: the run began at sample {first:,}.")
+    if end > first:
+        totals.gaps += end - first
+        message = f"samples {first:,} to {end:,} are in no ledger."
+        totals.fault("gap", message, lineage[0][0].number if lineage else None)
+    elif end < first:
+        message = f"the run began at sample {first:,} by its ledgers, and its first launch at {end:,}."
+        totals.fault("lineage", message, lineage[0][0].number if lineage else None)
+    for launch in launches.values():
+        if launch.first_sample != first:
+            message = f"the run began at sample {launch.first_sample:,} by launch {launch.number}, and at {first:,} by others."
+            totals.fault("lineage", message, launch.number)
     for launch, start, stop in lineage:
         totals.add_launch(launch, start, stop)
+    spans = [(launch.number, start, stop) for launch, start, stop in lineage]
+    trained = audit_updates(folder, spans, totals.findings, notes, required=_counts_updates(checkpoints))
     done = sum(run.samples for launch in launches.values() for run in launch.runs)
     last = launches[max(launches)].runs if launches else ()
     unsaved = sum(run.samples for run in last if run.start >= saved)
     if damaged:
         proof = "in exactly one step each" + ", with the ids of the order" * recompute
-        notes.append(f"what the undamaged lines prove: {totals.proven:,} of {saved:,} saved samples are {proof}.")
+        notes.append(
+            f"what the undamaged lines prove: {totals.proven:,} of {saved - first:,} saved samples are {proof}."
+        )
     return LedgerAudit(
         ok=not totals.findings,
         samples=totals.samples,
@@ -128,6 +158,7 @@ def audit(directory: Path | str, *, recompute: bool = True) -> LedgerAudit:
         findings=tuple(totals.findings),
         notes=tuple(notes),
         ids_checked=recompute,
+        **(vars(trained) if trained else {}),
     )
 
 
@@ -284,6 +315,14 @@ def _newest(
         if not checkpoints.is_dir():
             notes.append(f"{checkpoints} does not exist: the audit ends where the last launch started.")
     return (last.parent, last.position) if last else (None, 0)
+
+
+def _counts_updates(checkpoints: Path) -> bool:
+    """Whether a checkpoint is one of reinforcement learning, whose updates have a record of their own."""
+    for name, _, _ in listing(checkpoints):
+        with suppress(RunError, ValueError):
+            return "updates" in _state(checkpoints / name)
+    return False
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,39 +34,15 @@ from torch.optim import Optimizer
 from batchwright.core.errors import BatchwrightError, EnvironmentFault, PlanError, RunError
 from batchwright.rundir import names
 from batchwright.rundir.atomic import sync_directory
-from batchwright.rundir.checkpoint import MANIFEST, STATE, listing, read_manifest
+from batchwright.rundir.checkpoint import MANIFEST, STATE, listing, none_complete, read_manifest, refuse_newer
 from batchwright.rundir.files import digest_of, read_json, write_fault, write_json
+from batchwright.runtime.stages import Stages
 
 from . import generators, tensors
+from .saved import Saved as Saved
 
 SCHEMA = 1
 _PARTIAL = ".partial-"
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint on disk. `state` is the content of state.json: the argument of `save` and what `save` added.
-
-    >>> Saved(Path("step-000000000012-launch-00003"), step=12, launch=3).name
-    'step-000000000012-launch-00003'
-    """
-
-    path: Path
-    step: int
-    launch: int
-    state: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    skipped: tuple[str, ...] = ()
-    """A message for each newer checkpoint that is damaged, with the name of the damaged file."""
-
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return self.path.name
-
-    @property
-    def position(self) -> int:
-        """The first sample that is not trained yet."""
-        return int(self.state["position"])
 
 
 class Checkpoints:
@@ -116,6 +92,11 @@ class Checkpoints:
         self.wait()
         name = names.checkpoint(step, launch)
         parts, rest = tensors.split(model, optimizers)
+        if isinstance(model, Stages):
+            model.check_shared()
+            # Which parameters a group has is not stored: it is known wherever the checkpoint is loaded.
+            every = [item for each in model.gathered(rest) for item in each.items()]
+            rest = {path: value for path, value in every if not path.endswith("/params")}
         content = {
             "schema": SCHEMA,
             "step": step,
@@ -166,12 +147,7 @@ class Checkpoints:
             if self.rank == 0:
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
         if skipped:
-            raise RunError(
-                f"none of the {len(skipped)} checkpoints in {self.directory} is complete:\n" + "\n".join(skipped) + "\n"
-                "Nothing was loaded or changed. Restore a checkpoint from a backup, or start in another directory.",
-                field="directory",
-                given=str(self.directory),
-            )
+            raise none_complete(self.directory, skipped)
         return None
 
     def load(self, saved: Saved, model: nn.Module, *optimizers: Optimizer, restore_generators: bool = True) -> bool:
@@ -183,7 +159,8 @@ class Checkpoints:
         self.wait()
         parts, _ = tensors.split(model, optimizers)
         self._together(lambda: tensors.SafeReader(saved.path / "tensors").read_metadata() and None)
-        tensors.load(parts, saved.path / "tensors", self._group)
+        elsewhere = {path for each in model.gathered(list(parts)) for path in each} if isinstance(model, Stages) else ()
+        tensors.load(parts, saved.path / "tensors", self._group, elsewhere)
         tensors.join(model, optimizers, parts, saved.state["optimizer"])
         if not restore_generators or saved.state["ranks"] != self.ranks:
             return False
@@ -321,15 +298,3 @@ class _Job:
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def refuse_newer(schema: object, path: Path) -> None:
-    """Raise an error if a file has a newer schema than this version reads."""
-    if isinstance(schema, int) and schema > SCHEMA:
-        raise RunError(
-            f"{path} has schema {schema}, but this version of batchwright reads up to {SCHEMA}: a newer version wrote it. "
-            "Nothing was loaded or changed. Update batchwright to resume from it.",
-            field="schema",
-            given=schema,
-            nearest=(SCHEMA,),
-        )

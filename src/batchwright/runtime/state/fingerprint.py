@@ -6,22 +6,25 @@ ranks, the micro batch and the strategy may change freely. A new schedule applie
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from batchwright.core.codec import encode
 from batchwright.core.ramp.schedule import Schedule
 from batchwright.runtime.data.order import GlobalOrder
 
 from . import generators
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Samples in the digest of a dataset: enough to notice another file, and fast to read.
 _DIGEST_SAMPLES = 8
@@ -43,6 +46,7 @@ _MEANING: dict[str, tuple[Severity, str]] = {
     "micro_batch_size": ("free", "it only partitions a step"),
     "ranks": ("free", "they only partition a step"),
     "strategy": ("free", "weights are resharded"),
+    "pipeline": ("free", "weights are loaded by name"),
     "threads": ("free", "sums are computed in another order"),
     "versions": ("free", "computations may round differently"),
 }
@@ -57,15 +61,20 @@ class Change:
     message: str
 
 
-def fingerprint(order: GlobalOrder, schedule: Schedule, model: nn.Module, dataset: Any, **facts: Any) -> dict[str, Any]:
-    """The conditions under which a checkpoint is made, as plain JSON; `facts` are further fields of `_MEANING`."""
+def fingerprint(
+    order: GlobalOrder, schedule: Schedule, model: nn.Module | str, dataset: Any, **facts: Any
+) -> dict[str, Any]:
+    """The conditions under which a checkpoint is made, as plain JSON; `facts` are further fields of `_MEANING`.
+
+    `model` is a module, or the digest of another framework's parameters.
+    """
     return {
         "dataset_size": order.size,
         "seed": order.seed,
         "shuffle": order.shuffle,
         "dataset": dataset_digest(dataset, order.size),
         "schedule": encode(schedule),
-        "model": _model_digest(model),
+        "model": model if isinstance(model, str) else _model_digest(model),
         "versions": versions(),
         **facts,
     }
@@ -97,7 +106,9 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], position: int) -> 
 
 def versions() -> dict[str, str]:
     """The versions of Python and of the libraries that compute."""
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+    found = {"python": platform.python_version(), "numpy": np.__version__}
+    used = ((name, sys.modules.get(name)) for name in ("torch", "jax"))
+    return found | {name: str(module.__version__) for name, module in used if module is not None}
 
 
 def dataset_digest(dataset: Any, size: int) -> str | None:
@@ -122,8 +133,9 @@ def _samples_digest(dataset: Any, ids: list[int]) -> str:
 
 def _feed(digest: Any, value: Any) -> None:
     digest.update(type(value).__name__.encode())
-    if isinstance(value, Tensor):
-        tensor = value.detach().cpu()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        tensor: Any = value.detach().cpu()
         if tensor.dtype is torch.bfloat16:  # numpy has no bfloat16
             tensor = (tensor if tensor.ndim else tensor.reshape(-1)).contiguous().view(torch.uint8)
         _feed(digest, tensor.numpy())
@@ -145,13 +157,24 @@ def _feed(digest: Any, value: Any) -> None:
 
 
 def _model_digest(model: nn.Module) -> str:
-    lines: list[str] = []
-    for name, parameter in model.named_parameters():
-        # The prefixes of DDP and torch.compile.
-        plain = name.removeprefix("module.").removeprefix("_orig_mod.")
-        lines.append(f"{plain} {tuple(parameter.shape)} {parameter.dtype}")
-    text = "\n".join(lines)
-    return f"{sum(p.numel() for p in model.parameters())} parameters, {sha256(text.encode()).hexdigest()[:16]}"
+    from batchwright.runtime.stages import Stages  # imports torch, which a JAX run does not need
+
+    if isinstance(model, Stages):
+        return parameters_digest(model.described())
+    # Without the prefixes of DDP and torch.compile.
+    named = ((n.removeprefix("module.").removeprefix("_orig_mod."), p) for n, p in model.named_parameters())
+    return parameters_digest((name, tuple(p.shape), str(p.dtype)) for name, p in named)
+
+
+def parameters_digest(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
+    """A digest of the names, shapes and types of parameters.
+
+    >>> parameters_digest([("weight", (2, 3), "float32")])
+    '6 parameters, f617c486f52be44f'
+    """
+    listed = list(parameters)
+    text = "\n".join(f"{name} {shape} {dtype}" for name, shape, dtype in listed)
+    return f"{sum(math.prod(shape) for _, shape, _ in listed)} parameters, {sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _short(value: Any) -> str:

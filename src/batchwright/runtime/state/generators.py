@@ -1,19 +1,24 @@
-"""The random generators of a process: Python's, numpy's and torch's. Seed them, save them as JSON, set them aside."""
+"""The random generators of a process: Python's, numpy's and torch's. Seed them, save them as JSON, set them aside.
+
+torch's generators are left out as long as nobody has imported torch, so that a program without it reads data as well.
+"""
 
 from __future__ import annotations
 
 import base64
 import random
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
 
 from batchwright.core.errors import RunError
-from batchwright.runtime.device import generator_state, set_generator_state
+
+if TYPE_CHECKING:
+    import torch
 
 # numpy's type stubs do not know these two functions.
 _bit_generator = cast(Any, np.random).get_bit_generator
@@ -25,14 +30,18 @@ _SPARES: list[np.random.MT19937] = []
 def set_seeds(seed: int, *, accelerator: bool = True) -> None:
     """Seed the three generators: the only place in this package that does. `accelerator`: the devices' generators, too.
 
+    >>> import torch
     >>> set_seeds(3); first = random.random(), np.random.rand(), float(torch.rand(()))
+    >>> import torch
     >>> set_seeds(3); first == (random.random(), np.random.rand(), float(torch.rand(())))
     True
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
+    if (torch := _torch()) is None:
+        return
     if accelerator:
-        torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+        torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
 
@@ -55,17 +64,23 @@ def seed_collate(seed: int, position: int) -> None:
 def seen() -> tuple[Any, ...]:
     """The three generators' state, to compare: has a read drawn from them?
 
+    >>> import torch
     >>> before = seen(); before == seen(), bool(torch.rand(())) and before == seen()
     (True, False)
     """
     numpy = np.random.get_state(legacy=False)
     key = numpy["state"]["key"].tobytes()
-    cpu = torch.default_generator.get_state().numpy().tobytes()
+    torch = _torch()
+    cpu = torch.default_generator.get_state().numpy().tobytes() if torch else b""
     return random.getstate(), key, numpy["state"]["pos"], numpy["has_gauss"], cpu
 
 
 def capture(device: torch.device | None = None) -> dict[str, Any]:
     """The state of all generators, as plain JSON; with the one of `device`, if it is an accelerator."""
+    import torch
+
+    from batchwright.runtime.device import generator_state
+
     version, internal, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
     if numpy["bit_generator"] != "MT19937":
@@ -84,10 +99,15 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
 def restore(state: Mapping[str, Any], device: torch.device | None = None) -> bool:
     """Set all generators to a state that `capture` returned; if it is that of another kind of device, change nothing: False.
 
+    >>> import torch
     >>> kept = capture(); drawn = torch.rand(3), random.random(), np.random.rand()
     >>> restore(kept), (torch.rand(3).equal(drawn[0]), random.random(), np.random.rand()) == (True, *drawn[1:])
     (True, True)
     """
+    import torch
+
+    from batchwright.runtime.device import set_generator_state
+
     accelerator = None if device is None or device.type == "cpu" else device
     if set(state) - {"python", "numpy", "torch"} != ({accelerator.type} if accelerator else set()):
         return False
@@ -114,7 +134,8 @@ def put_back() -> Generator[None]:
     own = _bit_generator()
     if type(own) is not np.random.MT19937:
         raise _replaced(type(own).__name__)
-    python, cpu, numpy = random.getstate(), torch.default_generator.get_state(), np.random.get_state(legacy=False)
+    torch, python, numpy = _torch(), random.getstate(), np.random.get_state(legacy=False)
+    cpu = torch.default_generator.get_state() if torch else None
     # Writing a state into numpy's generator takes 35 µs. Exchanging the generator takes 0.3 µs, but forgets the normal.
     spare = _SPARES.pop() if _SPARES else np.random.MT19937(0)
     try:
@@ -122,11 +143,29 @@ def put_back() -> Generator[None]:
         yield
     finally:
         random.setstate(python)
-        torch.default_generator.set_state(cpu)
+        if torch:
+            torch.default_generator.set_state(cpu)
         _set_bit_generator(own)
         _SPARES.append(spare)
         if numpy["has_gauss"]:
             np.random.set_state(numpy)
+
+
+@contextmanager
+def draws_of_loss(seed: int, step: int, sample: int, device: torch.device) -> Generator[None]:
+    """What a loss draws in the block, on the host and on `device`, is a pure function of (seed, step, first sample). After it,
+    all generators go on as if nothing had been drawn."""
+    from batchwright.runtime.device import drawing_from
+
+    number = _hashed(b"batchwright loss 1: seed %d, step %d, sample %d" % (seed, step, sample))
+    with put_back(), drawing_from(device, number):
+        set_seeds(number, accelerator=False)
+        yield
+
+
+def _torch() -> Any:
+    """torch, if it was imported."""
+    return sys.modules.get("torch")
 
 
 def _replaced(kind: str) -> RunError:
@@ -148,4 +187,6 @@ def _packed(data: bytes) -> str:
 
 
 def _tensor(text: str) -> torch.Tensor:
+    import torch
+
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -96,6 +96,8 @@ class LaunchLedger:
     runs: tuple[JoinedRun, ...] = ()
     missing: tuple[int, ...] = ()
     files: Mapping[int, Path] = field(default_factory=dict[int, Path])
+    first_sample: int = 0
+    """Where the run began: the samples before it were trained elsewhere."""
 
 
 def read_ledgers(folder: Path, faults: list[LedgerFinding], notes: list[str]) -> dict[int, LaunchLedger]:
@@ -173,7 +175,8 @@ def _header(line: dict[str, Any], number: int, rank: int) -> LaunchLedger:
         raise ValueError("parent is missing")
     parent = None if line["parent"] is None else whole(line, "parent")
     ranks = whole(line, "ranks", 1, _MOST_RANKS)
-    return LaunchLedger(number, ranks, whole(line, "step"), whole(line, "position"), parent, made)
+    first = whole(line, "first_sample") if "first_sample" in line else 0  # ledgers of older versions have none
+    return LaunchLedger(number, ranks, whole(line, "step"), whole(line, "position"), parent, made, first_sample=first)
 
 
 def _join(joined: dict[int, JoinedRun], rank: int, line: dict[str, Any]) -> JoinedRun:

@@ -56,7 +56,8 @@ class _OpenRun:
 class Ledger:
     """One rank's ledger of one launch: `fed(ids)` for each micro batch, `applied(…)` for each step, `close` at saves.
 
-    `start` is the (step, position) where the launch starts, `parent` the launch that saved its checkpoint.
+    `start` is the (step, position) where the launch starts, `parent` the launch that saved its checkpoint, `first_sample` where
+    the run begins if the samples before it were trained elsewhere.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Ledger:
         rank: int = 0,
         ranks: int = 1,
         start: tuple[int, int] = (0, 0),
+        first_sample: int = 0,
         parent: int | None = None,
     ) -> None:
         folder = Path(directory)
@@ -95,6 +97,7 @@ class Ledger:
             "ranks": ranks,
             "step": start[0],
             "position": start[1],
+            "first_sample": first_sample,
             "parent": parent,
             "order": {"size": order.size, "seed": order.seed, "shuffle": order.shuffle},
             "time": time.time(),

@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -44,6 +44,7 @@ from torch.optim import Optimizer
 
 from batchwright.core.errors import RunError, Violation, raise_violations
 from batchwright.runtime.device import pins, synchronise
+from batchwright.runtime.stages import Stages
 
 _RECORDS = (
     "Metadata",
@@ -101,6 +102,9 @@ def join(
     unused = {p.split("/")[2] for p, value in known.items() if isinstance(value, Tensor) and p not in tensors}
     loaded = _rebuilt(whole, "", tensors, rest)
     groups = loaded["optimizer"].get("param_groups", [])
+    if isinstance(model, Stages):  # which parameters a group has is known here, and differs between stages
+        for group, own in zip(groups, whole["optimizer"]["param_groups"], strict=True):
+            group["params"] = own["params"]
     # An option that a fresh optimizer does not have yet, such as `initial_lr`.
     for path in rest.keys() - known.keys():
         owner, *inner = path.split("/")
@@ -113,6 +117,10 @@ def join(
                     given=len(groups),
                 )
             groups[int(inner[1])][inner[2]] = rest[path]
+    if isinstance(model, Stages):
+        loaded = model.renamed(loaded, back=True)
+        groups = loaded["optimizer"]["param_groups"]
+        unused = {own for own, full in model.full_names.items() if full in unused}
     set_state_dict(model, optimizers, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     own = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     for (optimizer, group), named in zip(own, groups, strict=True):
@@ -123,7 +131,8 @@ def join(
 
 def _whole(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, Any]:
     of_model, of_optimizers = get_state_dict(model, optimizers)
-    return {"model": of_model, "optimizer": of_optimizers}
+    whole = {"model": of_model, "optimizer": of_optimizers}
+    return model.renamed(whole) if isinstance(model, Stages) else whole
 
 
 def _members(value: Any, path: str) -> list[tuple[Any, str, Any]] | None:
@@ -185,8 +194,12 @@ def save(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup |
     return {name.removesuffix(".tmp"): fact for name, fact in files.written.items()}
 
 
-def load(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
+def load(
+    tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None, elsewhere: Collection[str] = ()
+) -> None:
     """Fill `tensors`, sharded or not, in place; first compare their names and shapes with the stored ones.
+
+    `elsewhere`: the names of tensors that other stages of a pipeline load.
 
     The optimizer's state of a parameter that had no gradient before the save is removed from `tensors`.
     """
@@ -194,7 +207,7 @@ def load(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | No
     stored = reader.read_metadata()
     for path in _never_stepped(tensors, stored):
         del tensors[path]
-    raise_violations(RunError, _differences(tensors, stored, folder))
+    raise_violations(RunError, _differences(tensors, stored, folder, elsewhere))
     try:
         with _as_one_error():
             _dcp_load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -230,12 +243,14 @@ def _never_stepped(tensors: Mapping[str, Tensor], stored: Metadata) -> list[str]
     return [p for p in tensors if p.startswith(start) and p.split("/")[2] not in present] if present else []
 
 
-def _differences(tensors: Mapping[str, Tensor], stored: Metadata, folder: Path) -> list[Violation]:
+def _differences(
+    tensors: Mapping[str, Tensor], stored: Metadata, folder: Path, elsewhere: Collection[str]
+) -> list[Violation]:
     have = {path: tuple(t.shape) for path, t in tensors.items()}
     saved = {p: tuple(m.size) for p, m in stored.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     found = [f"{p} is {have[p]} here, {saved[p]} there" for p in have if p in saved and have[p] != saved[p]]
     found += [f"{p} is missing there" for p in have if p not in saved]
-    found += [f"{p} is missing here" for p in saved if p not in have]
+    found += [f"{p} is missing here" for p in saved if p not in have and p not in elsewhere]
     if not found:
         return []
     shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")

@@ -108,6 +108,8 @@ class Accumulator:
         averaged: bool = True,
     ) -> None:
         self.parallel = DataParallel.of(model, group)
+        # The ranks that add up the step's weight: those of a pipeline's other stages, too.
+        self.shared = self.parallel
         self.parameters = list(model.parameters())
         self.partial: Partial = partial
         self.sharded_memory: ShardedMemory = sharded_memory
@@ -117,6 +119,7 @@ class Accumulator:
         wrapper, several = self.parallel.wrapper, self.parallel.size > 1
         wider = accumulate_dtype or (torch.float32 if noise is not None and wrapper != "sharded" else None)
         widened = wider is not None and any(torch.promote_types(p.dtype, wider) != p.dtype for p in trainable)
+        self.widened = widened
         _check_options(self, trainable, widened, self.parallel.left_out(model) if several else [])
         self.device = trainable[0].device
         # Every step uses the flat buffer if its dtype is wider, or if no wrapper sums over ranks.
@@ -140,13 +143,16 @@ class Accumulator:
         try:
             while (first := feed.peek()) is not None:
                 self._agree(first)
-                latest = self._open = GradientStep(self, feed, first)
+                latest = self._open = self._open_step(feed, first)
                 yield latest
                 if latest.result is None:
                     raise _misuse(latest, "was not applied", "call step.apply(optimizer) after its micro steps.")
         finally:
             if self._open is latest:  # else this generator was abandoned, and a later `steps` has cleaned up
                 self._leave()
+
+    def _open_step(self, feed: Feed, first: MicroBatch) -> GradientStep:
+        return GradientStep(self, feed, first)
 
     def _leave(self) -> None:
         if self._open is not None and self._open.result is None:  # abandoned: the next step must not see its gradients
@@ -275,9 +281,10 @@ class GradientStep:
         # The norm is read with the sums, so that the host waits once. What needs another rank comes after the sums, which show
         # whether all ranks do the same; so does a scaler, which takes a step only once.
         alone = owner.parallel.size == 1 or (owner.parallel.wrapper == "ddp" and sums.flat is None)
+        alone = alone and owner.shared is owner.parallel
         early = kept and alone and owner.scaler is None and owner.device.type != "cpu"
         ready = self._complete(optimizers) if early else None
-        totals = sums.totals(owner.parallel, owner.device, self.plan, ready.read if ready else ())
+        totals = sums.totals(owner.shared, owner.device, self.plan, ready.read if ready else ())
         norm = rate = None
         if not kept and owner.partial == "carry":
             outcome, owner.carried = "carried", sums

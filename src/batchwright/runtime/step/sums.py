@@ -71,6 +71,11 @@ class FlatGradients:
             self.squares += norm.to(self.squares).square()
         p.grad = None
 
+    def take(self) -> None:
+        """Add gradients that came without autograd's hooks."""
+        for p in self.parameters:
+            self._take(p)
+
     def reduce(self, over: DataParallel) -> None:
         """Sum the buffer over ranks."""
         for buffer, members in self._buffers if over.groups else ():

@@ -11,6 +11,7 @@ import pytest
 
 from batchwright.core.errors import RunError
 from batchwright.runtime import Access, JsonLines, Parquet, TarShards, TokenFile
+from tests.needs import needs
 from tests.runtime.data.sources.test_faults import FILES, ROWS, TARS, TOKENS
 
 # They choose a free port and print it; they end when their input ends, also if this process is killed.
@@ -37,7 +38,8 @@ server.stop()
 @pytest.fixture(scope="module", params=["s3", "gs"])
 def cloud(request):
     """The protocol and fsspec's options of a bucket with all files."""
-    pytest.importorskip("moto" if request.param == "s3" else "gcp_storage_emulator")
+    for package in {"s3": ("moto", "s3fs"), "gs": ("gcp_storage_emulator", "gcsfs")}[request.param]:
+        needs(package)
     code = {"s3": S3, "gs": GCS}[request.param]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as emulator:

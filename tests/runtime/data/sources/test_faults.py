@@ -10,6 +10,7 @@ import pytest
 
 from batchwright.core.errors import RunError
 from batchwright.runtime import Access, JsonLines, Parquet, TarShards, TokenFile
+from tests.needs import needs
 from tests.runtime.data.sources import made
 from tests.runtime.data.sources.server import serving
 
@@ -139,7 +140,7 @@ def test_opening_is_tried_again_too(fault, tmp_path):
 
 
 def test_s3fs_over_a_failing_server(tmp_path):
-    pytest.importorskip("s3fs")
+    needs("s3fs")
     files = {f"bucket/{name}": body for name, body in FILES.items()}
     with serving(files, FAULTS["everything in turn"]) as server:
         options = {"key": "key", "secret": "secret", "endpoint_url": server.url}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from batchwright.runtime import TokenFile
+from tests.needs import needs
 from tests.runtime.data.sources import made
 
 # Megatron's own writer and reader, in a process of their own: they import much and warn.
@@ -35,7 +36,7 @@ numpy.savez(f"{prefix}.npz", documents=read.document_indices, **{f"r{i:04}": row
 @pytest.mark.rounds
 @pytest.mark.parametrize(("name", "modes"), [("uint16", False), ("int32", False), ("uint8", False), ("int32", True)])
 def test_rows_are_those_of_megatron(name, modes, tmp_path):
-    pytest.importorskip("megatron.core.package_info")
+    needs("megatron.core")
     subprocess.run([sys.executable, "-W", "ignore", "-c", WRITE, tmp_path, name, str(modes)], check=True, timeout=300)
     with np.load(tmp_path / f"{name}.npz") as stored:
         documents, rows = stored["documents"], [stored[key] for key in sorted(stored.files) if key != "documents"]

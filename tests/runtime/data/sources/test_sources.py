@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import tarfile
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -225,3 +227,36 @@ def test_tar_members_that_are_no_rows_are_left_out(tmp_path):
     rows = list(TarShards(tmp_path / "a.tar"))
     assert [sorted(row) for row in rows] == [["__key__", "cls", "txt"], ["__key__", "txt"], ["__key__", "txt"]]
     assert [row["__key__"] for row in rows] == ["a", "b", "x" * 150]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # WebDataset leaves its file open
+def test_rows_of_tar_files_are_those_of_webdataset(tmp_path):
+    expected = {
+        "a.JPG": ("a", "jpg"),
+        "__meta__/info.json": None,
+        "a.Cls": ("a", "cls"),  # still the first row
+        "__about.txt__": None,
+        "dir/__meta__/c.txt": ("dir/__meta__/c", "txt"),
+        "d.e/f.tar.GZ": ("d.e/f", "tar.gz"),
+        "d.e/f": None,
+        "g/.hidden.txt": ("g/", "hidden.txt"),
+        "__h.txt": ("__h", "txt"),
+        "k.": ("k", ""),
+    }
+    with tarfile.open(tmp_path / "a.tar", "w") as file:
+        for name in expected:
+            info = tarfile.TarInfo(name)
+            info.size = len(name)
+            file.addfile(info, io.BytesIO(name.encode()))
+    rows: dict[str, dict] = {}
+    for name, row in expected.items():
+        if row:
+            rows.setdefault(row[0], {"__key__": row[0]})[row[1]] = name.encode()
+    assert list(TarShards(tmp_path / "a.tar")) == list(rows.values())
+    if find_spec("webdataset"):
+        import webdataset
+
+        theirs = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)
+        assert [{k: v for k, v in row.items() if k not in ("__url__", "__local_path__")} for row in theirs] == list(
+            rows.values()
+        )

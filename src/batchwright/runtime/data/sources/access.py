@@ -29,9 +29,12 @@ _TRANSIENT_NAMES = {
     "IncompleteRead",
     "IncompleteReadError",
     "ResponseStreamingError",
+    "SSLEOFError",
+    "SSLZeroReturnError",
     "ServerDisconnectedError",
 }
-_PERMANENT_NAMES = {"ClientConnectorCertificateError", "ClientSSLError", "SSLError", "InvalidURL"}
+# An SSLError is a wrong certificate or a connection that broke: its cause says which.
+_PERMANENT_NAMES = {"ClientConnectorCertificateError", "SSLCertVerificationError", "InvalidURL"}
 _TRANSIENT_ERRNO = {
     errno.EAGAIN,
     errno.EBUSY,
@@ -214,9 +217,14 @@ def is_transient(error: BaseException) -> bool:
     >>> is_transient(TimeoutError()), is_transient(ConnectionResetError()), is_transient(FileNotFoundError())
     (True, True, False)
     """
-    judged = [known for one in _chain(error) if (known := _judge(one)) is not None]
+    return judged(error) or False
+
+
+def judged(error: BaseException) -> bool | None:
+    """As `is_transient`; None if no exception is known."""
+    known = [one for each in _chain(error) if (one := _judge(each)) is not None]
     # fsspec's HTTP says "file not found" also when the server is busy. The cause knows better.
-    return judged[-1 if isinstance(error, FileNotFoundError) else 0] if judged else False
+    return known[-1 if isinstance(error, FileNotFoundError) else 0] if known else None
 
 
 def _judge(error: BaseException) -> bool | None:

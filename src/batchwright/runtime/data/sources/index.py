@@ -10,18 +10,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Generator, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from batchwright.rundir import atomic
 
-from .source import Int64s
+from .access import Access
+from .source import Int64s, Place, SpanSource
 from .store import Stat, local_path
 
 _SCHEMA = 1
@@ -34,6 +37,36 @@ class RowIndex:
 
     bounds: Int64s
     extra: Int64s
+
+
+class IndexedSource(SpanSource):
+    """A source whose rows are found through an index, which is kept beside the file or in `index_folder`."""
+
+    _kind: ClassVar[str]
+
+    def __init__(
+        self, path: str | Path | Sequence[str | Path], index_folder: str | Path | None, access: Access | None
+    ) -> None:
+        super().__init__(path, access)
+        self.index_folder = index_folder
+
+    @abstractmethod
+    def _build(self, url: str, size: int) -> RowIndex:
+        """Find the rows of a file."""
+
+    @cached_property
+    def _indexes(self) -> list[RowIndex]:
+        return [
+            find_or_build(url, stat, self._kind, self.index_folder, lambda u=url, s=stat: self._build(u, s.size))
+            for url, stat in zip(self.files, self._stats, strict=True)
+        ]
+
+    def _count(self, file: int) -> int:
+        return len(self._indexes[file].bounds) - 1
+
+    def _span(self, place: Place) -> tuple[int, int]:
+        bounds = self._indexes[place.file].bounds
+        return int(bounds[place.row]), int(bounds[place.row + 1])
 
 
 def find_or_build(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import numpy as np
 from batchwright.core.errors import PlanError, RunError
 
 from .access import Access, shown
-from .index import RowIndex, find_or_build
-from .source import Int64s, Place, SpanSource
+from .index import IndexedSource, RowIndex
+from .source import Int64s, Place
 from .store import Span, Store
 
 _CHUNK = 8 * 1024 * 1024
@@ -32,7 +31,7 @@ _OTHER = {
 }
 
 
-class JsonLines(SpanSource):
+class JsonLines(IndexedSource):
     """Files with one JSON value per line, as one source; a row is what `parse` makes of the bytes of a line.
 
         rows = JsonLines("s3://bucket/train.jsonl")
@@ -43,6 +42,8 @@ class JsonLines(SpanSource):
     when size and time (local) or etag (remote) have changed.
     """
 
+    _kind = "jsonl"
+
     def __init__(
         self,
         path: str | Path | Sequence[str | Path],
@@ -51,23 +52,11 @@ class JsonLines(SpanSource):
         index_folder: str | Path | None = None,
         access: Access | None = None,
     ) -> None:
-        super().__init__(path, access)
+        super().__init__(path, index_folder, access)
         self.parse = parse
-        self.index_folder = index_folder
 
-    @cached_property
-    def _indexes(self) -> list[RowIndex]:
-        return [
-            find_or_build(url, stat, "jsonl", self.index_folder, lambda u=url, s=stat: _build(self._store, u, s.size))
-            for url, stat in zip(self.files, self._stats, strict=True)
-        ]
-
-    def _count(self, file: int) -> int:
-        return len(self._indexes[file].bounds) - 1
-
-    def _span(self, place: Place) -> tuple[int, int]:
-        bounds = self._indexes[place.file].bounds
-        return int(bounds[place.row]), int(bounds[place.row + 1])
+    def _build(self, url: str, size: int) -> RowIndex:
+        return _build(self._store, url, size)
 
     def _decode(self, body: bytes, place: Place) -> Any:
         line = body.strip(_BLANK)

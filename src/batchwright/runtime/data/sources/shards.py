@@ -77,6 +77,11 @@ class Shards:
         self.reads.add(rows=len(found))
         return found
 
+    def describe(self, index: int) -> str:
+        """The shard and the row in it, for errors."""
+        [place] = locate([index], self._ends, "the shards")
+        return f"row {place.row:,} of shard {place.file:,}"
+
     def _shard(self, shard: int) -> list[Any]:
         if shard in self._cache:
             self._cache.move_to_end(shard)
@@ -119,8 +124,9 @@ def indexed(dataset: Any, *, rows: Sequence[int] | Literal["count"] | None = Non
     if moving := _random_parts(dataset):
         raise _inexact(
             kind,
-            f"it changes the order or the number of rows as it goes ({', '.join(moving)})",
-            "pass the dataset as it was before that (the global order shuffles already; filter and write the rows once)",
+            f"it changes the order or the number of rows as it goes, or counts them over all shards ({', '.join(moving)})",
+            "pass the dataset as it was before that (the global order shuffles already; map row by row; filter, pack and write "
+            "the rows once)",
         )
     count = int(dataset.num_shards)
     shards = [partial(_hf_shard, dataset, count, i) for i in range(count)]
@@ -140,8 +146,10 @@ def _hf_shard(dataset: Any, count: int, index: int) -> Iterable[Any]:
 
 def _random_parts(dataset: Any) -> list[str]:
     """Steps of a Hugging Face pipeline after which a shard, read alone, does not give the rows it gives in the whole."""
-    # Shuffling moves rows between shards; taking, skipping, repeating and mixing count over all shards together.
-    inexact = ("Shuffle", "RandomlyCycling", "Cycling", "Take", "Skip", "Repeat", "Interleaved")
+    # Shuffling moves rows between shards; taking, skipping, repeating and mixing count over all shards together. So do
+    # indices, and batches have rows of neighbouring shards.
+    inexact = ("Shuffle", "RandomlyCycling", "Cycling", "Take", "Skip", "Repeat", "Interleaved", "Step")
+    options = ("batched", "with_indices", "drop_last_batch")
     found = [step for step in ("_shuffling", "_distributed") if getattr(dataset, step, None) is not None]
     waiting, seen = [getattr(dataset, "_ex_iterable", None)], set[int]()
     while waiting:
@@ -152,8 +160,9 @@ def _random_parts(dataset: Any) -> list[str]:
         name = type(part).__name__
         if any(word in name for word in inexact):
             found.append(name)
+        found += [f"{name}: {option}=True" for option in options if getattr(part, option, False)]
         waiting += [getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())]
-    return [name.strip("_").removesuffix("ExamplesIterable") for name in found]
+    return [name.strip("_").replace("ExamplesIterable", "") for name in found]
 
 
 def _inexact(kind: str, why: str, instead: str) -> PlanError:

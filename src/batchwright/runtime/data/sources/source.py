@@ -104,6 +104,13 @@ class Source(ABC):
         self.reads.add(rows=len(rows))
         return rows
 
+    def describe(self, index: int) -> str:
+        """The file and the row in it, for errors. Nothing is opened for that: else only the files are named."""
+        if "_ends" not in self.__dict__:
+            return repr(self)
+        [place] = locate([index], self._ends, shown(self.files[0]))
+        return f"row {place.row:,} of {shown(self.files[place.file])}"
+
     def _watched(self) -> Sequence[str]:
         """The files whose size and version are looked up when the source is opened."""
         return self.files

@@ -6,7 +6,6 @@ import io
 import re
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,25 +14,29 @@ import numpy as np
 from batchwright.core.errors import PlanError, RunError
 
 from .access import Access, shown
-from .index import RowIndex, find_or_build
-from .source import Place, SpanSource
+from .index import IndexedSource, RowIndex
+from .source import Place
 from .store import Store
 
-# WebDataset's rule: the key ends at the first dot of the file's name, and the rest is the field.
-_NAME = re.compile(r"((?:.*/|)[^./][^./]*)\.([^/]+)", re.DOTALL)
+# WebDataset's rules: the key ends at the first dot of the file's name, the rest is the field; `__meta__/…` is no row.
+_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
+_META = re.compile(r"__[^/]*__($|/)")
 _BLOCK = 512
 _AHEAD = 8 * 1024 * 1024
 
 
-class TarShards(SpanSource):
+class TarShards(IndexedSource):
     """Tar files in WebDataset's layout, as one source; a row is `{"__key__": name, "jpg": bytes, "cls": bytes, …}`.
 
         rows = TarShards([f"s3://bucket/train-{i:04}.tar" for i in range(64)])
 
-    Neighbouring files `000017.jpg` and `000017.cls` are one row. As in WebDataset, folders and names without a dot
-    are left out, and so are names that begin with a dot. The first use goes through each file once, to find its rows; the
-    index is kept as that of `JsonLines`. Fields are bytes: decode them in `collate` or in a dataset around this one.
+    Neighbouring files `000017.jpg` and `000017.cls` are one row. As in WebDataset, folders, names without a dot, names that
+    begin with a dot and `__meta__/…` are left out, and a field is in lower case. The first use goes through each file once,
+    to find its rows; the index is kept as that of `JsonLines`. Fields are bytes: decode them in `collate` or in a dataset
+    around this one.
     """
+
+    _kind = "tar 2"  # another number when other files are rows: a stored index of the old rule must not be used
 
     def __init__(
         self,
@@ -42,22 +45,10 @@ class TarShards(SpanSource):
         index_folder: str | Path | None = None,
         access: Access | None = None,
     ) -> None:
-        super().__init__(path, access)
-        self.index_folder = index_folder
+        super().__init__(path, index_folder, access)
 
-    @cached_property
-    def _indexes(self) -> list[RowIndex]:
-        return [
-            find_or_build(url, stat, "tar", self.index_folder, lambda u=url, s=stat: _build(self._store, u, s.size))
-            for url, stat in zip(self.files, self._stats, strict=True)
-        ]
-
-    def _count(self, file: int) -> int:
-        return len(self._indexes[file].bounds) - 1
-
-    def _span(self, place: Place) -> tuple[int, int]:
-        bounds = self._indexes[place.file].bounds
-        return int(bounds[place.row]), int(bounds[place.row + 1])
+    def _build(self, url: str, size: int) -> RowIndex:
+        return _build(self._store, url, size)
 
     def _decode(self, body: bytes, place: Place) -> dict[str, Any]:
         try:
@@ -115,13 +106,13 @@ def _samples(tar: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, list[tuple[s
     key = ""
     for member in tar:
         match = _NAME.fullmatch(member.name)
-        if not member.isreg() or match is None:
+        if not member.isreg() or match is None or _META.match(member.name):
             continue
         if held and match[1] != key:
             yield key, held
             held = []
         key = match[1]
-        held.append((match[2], member))
+        held.append((match[2].lower(), member))
     if held:
         yield key, held
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchwright.core.errors import PlanError
+from batchwright.core.errors import PlanError, RunError
 
 from .access import Access, shown
 from .source import Int64s, Place, SpanSource
@@ -210,7 +210,15 @@ class TokenFile(SpanSource):
     def _mapped(self, place: Place) -> Tokens:
         layout = self._layouts[place.file]
         start, end = layout.span(place.row)
-        return layout.shaped(np.frombuffer(self._maps[place.file][start:end].tobytes(), layout.dtype).copy())
+        body = self._maps[place.file][start:end].tobytes() if 0 <= start <= end else b""
+        if len(body) != end - start:
+            url = shown(self.files[place.file])
+            raise RunError(
+                f"row {place.number:,} of {url} is said to be at bytes {start:,} to {end:,}, and the file has "
+                f"{self._stats[place.file].size:,}: the index is damaged.",
+                field="path",
+            )
+        return layout.shaped(np.frombuffer(body, layout.dtype).copy())
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ class Trackio(Recorder):
             config={name: launch.get(name) for name in CONFIG},
             embed=False,
         )
-        self.recorded = getattr(self._run, "_next_step", 0)
+        # Without this attribute, steps would be recorded twice: the error leaves the tracker out, with a message.
+        self.recorded = self._run._next_step
         if self.recorded:
             storage, run = import_module("trackio.sqlite_storage").SQLiteStorage, self._run
             rows = storage.get_metric_values(

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from batchwright.rundir.events import last_step
+
 from . import CLOSE_SECONDS, CONFIG, Recorder
 
 
@@ -40,13 +42,22 @@ class WandB(Recorder):
         for part in ("train", "evaluation"):
             self._run.define_metric(f"{part}/samples")
             self._run.define_metric(f"{part}/*", step_metric=f"{part}/samples")
+        self._last = last_step(self.run, before=launch["launch"])
+        self._held: dict[str, float] = {}
 
     def record(self, values: Mapping[str, float], step: int, samples: int, time: float) -> None:
-        """One row per step. A run that was continued ignores the steps that it has."""
+        """One row per step. A run that was continued ignores the steps that it has, so the lost seconds wait for a new one."""
+        if "launch/lost_seconds" in values:
+            self._held = dict(values)
+            return
+        if step > self._last:
+            values, self._held = {**self._held, **values}, {}
         self._run.log(dict(values), step=step)
 
     def end(self) -> None:
         """Finish; a launch that failed is a failed run, until the next launch continues it."""
+        if self._held:
+            self._run.log(self._held, step=self._last + 1)
         self._run.finish(exit_code=0 if self.stopped else 1)
 
 

@@ -1,0 +1,35 @@
+"""The processes of a JAX job: join them, and agree on small numbers."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from batchwright.runtime.ranks import Ranks, check_rendezvous, discover, rendezvous
+
+
+def join() -> Ranks:
+    """Join the processes that a launcher started, before JAX looks for devices; alone, it changes nothing."""
+    ranks = discover()
+    if ranks.size > 1 and not jax.distributed.is_initialized():
+        check_rendezvous(ranks)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")  # used by the CPU backend only
+        jax.distributed.initialize(rendezvous(), ranks.size, ranks.rank)
+    return ranks
+
+
+def maxima(*values: int) -> list[int]:
+    """The largest of each of several numbers below 2^31, of all processes; every process waits for all others."""
+    if jax.process_count() == 1:
+        return list(values)
+    return np.asarray(multihost_utils.process_allgather(np.array(values, np.int32))).max(axis=0).tolist()
+
+
+def total(value: int) -> int:
+    """The sum of the numbers of all processes."""
+    if jax.process_count() == 1:
+        return value
+    # In two parts: JAX has no 64-bit integers by default.
+    parts = np.asarray(multihost_utils.process_allgather(np.array(divmod(value, 2**30), np.int32)), np.int64)
+    return int((parts[:, 0] * 2**30 + parts[:, 1]).sum())
