@@ -11,7 +11,6 @@ batchwright (`rundir/checkpoint.py`), so `run`, `run --status` and `report` read
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -32,6 +31,8 @@ from batchwright.rundir import atomic, names
 from batchwright.rundir.checkpoint import MANIFEST, STATE, listing, none_complete, read_manifest, refuse_newer
 from batchwright.rundir.files import digest_of, read_json, write_fault, write_json
 from batchwright.runtime.state.saved import Saved
+
+from .process import answered
 
 _ARRAYS, _PARTIAL = "orbax", ".partial-"
 
@@ -101,7 +102,7 @@ class Checkpoints:
         work of computing hashes.
         """
         skipped: list[str] = []
-        for name, step, launch in _of_first(listing(self.directory)):
+        for name, step, launch in answered(lambda: listing(self.directory)):
             path = self.directory / name
             problem = self._problem(path, verify)
             if _all(problem is None):
@@ -198,16 +199,6 @@ def _disk_error(error: OSError | ValueError) -> OSError | ValueError:
 
 def _barrier(name: str) -> None:
     multihost_utils.sync_global_devices(f"batchwright {name}")
-
-
-def _of_first(value: Any) -> Any:
-    """A value of JSON, as process 0 has it."""
-    if jax.process_count() == 1:
-        return value
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    data = text if jax.process_index() == 0 else np.zeros(size, np.uint8)
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())
 
 
 def _all(fine: bool) -> bool:

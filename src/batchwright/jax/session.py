@@ -13,15 +13,16 @@ from batchwright.core.codec import encode
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.ramp.schedule import Schedule
 from batchwright.rundir.status import Status
+from batchwright.runtime.data.hosts import Hosts
 from batchwright.runtime.loop.base import LoopBase
 from batchwright.runtime.loop.settings import Settings
 from batchwright.runtime.loop.signals import StopSignals
 from batchwright.runtime.ranks import Ranks
-from batchwright.runtime.state.fingerprint import fingerprint, parameters_digest
+from batchwright.runtime.state.fingerprint import dataset_digest, fingerprint, parameters_digest
 from batchwright.runtime.state.saved import Saved
 
 from .checkpoint import Checkpoints
-from .process import maxima
+from .process import answered, maxima
 from .task import JaxTask
 
 # Settings that this loop does not have; it refuses other values than the default. `allow_ragged` is not one of them: `run`
@@ -76,11 +77,16 @@ class Session(LoopBase):
             self.order,
             self.schedule,
             digest,
-            self.task.dataset,
+            answered(lambda: dataset_digest(self.task.dataset, self.order.size), by=self._first_reader()),
             ranks=self.ranks,
             micro_batch_size=encode(settings.micro_batch_size),
             learning_rate=shape,
         )
+
+    def _first_reader(self) -> int:
+        """The first process that reads."""
+        given = self.settings.loading_hosts
+        return 0 if given is None else Hosts.of(jax.process_count(), given).readers[0]
 
     def _resume(self, saved: Saved) -> None:
         found, before = self._changes(saved), time.time()

@@ -6,6 +6,7 @@ import json
 import time
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from batchwright.runtime.data.sources.access import Access
@@ -14,15 +15,23 @@ from batchwright.runtime.task import Task
 
 
 class Numbers:
-    """Sample i is eight random numbers with seed i, and a target; the target of the sample `spike` is infinite."""
+    """Sample i is eight random numbers with seed i, and a target; the target of the sample `spike` is infinite. In the folder
+    `seen`, every rank writes down what it is asked."""
 
-    def __init__(self, size: int, pause: float = 0.0, spike: int | None = None) -> None:
-        self.size, self.pause, self.spike = size, pause, spike
+    def __init__(self, size: int, pause: float = 0.0, spike: int | None = None, seen: str | None = None) -> None:
+        self.size, self.pause, self.spike, self.seen = size, pause, spike, seen
+
+    def _note(self, what: object) -> None:
+        if self.seen is not None:
+            with open(f"{self.seen}/rank-{dist.get_rank()}.txt", "a") as file:
+                file.write(f"{what}\n")
 
     def __len__(self) -> int:
+        self._note("len")
         return self.size
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self._note(i)
         if self.pause:
             time.sleep(self.pause)
         generator = torch.Generator().manual_seed(i)
@@ -94,6 +103,7 @@ def task(
     reads_size: bool = False,
     stages: dict[str, bool] | None = None,
     masked: bool = False,
+    seen: str | None = None,
 ) -> Task:
     """A regression with weights of 1 to 3 per sample, like documents of different lengths; `half`: in bf16; `url`: a file
     of JSON lines that has the samples; `stages`: the model is built in stages, with these options; `masked`: the loss draws
@@ -108,7 +118,7 @@ def task(
     return Task(
         model=lambda: Net(dropout, width, blocks, reads_size).to(kind) if stages is None else Stage(**stages),
         stage=None if stages is None else lambda index, count: Stage(index, count, **stages),
-        dataset=remote(url, index_folder, Numbers(size, pause)) if url else Numbers(size, pause, spike),
+        dataset=remote(url, index_folder, Numbers(size, pause)) if url else Numbers(size, pause, spike, seen),
         loss=loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr),
     )

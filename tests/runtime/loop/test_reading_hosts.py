@@ -56,6 +56,21 @@ def test_weights_do_not_depend_on_who_reads(tmp_path) -> None:
     assert all(wait >= 0 for wait in waits) and sum(waits) == pytest.approx(said_wait(events))
 
 
+def test_only_one_rank_reads_what_identifies_the_dataset(tmp_path) -> None:
+    """With hosts that read for others, the others do not open the dataset at all."""
+    for name, options_, reading in (("all", {}, {0, 1, 2}), ("one", {"loading_hosts": [2]}, {2})):
+        (tmp_path / name).mkdir()
+        made = options(tmp_path / name / "run", **options_)
+        assert launch(3, ramp(), made, size=SIZE, seen=str(tmp_path / name)) == [0, 0, 0]
+        asked = {
+            int(path.stem.split("-")[1]): path.read_text().split() for path in (tmp_path / name).glob("rank-*.txt")
+        }
+        assert set(asked) == reading
+        rows = sum(what != "len" for said in asked.values() for what in said)
+        # 8 samples, read twice: a dataset may draw, and then it cannot be recognised.
+        assert rows - status(tmp_path / name / "run")["loading"]["rows_read"] == 16
+
+
 def said_wait(events: list[dict]) -> float:
     return next(event["wait_seconds"] for event in events if event["kind"] == "stop")
 

@@ -435,9 +435,10 @@ def test_fingerprints_tell_what_changed_and_what_it_means():
     model = nn.Linear(2, 2)
     assert dataset_digest(Drawn(0), 40) == dataset_digest(Drawn(0), 40) != dataset_digest(Drawn(1), 40)
     order, schedule = GlobalOrder(40, seed=1), Constant(8).compile()
-    one = fingerprint(order, schedule, model, Drawn(0), ranks=1)
+    one = fingerprint(order, schedule, model, dataset_digest(Drawn(0), 40), ranks=1)
     assert changes(one, json.loads(json.dumps(one)), 8) == ()
-    two = fingerprint(GlobalOrder(40, seed=2), Constant(16).compile(), nn.Linear(2, 3), Drawn(1), ranks=4)
+    other = dataset_digest(Drawn(1), 40)
+    two = fingerprint(GlobalOrder(40, seed=2), Constant(16).compile(), nn.Linear(2, 3), other, ranks=4)
     found = {c.field: c for c in changes(one, two, 8)}
     assert {f: c.severity for f, c in found.items()} == {
         "seed": "breaks",

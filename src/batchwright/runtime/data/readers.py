@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ for the first step."""
 _STOP = -1
 _ERROR = -2
 _CLOSING_SECONDS = 5.0
+T = TypeVar("T")
 # torch's annotations of its collectives are incomplete.
 _gloo = cast(Any, dist)
 
@@ -105,40 +106,51 @@ class ReadingHosts:
 
         With `order`, orders that differ between the ranks are refused: a reader would send the rows of its own order.
         """
-        own: int | str | None = None
-        raised: Exception | None = None
-        if self.reader is not None:
-            try:
-                own = len(dataset)
-            except Exception as error:
-                own, raised = f"{type(error).__name__}: {error}"[:2000], error
-        self._await_readers()
         said = None if order is None else f"size={order.size}, seed={order.seed}, shuffle={order.shuffle}"
-        everyone: list[tuple[int | str | None, str | None]] = self._gathered((own, said))
-        found = {rank: one for rank, (one, _) in enumerate(everyone) if one is not None}
-        if raised is not None:
-            raise raised
-        for rank, one in found.items():
-            if isinstance(one, str):
-                raise RunError(f"{self.named(rank)} could not open the dataset: {one}", field="dataset")
+        found, orders = self._answers("len(dataset)", self.readers, lambda: len(dataset), said)
         if len(set(found.values())) > 1:
             shown = ", ".join(f"{one:,} on {self.named(rank)}" for rank, one in list(found.items())[:4])
             raise RunError(f"the readers have datasets of different lengths: {shown}.", field="dataset")
-        for rank, (_, other) in enumerate(everyone):
-            if other != everyone[0][1]:
+        for rank, other in enumerate(orders):
+            if other != orders[0]:
                 raise PlanError(
-                    f"the ranks have different orders: GlobalOrder({everyone[0][1]}) on {self.named(0)}, GlobalOrder({other}) on "
+                    f"the ranks have different orders: GlobalOrder({orders[0]}) on {self.named(0)}, GlobalOrder({other}) on "
                     f"{self.named(rank)}. Give all ranks the same.",
                     field="order",
                 )
-        return cast(int, found[self.readers[0]])
+        return found[self.readers[0]]
 
-    def _await_readers(self) -> None:
-        """Wait until every reader has opened its dataset. A collective would not say who is missing."""
+    def answered(self, what: str, question: Callable[[], T]) -> T:
+        """What `question()` returns on the first reader, on all ranks; `what` names it in errors. Called on all ranks at once."""
+        return self._answers(what, self.readers[:1], question)[0][self.readers[0]]
+
+    def _answers(
+        self, what: str, readers: tuple[int, ...], question: Callable[[], T], said: str | None = None
+    ) -> tuple[dict[int, T], list[str | None]]:
+        """What `question()` returns on some readers, and what every rank has `said`. An error is raised on all ranks."""
+        answer: T | None = None
+        fault: str | None = None
+        raised: Exception | None = None
+        if self.rank in readers:
+            try:
+                answer = question()
+            except Exception as error:
+                fault, raised = f"{type(error).__name__}: {error}"[:2000], error
+        self._await(what, readers)
+        everyone: list[tuple[T, str | None, str | None]] = self._gathered((answer, fault, said))
+        if raised is not None:
+            raise raised
+        for rank in readers:
+            if (other := everyone[rank][1]) is not None:
+                raise RunError(f"{self.named(rank)} could not open the dataset: {other}", field="dataset")
+        return {rank: everyone[rank][0] for rank in readers}, [other for _, _, other in everyone]
+
+    def _await(self, what: str, readers: tuple[int, ...]) -> None:
+        """Wait until some readers have answered. A collective would not say who is missing."""
         if self.group is None:
             return
         store = self.group.get_group_store()
-        keys = {rank: f"batchwright/opened/{self._opened}/{rank}" for rank in self.readers}
+        keys = {rank: f"batchwright/opened/{self._opened}/{rank}" for rank in readers}
         self._opened += 1
         if self.rank in keys:
             store.set(keys[self.rank], "1")
@@ -150,7 +162,7 @@ class ReadingHosts:
                 return
             more = f" and {len(late) - 4} more" if len(late) > 4 else ""
             raise RunError(
-                f"len(dataset) has not returned for {self._open_timeout:g} s on {', '.join(late[:4])}{more}: it hangs, or "
+                f"{what} has not returned for {self._open_timeout:g} s on {', '.join(late[:4])}{more}: it hangs, or "
                 "opening the dataset takes longer than open_timeout.",
                 field="open_timeout",
                 given=self._open_timeout,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from batchwright.core.errors import PlanError
+from batchwright.core.errors import PlanError, RunError
 from batchwright.core.numbers import divisors
 from batchwright.runtime.device import choose, collectives_for, use
 from batchwright.runtime.ranks import check_rendezvous, discover
@@ -29,6 +29,7 @@ from .signals import StopSignals as StopSignals
 
 # torch's annotations of its collectives are incomplete.
 collectives = cast(Any, dist)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,23 @@ class ThisProcess:
         box = [value]
         collectives.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+    def answered(self, question: Callable[[], T]) -> T:
+        """What `question()` returns on rank 0, on all ranks. Its error is raised on all of them."""
+        answer: T | None = None
+        fault: str | None = None
+        raised: Exception | None = None
+        if self.rank == 0:
+            try:
+                answer = question()
+            except Exception as error:
+                fault, raised = f"{type(error).__name__}: {error}"[:2000], error
+        answer, fault = self.broadcast((answer, fault))
+        if raised is not None:
+            raise raised
+        if fault is not None:
+            raise RunError(f"rank 0 could not read the dataset: {fault}", field="dataset")
+        return cast(T, answer)
 
     def gathered(self, value: Any) -> list[Any]:
         """The values of all ranks, on all ranks."""

@@ -24,7 +24,7 @@ from batchwright.runtime.data.windows import Window
 from batchwright.runtime.stages import Stages, build_stages, refuse_tied
 from batchwright.runtime.state import generators
 from batchwright.runtime.state.checkpoint import Checkpoints, Saved
-from batchwright.runtime.state.fingerprint import fingerprint
+from batchwright.runtime.state.fingerprint import dataset_digest, fingerprint
 from batchwright.runtime.step.accumulate import Accumulator, StepResult
 from batchwright.runtime.step.noise import NoiseScale, NoiseTerms
 from batchwright.runtime.step.pipeline import stage_indices
@@ -220,7 +220,7 @@ class Session(LoopBase):
             self.order,
             self.schedule,
             self.model,
-            self.dataset,
+            self._dataset_digest(),
             ranks=self.process.ranks,
             strategy=settings.strategy,
             micro_batch_size=encode(settings.micro_batch_size),
@@ -231,6 +231,16 @@ class Session(LoopBase):
             grad_scaler="off" if settings.grad_scaler is None else "on",
             pipeline=f"{settings.pipeline_parallel} ranks, {settings.virtual_stages} stages each",
         )
+
+    def _dataset_digest(self) -> str | None:
+        """Read by one rank: 10,000 that read the same samples would be a burden for the storage, and some may not read."""
+
+        def digest() -> str | None:
+            return dataset_digest(self.dataset, self.order.size)
+
+        if self.reading is not None:
+            return self.reading.answered("reading samples for the fingerprint of the dataset", digest)
+        return self.process.answered(digest)
 
     def _resume(self, saved: Saved) -> None:
         settings, state, found = self.settings, saved.state, self._changes(saved)

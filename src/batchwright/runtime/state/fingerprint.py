@@ -62,17 +62,17 @@ class Change:
 
 
 def fingerprint(
-    order: GlobalOrder, schedule: Schedule, model: nn.Module | str, dataset: Any, **facts: Any
+    order: GlobalOrder, schedule: Schedule, model: nn.Module | str, dataset: str | None, **facts: Any
 ) -> dict[str, Any]:
     """The conditions under which a checkpoint is made, as plain JSON; `facts` are further fields of `_MEANING`.
 
-    `model` is a module, or the digest of another framework's parameters.
+    `model` is a module, or the digest of another framework's parameters; `dataset` is its `dataset_digest`.
     """
     return {
         "dataset_size": order.size,
         "seed": order.seed,
         "shuffle": order.shuffle,
-        "dataset": dataset_digest(dataset, order.size),
+        "dataset": dataset,
         "schedule": encode(schedule),
         "model": model if isinstance(model, str) else _model_digest(model),
         "versions": versions(),
