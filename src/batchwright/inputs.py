@@ -144,9 +144,9 @@ def read_run(directory: RunDirectory) -> dict[str, Any]:
 
 
 def ledger(directory: RunDirectory, plan: RunPlan) -> dict[str, Any]:
-    """The audit of the loop's ledger, without its ids, which may take minutes; all None for a command, which keeps none."""
+    """The audit of the loop's ledger, without its ids, which may take minutes; all None without one, as for most commands."""
     nothing = {"ok": None, "gaps": None, "repeats": None}
-    if plan.kind != "task" or not (directory.path / names.LEDGER).is_dir():
+    if not (directory.path / names.LEDGER).is_dir():
         return nothing
     keys = ("ok", "gaps", "repeats", "samples", "discarded_samples", "ids_checked", "findings")
     made = _audited(directory.path)

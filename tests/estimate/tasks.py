@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import UserDict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,31 @@ def ragged() -> Task:
         layers=2,
         dataset=[{"x": torch.zeros(16 * (i % 4 + 1)), "name": "a"} for i in range(8)],
         collate=collate,
+    )
+
+
+def encoded(mapping: str = "dict", scale: bool = False) -> Task:
+    """A collator that returns a mapping, such as the `BatchEncoding` of transformers, and maybe a scalar tensor."""
+    kind = {"dict": dict, "user": UserDict}[mapping]
+
+    def collate(samples: list[Tensor]) -> Any:
+        return kind({"x": torch.stack(samples), **({"scale": torch.tensor(2.0)} if scale else {})})
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        y = model(batch["x"])
+        return (y * batch["scale"] if scale else y).square().sum(), len(y)
+
+    return _mlp(loss, width=64, layers=1, dataset=torch.zeros(8, 64), collate=collate)
+
+
+def made_at_once(optimizer: str) -> Task:
+    """Both optimizers keep one tensor per parameter; Adagrad makes it in its constructor."""
+    made = {"Adagrad": torch.optim.Adagrad, "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)}
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)),
+        dataset=torch.zeros(8, 256),
+        loss=lambda model, x: (model(x).square().sum(), len(x)),
+        optimizer=made[optimizer],
     )
 
 

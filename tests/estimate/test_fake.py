@@ -167,6 +167,21 @@ def test_batches_that_are_not_only_tensors_are_collated(tasks, peaks):
     assert at[128] - at[64] == pytest.approx(four[4 * 128] - four[4 * 64], rel=0.25)
 
 
+def test_a_batch_that_is_a_mapping_of_its_own_counts_like_a_dict(tasks, peaks):
+    sizes = (64, 4096)
+    assert peaks(f"{tasks}:encoded", sizes, args={"mapping": "user"}) == peaks(f"{tasks}:encoded", sizes)
+
+
+def test_a_scalar_tensor_in_the_batch_stays_a_scalar(tasks, peaks):
+    with_scale, without = (peaks(f"{tasks}:encoded", (4096,), args={"scale": scale})[4096] for scale in (True, False))
+    assert with_scale - without == 4096 * 64 * 4  # autograd keeps both the product and its input
+
+
+def test_the_state_that_an_optimizer_makes_in_its_constructor_counts_once(tasks, peaks):
+    at = {name: peaks(f"{tasks}:made_at_once", (2048,), args={"optimizer": name})[2048] for name in ("Adagrad", "SGD")}
+    assert at["Adagrad"] - at["SGD"] == pytest.approx(0, abs=4096)  # Adagrad counts its steps, too
+
+
 def test_a_loss_may_call_the_model_twice(tasks, peaks):
     assert peaks(f"{tasks}:twice", (2,), accumulation_steps=2)[2] > peaks(f"{tasks}:small", (2,))[2]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchwright.estimate.fit import frontier, largest, line, settle, three_coefficients
@@ -12,6 +12,9 @@ from batchwright.estimate.records import FrontierFit, Point
 lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**4)), min_size=1, max_size=3)
 
 
+# The chord from a flat segment, little below the limit, to the next one is nearly flat, too.
+@example([(10**6, 1), (0, 1000)], 1_002_000)
+@example([(999_000, 1), (0, 3), (-500_000, 10)], 1_000_000)
 @given(lines, st.integers(1, 10**7))
 def test_the_largest_equals_a_plain_search_when_peaks_are_a_maximum_of_lines(parts, limit):
     def peak(size):
@@ -19,6 +22,20 @@ def test_the_largest_equals_a_plain_search_when_peaks_are_a_maximum_of_lines(par
 
     expected = min((limit - base) // slope for base, slope in parts)
     assert largest(peak, limit) == max(0, min(expected, 2**20))
+
+
+@given(st.integers(1, 10**9), st.integers(1, 10**6), st.integers(1, 10**5), st.integers(0, 10**9))
+def test_the_largest_is_found_however_little_the_limit_is_above_a_flat_segment(flat, base, slope, room):
+    """The optimizer's step is the peak of small batches: a constant. The limit is `room` above it."""
+    runs = []
+
+    def peak(size):
+        runs.append(size)
+        return max(flat, min(base, flat) + slope * size)
+
+    expected = (flat + room - min(base, flat)) // slope
+    assert largest(peak, flat + room) == max(0, min(expected, 2**20)) or peak(1) > flat + room
+    assert len(runs) <= 49
 
 
 def test_few_runs_are_enough_for_two_segments():

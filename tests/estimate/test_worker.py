@@ -16,6 +16,7 @@ from batchwright.core.batch.request import BatchRequest
 from batchwright.core.errors import RunError
 from batchwright.estimate import worker
 from batchwright.estimate.records import ChoiceRequest, EstimateRequest
+from batchwright.processes.start import GuardedProcess
 
 COMMAND = [sys.executable, "-m", "batchwright", "estimate"]
 
@@ -66,12 +67,26 @@ def test_a_missing_framework_names_its_extra(tmp_path, module, source):
     assert error["type"] == "MissingExtraError" and f"batchwright[{module}]" in error["message"]
 
 
-def test_a_timeout_ends_the_process(tasks, tmp_path):
-    request = EstimateRequest(f"{tasks}:sleeps", {"pid_file": str(tmp_path / "pid")})
+def test_a_timeout_is_an_error_that_names_it(tasks):
+    request = EstimateRequest(f"{tasks}:sleeps", {"pid_file": os.devnull})
     with pytest.raises(RunError, match=r"did not finish within 0\.2 s"):
         worker.run("estimate", request, timeout=0.2)
     with pytest.raises(RunError, match=r"^plan did not finish within 0\.2 s\. Give a micro batch"):
         worker.run("choose", ChoiceRequest(BatchRequest(), request), timeout=0.2)
+
+
+@pytest.mark.torch
+def test_a_timeout_ends_the_process(tasks, tmp_path, monkeypatch):
+    file, watch = tmp_path / "pid", GuardedProcess.watch
+
+    def from_its_start_on(child, timeout, **options):
+        _wait_for(lambda: file.exists() and file.read_text())
+        return watch(child, timeout, **options)
+
+    monkeypatch.setattr(GuardedProcess, "watch", from_its_start_on)
+    with pytest.raises(RunError, match="did not finish within 0"):
+        worker.run("estimate", EstimateRequest(f"{tasks}:sleeps", {"pid_file": str(file)}), timeout=0.2)
+    assert _wait_for(lambda: _ended(int(file.read_text())))
 
 
 @pytest.mark.torch

@@ -108,4 +108,4 @@ def test_noise_is_refused_but_a_clear_case_is_not():
     ],
 )
 def test_the_peak_of_a_card_is_not_that_of_another(device, peak):
-    assert known_peak(device, "bfloat16 (highest matmul)") == peak
+    assert known_peak(device, "bfloat16") == peak

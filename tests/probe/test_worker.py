@@ -100,3 +100,37 @@ SEEN: list = []
 def loss_of(model, batch):
     SEEN.append((model.weight.grad is not None, bool(SEEN[0].state)))
     return model(batch).sum(), len(batch), None
+
+
+@pytest.mark.parametrize(("autocast", "expected"), [(False, "float32"), (True, "bfloat16")])
+def test_the_type_of_the_products_is_that_of_autocast(worker, autocast, expected):
+    """MFU compares with the device's peak in this type. The parameters are float32 in both."""
+    plain = worker.task.loss_of
+
+    def loss_of(model, batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return plain(model, batch)
+
+    worker.task.loss_of = loss_of
+    worker._throughput()
+    assert worker.result["flops"] > 0 and worker.result["flops_type"] == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest", "expected"), [((5, 5), False, 5), ((9, 5), False, None), ((9, 5), True, 9)]
+)
+def test_tokens_are_counted_where_the_samples_of_a_batch_have_one_length(worker, tmp_path, lengths, longest, expected):
+    (tmp_path / "train.py").write_text(f"""
+import torch
+from batchwright.runtime.task import Task
+
+def task():
+    rows = [torch.ones({lengths}[i % 2], dtype=torch.long) for i in range(8)]
+    collate = lambda samples: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    loss = lambda model, x: (model(x.float()[..., :1]).sum(), 1)
+    return Task(torch.nn.Linear(1, 1), rows, loss, torch.optim.AdamW, collate=collate)
+""")
+    worker.spec |= {"longest": longest, "longest_index": None, "target": f"{tmp_path / 'train.py'}:task", "args": {}}
+    worker.write = lambda **found: None
+    worker._build()
+    assert worker.result["tokens_per_sample"] == expected

@@ -244,7 +244,9 @@ class FakeRuns:
                 peak, parts = tracker.peak, tracker.breakdown
                 with _stepping(tracker, optimizer):
                     optimizer.step()
-                state = tracker.live["optimizer"]
+                state = (
+                    tracker.live["optimizer"] - before["optimizer"]
+                )  # some optimizers make theirs when they are made
                 with _stepping(tracker, optimizer):
                     optimizer.step()
                 del total

@@ -19,11 +19,12 @@ FARTHEST = 16
 WORST_FIT = 0.05
 
 
-def largest(peak: Peak, limit: int, *, most: int = MOST, convex: bool = True, runs: int = 24) -> int:
+def largest(peak: Peak, limit: int, *, most: int = MOST, convex: bool = True, runs: int = 48) -> int:
     """The largest batch whose peak is within the limit; 0 if there is none.
 
     Convex: follow the line through the two largest that fit, and the chord to the smallest that does not. Otherwise
-    (a compiler plans every shape separately) search until neighbours differ.
+    (a compiler plans every shape separately) search until neighbours differ. A chord meets the limit too early, after a flat
+    segment by far; so at least every second run halves what is left.
 
     >>> largest(lambda b: max(100, 20 + 7 * b), limit=720)
     100
@@ -37,21 +38,23 @@ def largest(peak: Peak, limit: int, *, most: int = MOST, convex: bool = True, ru
     if not fits(1):
         return 0
     low, high = 1, most + 1
-    guess = min(8, most)
+    guess, slow = min(8, most), False
     for _ in range(runs):
         if low + 1 == high:
             break
+        left = high - low
         if fits(guess):
             low = guess
         else:
             high = guess
+        slow = not slow and 2 * (high - low) > left
         fitting = sorted(b for b in known if b <= low)[-2:]
         beyond = solve(known, fitting, limit) if len(fitting) == 2 else most
         if convex and beyond <= low:
             break  # the line is a lower bound: low + 1 is above the limit
         if high in known:
             chord = solve(known, (low, high), limit)
-            guess = chord if chord > low else min(beyond, (low + high) // 2)
+            guess = chord if chord > low and not slow else min(beyond, (low + high) // 2)
         else:
             guess = min(beyond, FARTHEST * low)
         guess = max(low + 1, min(guess, high - 1))

@@ -4,6 +4,7 @@ same tensors."""
 from __future__ import annotations
 
 import gc
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from batchwright.core.errors import PlanError, RunError
 from batchwright.processes.memory import status_bytes
@@ -139,11 +140,23 @@ def largest_sample(task: Task, longest: bool = False) -> int | None:
 def collated(task: Task, size: int, index: int | None) -> Any:
     """A batch as in training: the task's example, or the sample with this index, repeated."""
     if task.example_batch is not None:
-        return task.example_batch(size)
+        return seen_through(task.example_batch(size))
     sample = task.dataset[index]
     # A collator may change its samples (`sample.pop("labels")`): each is a copy.
     own = copy if isinstance(sample, (dict, list)) else lambda same: same
-    return (task.collate or torch.utils.data.default_collate)([own(sample) for _ in range(size)])
+    return seen_through((task.collate or torch.utils.data.default_collate)([own(sample) for _ in range(size)]))
+
+
+def seen_through(batch: Any) -> Any:
+    """The batch; torch's pytree, which knows no `UserDict`, now knows those in it (the `BatchEncoding` of transformers)."""
+    while unknown := {type(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, UserDict)}:
+        for kind in unknown:
+            register_pytree_node(
+                kind,
+                lambda made: (list(made.values()), list(made)),
+                lambda values, keys, kind=kind: kind(dict(zip(keys, values, strict=True))),
+            )
+    return batch
 
 
 def _elements(sample: Any) -> int:
@@ -161,7 +174,7 @@ class Batches:
         shapes = [_shape(a, b) for a, b in zip(two, three, strict=False)]
         self.leaves = two
         # None: a part of the batch is not a tensor, or grows in another way. Then every batch is collated.
-        self.shapes = shapes if spec == self.spec and len(two) == len(three) and all(shapes) else None
+        self.shapes = shapes if spec == self.spec and len(two) == len(three) and None not in shapes else None
 
     def of(self, size: int) -> Any:
         """A fake batch of `size` samples."""
@@ -185,7 +198,7 @@ def _shape(two: Any, three: Any) -> list[tuple[int, int]] | None:
     """Each dimension as (constant, per sample), from batches of two and of three; None if it is not of that form."""
     if not isinstance(two, torch.Tensor):
         same = type(two) is type(three) and isinstance(two, (int, float, str, bool, type(None))) and two == three
-        return [(0, 0)] if same else None
+        return [] if same else None
     if not isinstance(three, torch.Tensor) or two.dim() != three.dim() or two.dtype != three.dtype:
         return None
     dims: list[tuple[int, int]] = []
@@ -196,7 +209,7 @@ def _shape(two: Any, three: Any) -> list[tuple[int, int]] | None:
             dims.append((0, int(a) // 2))
         else:
             return None
-    return dims or [(0, 0)]
+    return dims
 
 
 def measure(request: EstimateRequest) -> int:

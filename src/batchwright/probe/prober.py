@@ -308,7 +308,8 @@ class _Session:
         identity = self.runner.identity
         speed = at.samples_per_second if at else None
         tflops = at.flops / at.step_seconds / 1e12 if at and at.flops and at.step_seconds else None
-        peak = r.peak_tflops or known_peak(str(identity.get("device", "")), str(identity.get("precision", "")))
+        highest = "highest" in str(identity.get("precision"))
+        peak = r.peak_tflops or known_peak(str(identity.get("device")), at.flops_type if at else None, highest)
         return Probe(
             trials=tuple(self.trials),
             max_micro_batch_size=limit.largest,
@@ -472,16 +473,17 @@ def _failed(trial: Trial) -> RunError:
     return error
 
 
-def known_peak(device: str, precision: str) -> float | None:
-    """The device's peak TFLOP/s at a precision, from the data sheet; None if the device is not in the table.
+def known_peak(device: str, kind: str | None, highest: bool = True) -> float | None:
+    """The device's peak TFLOP/s in a type, from the data sheet; None if the table has neither.
 
-    >>> known_peak("NVIDIA H100 80GB HBM3", "bfloat16 (highest matmul)"), known_peak("cpu", "float32")
-    (989, None)
+    `highest`: torch's precision of float32 products, which else are computed in TF32.
+
+    >>> known_peak("NVIDIA H100 80GB HBM3", "bfloat16"), known_peak("NVIDIA H100 80GB HBM3", "float32", highest=False)
+    (989, 494)
     """
     table = json.loads(Path(__file__).with_name("peaks.json").read_text(encoding="utf-8"))["devices"]
     row = next((row for row in table if re.search(rf"\b{row['name']}\b", device)), None)
     # A part of a card, or another card with the same name before its own.
     if row is None or re.search(r"\b(?:MIG|Laptop|Max-Q|Ti|D)\b", device):
         return None
-    kind = precision.split(" ")[0].split("+")[0]
-    return row.get("tf32" if kind == "float32" and "highest" not in precision else kind)
+    return row.get("tf32" if kind == "float32" and not highest else kind)

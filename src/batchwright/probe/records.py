@@ -90,6 +90,8 @@ class Trial:
     """Timings of `cached`, `loader` (without an example batch) and `accumulate` (several ranks) steps, where compared."""
     flops: float | None = None
     """Of one step, forward and backward."""
+    flops_type: str | None = None
+    """The type that the step multiplies in, such as bfloat16; of several, the smallest."""
     tokens_per_sample: int | None = None
     allocator_retries: int | None = None
     reserved_bytes: int | None = None

@@ -232,6 +232,7 @@ def _fitting(common: dict[str, Any], results: Mapping[int, Mapping[str, Any]], r
         timing=timing,
         contrasts={name: codec.decode(Timing, value) for name, value in contrasts.items()} if contrasts else None,
         flops=slowest.get("flops"),
+        flops_type=slowest.get("flops_type"),
         allocator_retries=max((r.get("allocator_retries") or 0 for r in results.values()), default=None),
         reserved_bytes=max((r.get("reserved_bytes") or 0 for r in results.values()), default=0) or None,
     )

@@ -16,7 +16,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy
 import torch
 import torch._dynamo  # any optimizer loads it, and its size does not belong to the batch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchwright.core import codec
 from batchwright.core.errors import EnvironmentFault, PlanError
@@ -194,7 +195,10 @@ class Worker:
         if self.spec["longest"] and self.longest is None and self.task.example_batch is None:
             self.longest = max(range(len(self.task.dataset)), key=lambda i: elements(self.task.dataset[i]))
         example = self.batch(0, 1)
-        self.result["tokens_per_sample"] = tokens(example)
+        same = self.longest is not None or one_length(self.task)
+        self.result["tokens_per_sample"] = (
+            tokens(example) if same else None
+        )  # the samples of a batch have other lengths
         self.write(
             identity=identity(self.spec, self.task, bare, self.optimizer, example, self.device),
             longest_index=self.longest,
@@ -263,7 +267,7 @@ class Worker:
     def _throughput(self) -> None:
         batch = self.batch(0, self.size)
         self.stage("warm-up")
-        self.result["flops"] = self._flops(batch)
+        self.result["flops"], self.result["flops_type"] = self._flops(batch)
         if self.spec["micro_steps"] > 1:  # as in a limit trial: the peaks of both are compared
             self.step(batch, update=False)
         cached = lambda: self.step(batch)  # noqa: E731
@@ -333,23 +337,46 @@ class Worker:
         torch.distributed.all_reduce(shared)
         return float(shared.item())
 
-    def _flops(self, batch: Any) -> float | None:
+    def _flops(self, batch: Any) -> tuple[float | None, str | None]:
+        """What torch counts in a step, and the type that it multiplies in: under autocast not that of the parameters."""
         from torch.utils.flop_counter import FlopCounterMode
 
         if self.ranks.size > 1:
             self.step(batch)
-            return None
+            return None, None
         try:
-            with FlopCounterMode(display=False) as counter:
+            counter = FlopCounterMode(display=False)
+            with MultipliedTypes(counter.flop_registry) as seen, counter:
                 self.step(batch)
-            return float(counter.get_total_flops()) or None
+            return float(counter.get_total_flops()) or None, seen.smallest()
         except (NotImplementedError, AttributeError, KeyError):  # an operation that it does not know
-            return None
+            return None, None
 
     def _peaks(self) -> dict[str, Any]:
         if self.device.type != "cpu":
             return peaks(self.device)
         return {"peak_memory_bytes": max(0, status_bytes("VmPeak") - self.base)}
+
+
+class MultipliedTypes(TorchDispatchMode):
+    """The floating-point types of the operations that a FLOP counter counts."""
+
+    def __init__(self, counted: Container[Any]) -> None:
+        super().__init__()
+        self.counted = counted
+        self.types: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._overloadpacket in self.counted:
+            self.types |= {t.dtype for t in tensors(args) if t.is_floating_point()}
+        return func(*args, **(kwargs or {}))
+
+    def smallest(self) -> str | None:
+        """The smallest type: a device is fastest in it. bfloat16 before float16, whose peak is the same."""
+        named = {(t.itemsize, str(t).removeprefix("torch.")) for t in self.types}
+        return min(named)[1] if named else None
 
 
 def tensors(data: Any) -> list[torch.Tensor]:
@@ -358,7 +385,7 @@ def tensors(data: Any) -> list[torch.Tensor]:
         return [data]
     if isinstance(data, numpy.ndarray):
         return [torch.as_tensor(data)]
-    parts = data.values() if isinstance(data, dict) else data if isinstance(data, (list, tuple)) else ()
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
     return [t for part in parts for t in tensors(part)]
 
 

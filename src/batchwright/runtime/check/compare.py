@@ -97,6 +97,8 @@ def _on_ranks(
 
     failed = {s.micro_batch_size for s in search.splits if s.relative_error is None}
     fitting = sorted({min(micro, -(-rig.size // ranks)) for micro in sizes} - failed)
+    if not fitting:
+        return [], []
     found = on_ranks(source, rig, ranks, fitting, (Variant(), search.variant))
     steps = {micro: -(-rig.size // (micro * ranks)) for micro in fitting}
     splits = [compared(found[micro, 0], reference, micro, steps[micro], ranks) for micro in fitting]
