@@ -124,7 +124,9 @@ def test_batch_norm_that_cannot_run_a_single_sample_is_a_finding_not_a_crash():
 
 
 def test_batch_norm_that_can_run_no_micro_batch_is_a_finding_on_several_ranks_too():
-    report = run("batch_norm_flat", micro_batch_sizes=(1,), ranks=2)
+    report = run(
+        "batch_norm_flat", micro_batch_sizes=(1,), ranks=2, source=(f"{check_tasks.__file__}:batch_norm_flat", {})
+    )
     assert "Micro batches of 1 cannot be normalised" in report.findings[0].message
 
 

@@ -84,6 +84,11 @@ def check(
     return report(size, splits, findings, search.notes, allow)
 
 
+def _failed(search: CauseSearch) -> set[int]:
+    """The micro batch sizes that the task cannot run, for which there is a finding."""
+    return {s.micro_batch_size for s in search.splits if s.relative_error is None}
+
+
 def _on_ranks(
     rig: Rig,
     source: tuple[str, Mapping[str, Any]],
@@ -95,8 +100,7 @@ def _on_ranks(
 ) -> tuple[list[SplitResult], list[Finding]]:
     from .ranks import on_ranks
 
-    failed = {s.micro_batch_size for s in search.splits if s.relative_error is None}
-    fitting = sorted({min(micro, -(-rig.size // ranks)) for micro in sizes} - failed)
+    fitting = sorted({min(micro, -(-rig.size // ranks)) for micro in sizes} - _failed(search))
     if not fitting:
         return [], []
     found = on_ranks(source, rig, ranks, fitting, (Variant(), search.variant))
@@ -127,7 +131,9 @@ def _in_stages(
     from .pipeline import legal_sizes
     from .ranks import on_ranks
 
-    fitting = legal_sizes(rule, rig.size, ranks, sizes)
+    fitting = [micro for micro in legal_sizes(rule, rig.size, ranks, sizes) if micro not in _failed(search)]
+    if not fitting:
+        return [], []
     found = on_ranks(source, rig, ranks, fitting, (Variant(), search.variant), rule)
     steps = {micro: rig.size // (micro * ranks) for micro in fitting}
     splits = [
