@@ -10,6 +10,7 @@ import pytest
 
 from batchwright.core.errors import RunError
 from batchwright.runtime import Access, JsonLines, Parquet, TarShards, TokenFile
+from batchwright.runtime.data.reading import Reader
 from tests.needs import needs
 from tests.runtime.data.sources import made
 from tests.runtime.data.sources.server import serving
@@ -141,6 +142,7 @@ def test_opening_is_tried_again_too(fault, tmp_path):
 
 def test_s3fs_over_a_failing_server(tmp_path):
     needs("s3fs")
+    state = random.getstate()
     files = {f"bucket/{name}": body for name, body in FILES.items()}
     with serving(files, FAULTS["everything in turn"]) as server:
         options = {"key": "key", "secret": "secret", "endpoint_url": server.url}
@@ -152,6 +154,37 @@ def test_s3fs_over_a_failing_server(tmp_path):
         server.fault = lambda n, again: 403
         with pytest.raises(RunError, match=r"s3://bucket/a\.jsonl \(row 3\) failed.*not tried again"):
             source[3]
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize(("protocol", "mode"), [("s3", "legacy"), ("s3", "standard"), ("s3", "adaptive"), ("gs", "")])
+def test_a_library_that_tries_again_leaves_the_random_state_alone(protocol, mode, tmp_path, monkeypatch):
+    needs({"s3": "s3fs", "gs": "gcsfs"}[protocol])
+    if mode:
+        monkeypatch.setenv("AWS_RETRY_MODE", mode)
+    about = {"bucket": "bucket", "name": "a.jsonl", "size": len(FILES["a.jsonl"]), "updated": "2026-01-01T00:00:00Z"}
+    files = {
+        "bucket/a.jsonl": FILES["a.jsonl"],
+        "storage/v1/b/bucket/o/a.jsonl": json.dumps(about).encode(),
+        "download/storage/v1/b/bucket/o/a.jsonl": FILES["a.jsonl"],
+    }
+    with serving(files) as server:
+        options = {"endpoint_url": server.url} | (
+            {"key": "key", "secret": "secret"} if protocol == "s3" else {"token": "anon", "project": "project"}
+        )
+        source = JsonLines(
+            f"{protocol}://bucket/a.jsonl",
+            index_folder=tmp_path,
+            access=Access(merge_gap=0, storage_options=options, **QUICK),
+        )
+        len(source)
+        state, before = random.getstate(), len(server.gets)
+        server.fault = lambda n, again: 503 if n == before + 1 else None
+        reader = Reader(source, seed=1, collate=list)
+        assert reader.rows(range(3), [5, 70, 199]) == [ROWS[5], ROWS[70], ROWS[199]]
+        assert len(server.gets) == before + 4 and reader.rows_read == 3
+        assert reader.batched and random.getstate() == state
+        assert source.reads.retries == (1 if protocol == "s3" else 0)  # gcsfs has no setting for its tries
 
 
 def test_a_hang_is_bounded(tmp_path):

@@ -10,12 +10,14 @@ import asyncio
 import io
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, NamedTuple, cast
 
 from batchwright.core.errors import MissingExtraError, PlanError, RunError
@@ -26,6 +28,9 @@ from .access import Access, Attempts, Reads, Truncated, shown
 # File systems of fsspec by process, protocol and options. None is ever dropped: in a forked worker, fsspec would wait a second
 # for the thread of the parent to close each of the parent's connections.
 _systems: dict[tuple[int, str, str], Any] = {}
+# Modules of fsspec's libraries that draw from `random` while a file is read: for pauses, the order of waiting requests, the
+# renewal of credentials. The state of `random` belongs to the user, as in access.py.
+_DRAWING = ("aiohttp.connector", "botocore.utils", "gcsfs.retry", "google.auth._exponential_backoff")
 
 
 class Span(NamedTuple):
@@ -150,12 +155,17 @@ class Store:
             if protocol in ("http", "https"):
                 # A server that compresses what it sends cannot send a range of the file.
                 options["headers"] = {"Accept-Encoding": "identity", **options.get("headers", {})}
+            if protocol in ("s3", "s3a"):
+                # botocore would try again by itself, and draw its pauses from `random`. `_attempt` tries again.
+                options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, **options.get("config_kwargs", {})}
             try:
                 _systems.setdefault(key, fsspec.filesystem(protocol, skip_instance_cache=True, **options))
             except ImportError as error:
                 raise _missing(url, error) from error
             except ValueError as error:
                 raise PlanError(f"cannot read {shown(url)}: {error}.", field="path", given=shown(url)) from error
+            for module in filter(None, map(sys.modules.get, _DRAWING)):
+                cast(Any, module).random = SystemRandom()
         return _systems[key]
 
     def _run(self, work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
