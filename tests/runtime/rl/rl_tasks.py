@@ -55,8 +55,9 @@ def loss(model: nn.Module, responses: list[dict[str, Any]]) -> tuple[torch.Tenso
     return total, weight
 
 
-def task(fault: str = "", at: int = -1, marker: str = "", pause: float = 0.0) -> RLTask:
-    """`fault` happens at prompt position `at`: raise, few, hang, exit; with a `marker` file, only until that file exists."""
+def task(fault: str = "", at: int = -1, marker: str = "", pause: float = 0.0, shorter: int = 0) -> RLTask:
+    """`fault` happens at prompt position `at`: raise, few, hang, exit; with a `marker` file, only until that file exists.
+    Rank 1 lacks the last `shorter` prompts."""
 
     def rollout(policy: nn.Module, prompts: Prompts, generations: int) -> Any:
         time.sleep(pause)
@@ -76,7 +77,7 @@ def task(fault: str = "", at: int = -1, marker: str = "", pause: float = 0.0) ->
 
     return RLTask(
         model=Tiny,
-        dataset=[n % 8 for n in range(64)],
+        dataset=[n % 8 for n in range(64 - (shorter if os.environ.get("RANK") == "1" else 0))],
         loss=loss,
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.05),
         collate=list,

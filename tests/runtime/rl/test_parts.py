@@ -30,7 +30,7 @@ from batchwright.core.ramp.rules import Constant
 from batchwright.core.rl import RLPlan
 from batchwright.runtime import GlobalOrder, Prompts, RLSettings, audit, train_rl
 from batchwright.runtime.loop.signals import StopSignals
-from batchwright.runtime.rl.link import SIGNAL, STOP, SharedWeights, load, size_of, weights_of
+from batchwright.runtime.rl.link import LAUNCH, SIGNAL, STOP, SharedWeights, load, size_of, weights_of
 from batchwright.runtime.rl.ranks import Side, longest_wait, on_ranks, serve_rank, tell_failure
 from batchwright.runtime.rl.record import RoundResult, round_event
 from batchwright.runtime.rl.responses import Piece, Responses, Spans
@@ -206,6 +206,27 @@ def test_a_rollout_rank_tells_of_a_signal_before_there_is_anything_to_sample(tmp
     with pytest.raises(RunError, match="it got signal 15"):
         serve_rank(task(), batchwright.rl(**PLAN), RLSettings(directory=str(tmp_path)), side, signals)
     thread.join()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"size": 60}, "GlobalOrder(size=60, seed=0, shuffle=True)"),
+        ({"seed": 1}, "GlobalOrder(size=64, seed=1, shuffle=True)"),
+        ({"shuffle": False}, "GlobalOrder(size=64, seed=0, shuffle=False)"),
+    ],
+)
+def test_a_rollout_rank_with_another_order_of_prompts_than_the_trainers_is_refused(tmp_path, other, said):
+    store, order = HashStore(), {"size": 64, "seed": 0, "shuffle": True, **other}
+    store.set(LAUNCH, json.dumps({"launch": 0, "conditions": "", "order": order}))
+    store.set(STOP, "1")  # if nothing is refused, it samples nothing
+    side = Side(None, 1, 2, torch.device("cpu"), store, cast(Any, None))
+    with pytest.raises(RunError) as raised:
+        serve_rank(
+            task(), batchwright.rl(**PLAN), RLSettings(directory=str(tmp_path), rollout="ranks"), side, StopSignals()
+        )
+    own = "rank 2, which samples, has GlobalOrder(size=64, seed=0, shuffle=True)"
+    assert f"{own}, and the trainers have {said}" in str(raised.value)
 
 
 def test_a_collective_of_ranks_waits_for_all_that_was_asked_for():

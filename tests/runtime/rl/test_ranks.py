@@ -140,6 +140,15 @@ def test_a_trainer_that_fails_before_it_trains_ends_the_rollout_ranks(tmp_path):
     assert output(tmp_path).count("PlanError: dataset_size=5, but the task has 64 samples to train") == 2
 
 
+def test_a_rollout_rank_with_another_dataset_samples_nothing(tmp_path):
+    spec = ranks(tmp_path, {}, 1)
+    spec["task"] = {"shorter": 4}
+    process = start(tmp_path, spec, ranks=2)
+    assert process.wait(180) != 0
+    assert "RunError: rank 1, which samples, has GlobalOrder(size=60, seed=0, shuffle=True)" in output(tmp_path)
+    assert not list((tmp_path / "run" / "rollouts").glob("**/*.*"))
+
+
 def test_a_signal_to_a_rollout_rank_stops_the_run_and_the_call_before_it_does_not(tmp_path):
     directory = tmp_path / "run"
     spec = ranks(tmp_path, {}, 1)

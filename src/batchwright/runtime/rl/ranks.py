@@ -139,6 +139,12 @@ def serve_rank(task: RLTask, plan: RLPlan, settings: RLSettings, side: Side, sig
             begun = json.loads(told.get(LAUNCH))
             policy = task.build_model(settings.seed).to(side.device)
             order = GlobalOrder(len(task.dataset), settings.seed, settings.shuffle)
+            if order != (theirs := GlobalOrder(**begun["order"])):
+                raise RunError(
+                    f"rank {plan.data_parallel_size + side.sampler}, which samples, has {order}, and the trainers have {theirs}: "
+                    "it would sample other prompts. Give all ranks the same dataset, seed and shuffle.",
+                    field="dataset",
+                )
             responses = Responses(
                 settings.root, begun["launch"], plan.generations_per_prompt, conditions=begun["conditions"]
             )

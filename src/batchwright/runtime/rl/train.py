@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from hashlib import sha256
 from typing import Any
 
@@ -220,7 +220,7 @@ class RLLoop(Loop):
             self.emit("rollout", kept_prompts=sum(len(p.positions) for p in kept), discarded_responses=discarded)
             size = size_of(self.model)
             if self.side is not None:
-                begun = {"launch": self.launch, "conditions": self.responses.conditions}
+                begun = {"launch": self.launch, "conditions": self.responses.conditions, "order": asdict(self.order)}
                 self.side.store.set(LAUNCH, json.dumps(begun))
                 self.workers = on_ranks(self.side, size)
             else:
