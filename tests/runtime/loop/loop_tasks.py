@@ -16,10 +16,12 @@ from batchwright.runtime.task import Task
 
 class Numbers:
     """Sample i is eight random numbers with seed i, and a target; the target of the sample `spike` is infinite. In the folder
-    `seen`, every rank writes down what it is asked."""
+    `seen`, every rank writes down what it is asked. Rank 1 lacks the last `shorter` samples."""
 
-    def __init__(self, size: int, pause: float = 0.0, spike: int | None = None, seen: str | None = None) -> None:
-        self.size, self.pause, self.spike, self.seen = size, pause, spike, seen
+    def __init__(
+        self, size: int, pause: float = 0.0, spike: int | None = None, seen: str | None = None, shorter: int = 0
+    ) -> None:
+        self.size, self.pause, self.spike, self.seen, self.shorter = size, pause, spike, seen, shorter
 
     def _note(self, what: object) -> None:
         if self.seen is not None:
@@ -28,7 +30,7 @@ class Numbers:
 
     def __len__(self) -> int:
         self._note("len")
-        return self.size
+        return self.size - (self.shorter if self.shorter and dist.get_rank() == 1 else 0)
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._note(i)
@@ -104,6 +106,7 @@ def task(
     stages: dict[str, bool] | None = None,
     masked: bool = False,
     seen: str | None = None,
+    shorter: int = 0,
 ) -> Task:
     """A regression with weights of 1 to 3 per sample, like documents of different lengths; `half`: in bf16; `url`: a file
     of JSON lines that has the samples; `stages`: the model is built in stages, with these options; `masked`: the loss draws
@@ -118,7 +121,7 @@ def task(
     return Task(
         model=lambda: Net(dropout, width, blocks, reads_size).to(kind) if stages is None else Stage(**stages),
         stage=None if stages is None else lambda index, count: Stage(index, count, **stages),
-        dataset=remote(url, index_folder, Numbers(size, pause)) if url else Numbers(size, pause, spike, seen),
+        dataset=remote(url, index_folder, Numbers(size, pause)) if url else Numbers(size, pause, spike, seen, shorter),
         loss=loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr),
     )

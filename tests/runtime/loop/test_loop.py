@@ -162,6 +162,14 @@ def test_a_signal_to_one_rank_stops_all_after_the_step_with_a_checkpoint(tmp_pat
     assert found.ok and found.samples == said["position"] and found.unsaved_samples == found.discarded_samples == 0
 
 
+@pytest.mark.slow
+def test_ranks_whose_datasets_have_different_lengths_are_refused_by_all(tmp_path, capfd):
+    codes = launch(2, ramp(), {"directory": str(tmp_path), "micro_batch_size": 2}, shorter=6)
+    assert 0 not in codes and not (tmp_path / "ledger").exists()
+    said = "RunError: the ranks have datasets of different lengths: 256 on rank 0, 250 on rank 1."
+    assert capfd.readouterr().err.count(said) == 2
+
+
 @pytest.mark.rounds
 @pytest.mark.slow
 def test_the_spec_file_alone_and_under_torchrun(whole, tmp_path):
