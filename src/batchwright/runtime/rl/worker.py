@@ -105,7 +105,8 @@ class Sampler:
         prompts = Prompts(rows, positions, ids, seed, round, version)
         with users_code(f"RLTask.rollout failed {where}"), torch.no_grad():
             if alone:
-                generators.seed_sample(seed, positions.start)
+                on_device = any(parameter.device.type != "cpu" for parameter in self.policy.parameters())
+                generators.seed_sample(seed, positions.start, accelerator=on_device)
             groups = checked(self.task.rollout(self.policy, prompts, generations), prompts, generations)
             self.responses.write(prompts, groups, self._weights)
         return total_reward(response for group in groups for response in group)

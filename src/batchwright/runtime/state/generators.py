@@ -51,9 +51,9 @@ def seed_rank(seed: int, position: int, rank: int) -> None:
     set_seeds(_hashed(b"batchwright rank 1: seed %d, position %d, rank %d" % (seed, position, rank)) >> 1)
 
 
-def seed_sample(seed: int, position: int) -> None:
-    """Seed what `dataset[i]` draws at a position: a pure function of (seed, position)."""
-    set_seeds(_hashed(b"batchwright sample 1: seed %d, position %d" % (seed, position)), accelerator=False)
+def seed_sample(seed: int, position: int, *, accelerator: bool = False) -> None:
+    """Seed what `dataset[i]`, or a rollout, draws at a position: a pure function of (seed, position)."""
+    set_seeds(_hashed(b"batchwright sample 1: seed %d, position %d" % (seed, position)), accelerator=accelerator)
 
 
 def seed_collate(seed: int, position: int) -> None:
