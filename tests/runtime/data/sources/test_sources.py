@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
+import sys
 import tarfile
 from importlib.util import find_spec
 
@@ -129,6 +131,43 @@ def test_files_that_change_are_not_mixed(tmp_path):
     with pytest.raises(RunError, match=r"has changed since the source was opened: 4 bytes then .* 6 now"):
         len(pickle.loads(state))
     assert len(JsonLines(tmp_path / "a.jsonl")) == 3
+
+
+MANY = """
+import resource
+from pathlib import Path
+from batchwright.runtime import JsonLines, Parquet, TarShards, TokenFile
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+paths = {kind: [Path(f"{i}.{kind}") for i in range(300)] for kind in ("jsonl", "tar", "bin", "npy", "parquet")}
+sources = {
+    "jsonl": JsonLines(paths["jsonl"]),
+    "tar": TarShards(paths["tar"]),
+    "bin": TokenFile(paths["bin"]),
+    "npy": TokenFile(paths["npy"], sequence_length=2),
+    "parquet": Parquet(paths["parquet"]),
+}
+for name, source in sources.items():
+    assert len(source) == 600 and len(source.__getitems__(range(600))) == 600, name
+    for path in paths[name]:
+        path.unlink()
+assert [int(sources["bin"][i][0]) for i in (0, 1, 598, 599)] == [0, 1, 0, 1]  # what is mapped stays
+del source, sources
+maps = Path("/proc/self/maps")
+assert not maps.exists() or "0.bin" not in maps.read_text()
+"""
+
+
+def test_more_files_than_a_process_may_have_open(tmp_path):
+    body, index = made.megatron([np.array([i], "<i4") for i in range(2)])
+    for i in range(300):
+        (tmp_path / f"{i}.jsonl").write_bytes(made.json_lines([1, 2]))
+        (tmp_path / f"{i}.tar").write_bytes(made.tar([{"__key__": "a", "b": b"c"}, {"__key__": "d", "b": b"e"}]))
+        (tmp_path / f"{i}.bin").write_bytes(body)
+        (tmp_path / f"{i}.idx").write_bytes(index)
+        (tmp_path / f"{i}.npy").write_bytes(made.npy(np.arange(4)))
+        (tmp_path / f"{i}.parquet").write_bytes(made.parquet([{"a": 1}, {"a": 2}]))
+    subprocess.run([sys.executable, "-c", MANY], cwd=tmp_path, check=True)
 
 
 def test_tokens_that_fill_no_row_are_counted(folder):

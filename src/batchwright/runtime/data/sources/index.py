@@ -25,7 +25,7 @@ from batchwright.rundir import atomic
 
 from .access import Access
 from .source import Int64s, Place, SpanSource
-from .store import Stat, local_path
+from .store import Stat, local_path, mapped
 
 _SCHEMA = 1
 _ALIGN = 64
@@ -142,7 +142,7 @@ def _load(path: Path, expected: dict[str, Any]) -> RowIndex | None:
             bounds, extra = int(header["bounds"]), int(header["extra"])  # pyright: ignore
             if bounds < 1 or extra < 0 or os.fstat(file.fileno()).st_size != len(line) + 8 * (bounds + extra):
                 return None
-            numbers = np.memmap(file, "<i8", "r", offset=len(line))
+            numbers = np.frombuffer(mapped(file.fileno()), "<i8", offset=len(line))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if numbers[bounds - 1] > expected["size"] or numbers[0] < 0:

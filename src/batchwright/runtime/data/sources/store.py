@@ -7,11 +7,14 @@ opened again.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import io
+import mmap
 import os
 import stat
 import sys
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +22,9 @@ from importlib import import_module
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from batchwright.core.errors import MissingExtraError, PlanError, RunError
 from batchwright.rundir import atomic
@@ -31,6 +37,11 @@ _systems: dict[tuple[int, str, str], Any] = {}
 # Modules of fsspec's libraries that draw from `random` while a file is read: for pauses, the order of waiting requests, the
 # renewal of credentials. The state of `random` belongs to the user, as in access.py.
 _DRAWING = ("aiohttp.connector", "botocore.utils", "gcsfs.retry", "google.auth._exponential_backoff")
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Span(NamedTuple):
@@ -302,6 +313,23 @@ def paths(given: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     if not several:
         raise PlanError("the source has no files: give at least one path or URL.", field="path", given="[]")
     return tuple(os.fspath(one) for one in several)
+
+
+def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
+    """The bytes of an open local file that is not empty, memory-mapped to be read. They stay when the descriptor is closed.
+
+    numpy's memmap and Python's mmap keep a descriptor for each file, and a process may often have no more than 1,024.
+    """
+    size = os.fstat(descriptor).st_size
+    at = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if at == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    body = (ctypes.c_uint8 * size).from_address(at)
+    weakref.finalize(body, _libc.munmap, at, size).atexit = False
+    found = np.frombuffer(cast(Any, body), np.uint8)
+    found.flags.writeable = False
+    return found
 
 
 def _read_all(descriptor: int, start: int, end: int) -> bytes:

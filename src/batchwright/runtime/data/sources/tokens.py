@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from batchwright.core.errors import PlanError, RunError
+from batchwright.rundir import atomic
 
 from .access import Access, shown
 from .source import Int64s, Place, SpanSource
-from .store import Span, Stat, local_path, paths
+from .store import Span, Stat, local_path, mapped, paths
 
 # Megatron-core's indexed_dataset.py: nine bytes, then a version, a type and two counts.
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -154,7 +155,7 @@ class TokenFile(SpanSource):
     def _megatron(self, url: str, size: int, index_url: str, index_size: int) -> _Sequences:
         local = local_path(index_url)
         if local is not None and index_size:
-            body: Any = np.memmap(local, np.uint8, "r")
+            body = _map(local)
         else:
             body = np.frombuffer(self._store.read([Span(index_url, 0, index_size, "the index")])[0], np.uint8)
         problem = "it has no complete header"
@@ -199,7 +200,7 @@ class TokenFile(SpanSource):
     def _maps(self) -> dict[int, Tokens]:
         """Local files, memory-mapped. An empty file cannot be mapped."""
         local = {i: local_path(url) for i, url in enumerate(self.files)}
-        return {i: np.memmap(path, np.uint8, "r") for i, path in local.items() if path and self._stats[i].size}
+        return {i: _map(path) for i, path in local.items() if path and self._stats[i].size}
 
     def _rows(self, places: Sequence[Place]) -> list[Tokens]:
         # Memory-mapped rows need no request. A copy, so that a row can be written to and does not hold the file.
@@ -274,6 +275,11 @@ class _Sequences(_Layout):
                 field="sequence_length",
             )
         return int(self.lengths.sum(dtype=np.int64))
+
+
+def _map(path: str) -> npt.NDArray[np.uint8]:
+    with open(path, "rb", opener=atomic.regular) as file:
+        return mapped(file.fileno())
 
 
 def _prefix(path: str) -> str:
