@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file, 
 from rl_tasks import PLAN, run, task
 
 import batchwright
-from batchwright.core.errors import PlanError, RunError
+from batchwright.core.errors import EnvironmentFault, PlanError, RunError
 from batchwright.core.ramp.rules import Constant
 from batchwright.core.rl import RLPlan
 from batchwright.runtime import GlobalOrder, Prompts, RLSettings, audit, train_rl
@@ -36,6 +37,7 @@ from batchwright.runtime.rl.record import RoundResult, round_event
 from batchwright.runtime.rl.responses import Piece, Responses, Spans
 from batchwright.runtime.rl.rounds import Rounds, block_prompts, micro_responses
 from batchwright.runtime.rl.worker import Sampler, mailboxes
+from batchwright.runtime.state.updates import Updates
 from tests.examples import many
 
 
@@ -242,6 +244,15 @@ def test_the_first_trainer_does_not_wait_for_rollout_ranks_after_another_trainer
     assert worker.ended() is None
     store.set("status", "{}")
     assert worker.ended() == "ended, because another trainer failed"
+
+
+def test_a_disk_that_becomes_full_within_a_line_of_the_updates_is_an_error(tmp_path, monkeypatch):
+    updates, write = Updates(tmp_path, launch=0, rank=0, generations=4), os.write
+    updates.fed(0, range(8), [(range(2), 0)])
+    monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:-1]))
+    with pytest.raises(EnvironmentFault, match=r"the record updates-\S+ could not be written .*No space left"):
+        updates.applied(0, 0, range(2), dropped=0)
+    updates.close()
 
 
 @pytest.fixture(scope="module")

@@ -153,15 +153,19 @@ class Ledger:
 
     def _write(self, line: bytes) -> int:
         try:
-            written = os.pwrite(self._file, line, self._offset)
-            if written < len(line):  # the disk became full within the line
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return whole_line(os.pwrite(self._file, line, self._offset), line)
         except OSError as error:
             raise self._fault(error) from error
-        return written
 
     def _fault(self, error: OSError) -> BatchwrightError:
         return write_fault(error, f"the ledger {self.path.name}", self.path.parent, "Checkpoints are untouched.")
+
+
+def whole_line(written: int, line: bytes) -> int:
+    """The bytes that were written; an OSError if they are not the whole line, because the disk became full within it."""
+    if written < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return written
 
 
 def _line(run: _OpenRun) -> bytes:

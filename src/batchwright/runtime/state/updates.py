@@ -27,7 +27,7 @@ from batchwright.rundir import names
 from batchwright.rundir.files import parse_object, read_bytes, write_fault
 
 from .joined import LedgerFinding, whole
-from .ledger import sample_hashes, sums
+from .ledger import sample_hashes, sums, whole_line
 
 SCHEMA = 1
 _BLOCK = 1 << 19  # responses whose hashes are in memory at once
@@ -86,8 +86,9 @@ class Updates:
             self._file = -1
 
     def _write(self, line: Mapping[str, Any]) -> None:
+        text = json.dumps(line).encode() + b"\n"
         try:
-            os.write(self._file, json.dumps(line).encode() + b"\n")
+            whole_line(os.write(self._file, text), text)
         except OSError as error:
             raise self._fault(error) from error
 
