@@ -112,9 +112,13 @@ def launches(directory: Path) -> int:
     return len({p.name.split("-")[1] for p in (directory / "ledger").glob("launch-*")})
 
 
-def progress(directory: Path) -> int:
-    """The samples in the ledger of the newest launch so far."""
-    files = sorted((directory / "ledger").glob("launch-*-rank-00000.jsonl")) if (directory / "ledger").exists() else []
+def progress(directory: Path, rank: int = 0) -> int:
+    """The samples in the ledger of the newest launch so far, as a rank has written it."""
+    files = (
+        sorted((directory / "ledger").glob(f"launch-*-rank-{rank:05d}.jsonl"))
+        if (directory / "ledger").exists()
+        else []
+    )
     lines = files[-1].read_text().splitlines() if files else []
     runs = [json.loads(line) for line in lines[1:] if line.strip()]
     return sum(run["steps"] * run["global_batch_size"] for run in runs)

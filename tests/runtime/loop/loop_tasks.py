@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -107,14 +108,18 @@ def task(
     masked: bool = False,
     seen: str | None = None,
     shorter: int = 0,
+    hold: int | None = None,
 ) -> Task:
     """A regression with weights of 1 to 3 per sample, like documents of different lengths; `half`: in bf16; `url`: a file
     of JSON lines that has the samples; `stages`: the model is built in stages, with these options; `masked`: the loss draws
-    which inputs the model sees."""
+    which inputs the model sees; `hold`: after so many micro batches a rank waits to be killed."""
+    calls = count()
     kind = torch.bfloat16 if half else torch.float32
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         x, y, weight = batch
+        if next(calls) == hold:
+            time.sleep(600)
         x = x * (torch.rand(x.shape) < 0.5) if masked else x
         return ((model(x.to(kind)) - y) ** 2 * weight).sum(), weight.sum()
 

@@ -122,30 +122,35 @@ def test_bit_equal_after_kill_at_equal_world(tmp_path, ranks, strategy):
 
 @pytest.mark.slow
 def test_killed_at_random_moments_it_reaches_the_end_on_any_ranks(whole, tmp_path):
-    draw, discarded = random.Random(5), 0
+    draw = random.Random(5)
     for round_ in range(5):
-        ranks = draw.choice([1, 2, 4])
+        ranks, micro = draw.choice([1, 2, 4]), draw.choice([1, 2])
         options = {
             "directory": str(tmp_path),
-            "micro_batch_size": draw.choice([1, 2]),
+            "micro_batch_size": micro,
             "checkpoint_every": 16,
             "strategy": draw.choice(["ddp", "fsdp2"]),
             "asynchronous": bool(round_ % 2),
         }
         before = launches(tmp_path)
-        running = Launch(ranks, ramp(), options, {"pause": 0.03})
-        if round_ != 2:  # that one at any moment, also during set-up
+        # The first launch waits after its third step, so that step is lost: the last checkpoint is that of the second one.
+        hold = 3 * 8 // (ranks * micro) if round_ == 0 else None
+        running = Launch(ranks, ramp(), options, {"pause": 0.03, "hold": hold})
+        if hold:
+            _until(lambda ranks=ranks: all(progress(tmp_path, rank) == 24 for rank in range(ranks)))
+        elif round_ != 2:  # that one at any moment, also during set-up
             _until(lambda before=before: launches(tmp_path) > before and progress(tmp_path) > 0)
         time.sleep(draw.random() * 0.3)
-        running.kill(*([] if round_ % 2 else [draw.randrange(ranks)]))  # all ranks, or one, after which the others fail
+        # All ranks, or one, after which the others fail.
+        running.kill(*([] if hold or round_ % 2 else [draw.randrange(ranks)]))
         running.wait(40)
         found = audit(tmp_path)
         assert found.ok, found.findings
-        discarded = max(discarded, found.discarded_samples + found.unsaved_samples)
+        assert not hold or (found.samples, found.unsaved_samples) == (16, 8)
     assert launch(2, ramp(), {"directory": str(tmp_path), "micro_batch_size": 2}) == [0, 0]
     found = audit(tmp_path)
     assert (found.ok, found.samples, found.gaps, found.repeats) == (True, 192, 0, 0), found.findings
-    assert found.unsaved_samples == 0 and found.discarded_samples >= 0
+    assert found.unsaved_samples == 0 and found.discarded_samples >= 8
     assert furthest(final(tmp_path), final(whole)) < CLOSE
 
 
