@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -424,9 +423,10 @@ def test_a_failing_rank_ends_at_once_with_its_error(tmp_path):
     wanted = {"directory": str(tmp_path / "run"), "micro_batch_size": 2, "progress": False, "device": "cpu"}
     target = f"{Path(__file__).parent / 'failing_rank.py'}:task"
     spec.write_text(json.dumps({"task": target, "schedule": encode(ramp()), "settings": wanted}))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # The store is in this process, as that of torchrun is in its agent: nobody else can take its port.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    meeting["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "batchwright.runtime.loop", spec],
