@@ -196,7 +196,8 @@ def test_a_hang_is_bounded(tmp_path):
             RunError, match=r"try 1 .*no answer within the time-out; try 2 .*no answer within the time-out"
         ):
             source.__getitems__([0, 5, 9])
-        assert len(server.gets) == 3
+        # The source counts its tries. On a busy machine, one may have ended before the server saw it.
+        assert source.reads.retries == 1 and len(server.gets) <= 3
 
 
 def test_one_hanging_connection_costs_a_try(tmp_path):
