@@ -32,7 +32,8 @@ def wait_for(path: Path, count: int, process: subprocess.Popen[bytes], seconds: 
     """Wait until a file has so many lines."""
     deadline = time.monotonic() + seconds
     while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert process.poll() is None and time.monotonic() < deadline, (path.parents[3] / "output.log").read_text()
+        logs = [folder / "output.log" for folder in path.parents if (folder / "output.log").exists()]
+        assert process.poll() is None and time.monotonic() < deadline, logs[0].read_text()
         time.sleep(0.01)
 
 

@@ -314,13 +314,22 @@ def test_exactly_once_through_kill_9_of_everything(tmp_path, save):
     spec = {
         "settings": {"directory": str(directory), "rollout": "process", "checkpoint_every": save},
         "rounds": 12,
-        "task": {"pause": 0.02},
+        # The first launch waits in the fourth round until it is killed: all of that round but its last two prompts is sampled.
+        "task": {"pause": 0.02, "fault": "hang", "at": 30, "marker": str(tmp_path / "held")},
     }
-    for launch, updates in enumerate((2, 4, 3)):
+    for launch, updates in enumerate((None, 4, 3)):
         process = start(tmp_path, spec)
-        wait_for(
-            directory / "ledger" / "updates" / f"updates-launch-{launch:05d}-rank-00000.jsonl", 1 + updates, process
-        )
+        record = directory / "ledger" / "updates" / f"updates-launch-{launch:05d}-rank-00000.jsonl"
+        if updates is None:
+            wait_for(tmp_path / "held", 0, process)
+            # The fourth round is asked for before the third one is saved.
+            wait_for(
+                directory / "checkpoints" / f"step-{24 // save * save // 8:012d}-launch-00000" / "state.json",
+                0,
+                process,
+            )
+        else:
+            wait_for(record, 1 + updates, process)
         kill(process)
     process = start(tmp_path, spec)
     assert process.wait(120) == 0, (tmp_path / "output.log").read_text()
@@ -333,9 +342,11 @@ def test_exactly_once_through_kill_9_of_everything(tmp_path, save):
         json.loads(path.read_text().splitlines()[0])
         for path in sorted((directory / "ledger" / "updates").glob("updates-*"))
     ]
-    assert sum(head["kept_responses"] for head in heads) > 0
-    if save == 16:  # a kill in the second round after a save loses the policy of its first
-        assert found.discarded_responses == sum(head["discarded_responses"] for head in heads) > 0
+    # After a save in every round, what the first launch has sampled of the fourth one is kept. After a save in every second
+    # round, the policy of the fourth one is lost: what it has sampled is discarded, and that of the third one is kept.
+    counts = heads[1]["kept_responses"], heads[1]["discarded_responses"]
+    assert counts == ((24, 0) if save == 8 else (32, 24))
+    assert found.discarded_responses == sum(head["discarded_responses"] for head in heads)
 
 
 def test_kill_9_of_a_rollout_worker(tmp_path):
