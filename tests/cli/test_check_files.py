@@ -231,3 +231,38 @@ def test_a_plan_of_a_ramp_is_its_last_stage_as_in_check(cli, tmp_path, text):
     for verb in ("check", "plan"):
         out = cli(verb, str(file), "--devices", "8").out
         assert "128 = 2 micro × 8 accumulation × 8 data-parallel" in out, out
+
+
+TRAIN = "--micro-batch-size 1 --seq-length 4096 --lr 1e-4 --train-iters 100"
+RUN = "torchrun --nproc_per_node 8 pretrain_gpt.py"
+GLOBAL = "--global-batch-size 64"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f'TRAIN=({TRAIN})\n{RUN} "${{TRAIN[@]}}" {GLOBAL}\n',
+        f'TRAIN=(\n  {TRAIN}  # the batch\n);\n{RUN} "${{TRAIN[@]}}" {GLOBAL}\n',
+        f'export TRAIN=({TRAIN} --save "$(date -u)")\n{RUN} ${{TRAIN[*]}} {GLOBAL}\n',
+        f'TRAIN=(--lr 1)\nTRAIN+=({TRAIN})\nALL=("${{TRAIN[@]}}" --bf16)\n{RUN} "${{ALL[@]}}" {GLOBAL}\n',
+        f'TRAIN=" {TRAIN} "\n{RUN} $TRAIN {GLOBAL}\n',
+        f'local TRAIN="\n {TRAIN} \\\n --bf16\n";\nTRAIN="$TRAIN --fp8"\n{RUN} ${{TRAIN}} {GLOBAL} | tee log\n',
+        f'TRAIN=({TRAIN})\nOTHER=(--micro-batch-size 4)\n{RUN} "${{TRAIN[@]}}" {GLOBAL}\n',
+        f'TRAIN="{TRAIN}"\nCMD="{RUN} $TRAIN {GLOBAL}"\neval $CMD\n',
+        f'TRAIN="{TRAIN}"\nsrun bash -c "{RUN} $TRAIN {GLOBAL}"\n',
+        f'D=(--nproc_per_node 8)\ngo() {{\n  torchrun "${{D[@]}}" pretrain_gpt.py ${{T[@]}} {GLOBAL}\n}}\nT=({TRAIN})\ngo\n',
+        f'export TRAIN="{TRAIN} {GLOBAL}"\nexport DIST="--nproc_per_node 8"\nbash pretrain_gpt.sh\n',
+    ],
+)
+def test_flags_in_the_variables_of_a_script(cli, tmp_path, script):
+    (tmp_path / "run.sh").write_text(script)
+    found = cli("check", str(tmp_path / "run.sh"), "--json").json
+    assert found["equation"] == "64 = 1 micro × 8 accumulation × 8 data-parallel"
+    assert found["framework"] == "megatron-lm" and str(found["keys"]["train_iters"]) == "100"
+
+
+def test_variables_of_a_script_that_repeat_each_other(cli, tmp_path):
+    lines = [f'A{n}="$A{n - 1} $A{n - 1}"' for n in range(1, 64)]
+    (tmp_path / "run.sh").write_text("\n".join(['A0="--micro-batch-size 4"', *lines, f"{RUN} $A63", ""]))
+    ran = cli("check", str(tmp_path / "run.sh"))
+    assert ran.code == 2 and "run.sh: its variables make more than 20,000 words" in ran.err
