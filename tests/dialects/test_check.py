@@ -353,3 +353,17 @@ def test_axolotls_grpo_needs_a_group_for_each_gpu():
     assert [f.nearest for f in report.findings if f.severity == "error"] == [("gradient_accumulation_steps=3",)]
     assert checked(keys | {"gradient_accumulation_steps": 3}, "axolotl", devices=3).ok
     assert checked(keys, "axolotl").ok  # the number of GPUs is not known
+
+
+def test_axolotls_old_key_of_context_parallelism_counts_without_the_new_one():
+    """As axolotl 0.19.0 does (utils/schemas/validation.py: check_context_parallel_size)."""
+    new, old = "context_parallel_size", "sequence_parallel_degree"
+    for keys, ranks in (({old: 4}, 2), ({old: 4, new: 0}, 2), ({old: 4, new: 2}, 4), ({old: 0, new: 2}, 4)):
+        report = checked(AXOLOTL | keys, "axolotl", devices=8)
+        assert report.job.get("data_parallel_size") == ranks, keys
+        [found] = [f for f in report.findings if f.cause == "deprecated-key"]
+        assert found.key == old and new in found.message
+    assert "deprecated-key" not in causes(checked(AXOLOTL | {new: 2}, "axolotl", devices=8))
+    report = checked(AXOLOTL | {old: 2, "sample_packing": True}, "axolotl", devices=8)
+    [found] = [f for f in report.findings if f.cause == "excluded-key"]
+    assert f"{old}=2" in found.message

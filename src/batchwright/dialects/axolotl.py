@@ -25,12 +25,17 @@ from .record import (
 )
 
 _MICRO, _STEPS, _BATCH = "micro_batch_size", "gradient_accumulation_steps", "batch_size"
+_CONTEXT, _OLD_CONTEXT = "context_parallel_size", "sequence_parallel_degree"
 
 
 def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     """Accumulation is batch_size // micro_batch_size where it is not given."""
     micro = special.get(_MICRO) or by_default(1, "Axolotl")
     found = {"micro_batch_size": micro}
+    # The old key counts where the new one is not given, or 0.
+    context = next((special[key] for key in (_CONTEXT, _OLD_CONTEXT) if _is_set(special.get(key))), None)
+    if context:
+        found["context_parallel"] = context
     batch, steps = special.get(_BATCH), special.get(_STEPS)
     if batch is None or (steps is not None and steps.level >= 0):
         return found | {"accumulation_steps": steps or by_default(1, "Axolotl")}, []
@@ -45,6 +50,10 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
             nearest=near,
         )
     return found | {"accumulation_steps": Given(size // each, origins(batch, micro), batch.level)}, []
+
+
+def _is_set(given: Given | None) -> bool:
+    return given is not None and str(given.value).strip() != "0"
 
 
 def _check(reading: Reading) -> list[Finding]:
@@ -66,12 +75,22 @@ def _check(reading: Reading) -> list[Finding]:
             )
         )
     micro = str(reading.value(_MICRO, 1))
-    parts = str(reading.value("context_parallel_size", 1))
+    context = _CONTEXT if _is_set(reading.given.get(_CONTEXT)) else _OLD_CONTEXT
+    parts = str(reading.value(context, 1))
+    if _OLD_CONTEXT in reading.given:
+        counts = "is read as" if context == _OLD_CONTEXT else "is not read beside"
+        found.append(
+            note(
+                "deprecated-key",
+                f"{_OLD_CONTEXT}={reading.value(_OLD_CONTEXT)} {counts} {_CONTEXT}: give {_CONTEXT}.",
+                _OLD_CONTEXT,
+            )
+        )
     if reading.on("sample_packing") and micro != "1" and parts not in ("1", "0"):
         found.append(
             error(
                 "excluded-key",
-                f"{_MICRO}={micro} with sample_packing and context_parallel_size={parts}: Axolotl requires 1.",
+                f"{_MICRO}={micro} with sample_packing and {context}={parts}: Axolotl requires 1.",
                 _MICRO,
                 (1,),
             )
@@ -149,7 +168,7 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
             _STEPS: "accumulation_steps",
             "sequence_len": "sequence_length",
             "tensor_parallel_size": "tensor_parallel",
-            "context_parallel_size": "context_parallel",
+            _CONTEXT: "context_parallel",
         }
     )
 
@@ -161,11 +180,10 @@ DIALECTS = (
         keys={
             "sequence_len": "sequence_length",
             "tensor_parallel_size": "tensor_parallel",
-            "context_parallel_size": "context_parallel",
         },
-        special=frozenset({_MICRO, _STEPS, _BATCH}),
+        special=frozenset({_MICRO, _STEPS, _BATCH, _CONTEXT, _OLD_CONTEXT}),
         resolve=_resolve,
-        common=frozenset({_MICRO, _STEPS, _BATCH, "context_parallel_size", "tensor_parallel_size"}),
+        common=frozenset({_MICRO, _STEPS, _BATCH, _CONTEXT, _OLD_CONTEXT, "tensor_parallel_size"}),
         signs=("base_model", "sequence_len", "sample_packing", "val_set_size", "dataset_prepared_path"),
         programs=("axolotl",),
         checked=frozenset(
