@@ -266,3 +266,38 @@ def test_variables_of_a_script_that_repeat_each_other(cli, tmp_path):
     (tmp_path / "run.sh").write_text("\n".join(['A0="--micro-batch-size 4"', *lines, f"{RUN} $A63", ""]))
     ran = cli("check", str(tmp_path / "run.sh"))
     assert ran.code == 2 and "run.sh: its variables make more than 20,000 words" in ran.err
+
+
+LINE = "deepspeed --num_gpus 8 train.py --per_device_train_batch_size 4 --deepspeed"
+
+
+def test_a_configuration_that_a_key_names_and_that_cannot_be_read(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text('{"train_batch_size": 64,}')
+    (tmp_path / "data.json").write_text("[1, 2]")
+    (tmp_path / "bad.yaml").write_text(HF + "deepspeed: bad.json\n")
+    (tmp_path / "missing.yaml").write_text(HF + "deepspeed: missing.json\n")
+    for line in (f"{LINE} bad.json", "bad.yaml --devices 8", f"{LINE}_config=bad.json"):
+        ran = cli("check", *line.split())
+        assert ran.code == 2 and "bad.json is not valid JSON" in ran.err, line
+    for line in (f"{LINE} missing.json", "missing.yaml --devices 8"):
+        ran = cli("check", *line.split())
+        assert ran.code == 0 and "missing.json is not a file here: what it says is not read" in " ".join(
+            ran.out.split()
+        )
+    for line in (LINE, f"{LINE} --train_file data.json", f"{LINE} --train_file missing.json"):
+        ran = cli("check", *line.split())
+        assert ran.code == 0 and "not a file here" not in ran.out
+
+
+def test_a_configuration_of_deepspeed_as_json_in_a_text(cli, tmp_path):
+    for size, code in ((32, 0), (64, 5)):
+        (tmp_path / "hf.yaml").write_text(
+            f"per_device_train_batch_size: 4\ndeepspeed: '{{\"train_batch_size\": {size}}}'\n"
+        )
+        for words in (
+            [*LINE.split(), f'{{"train_batch_size": {size}}}'],
+            [str(tmp_path / "hf.yaml"), "--devices", "8"],
+        ):
+            ran = cli("check", *words)
+            assert ran.code == code and str(size) in ran.out, ran.out

@@ -103,25 +103,52 @@ def _entries(path: str, keys: Mapping[str, Any], *, follow: bool) -> list[tuple[
         for key, value in keys.items()
         if value not in (None, "auto")
     ]
-    named = keys.get("deepspeed")
-    if follow and isinstance(named, str):
-        beside = os.path.join(os.path.dirname(path), named)
-        found += read_named(beside if os.path.isfile(beside) else named, follow=False)
+    for key in _NAMING if follow else ():
+        found += read_named(key, keys.get(key), os.path.dirname(path))
     return found
 
 
 _DEEPSPEED = "deepspeed."
+# Keys that name the file of a configuration, or contain one as JSON, and the section that its keys belong to.
+_NAMING = {"deepspeed": "", "deepspeed_config": "", "accelerator_config": "accelerator_config."}
 
 
-def read_named(argument: str, *, follow: bool = True) -> list[tuple[str, Given]]:
-    """The keys of a configuration that a command line names (`--deepspeed ds.json`); none if it is something else."""
-    path = argument.rpartition("=")[2]
-    if not path.endswith(FILES) or not os.path.isfile(path):
+def read_named(key: str, value: Any, folder: str = "") -> list[tuple[str, Given]]:
+    """The keys of a configuration that a key names (`deepspeed=ds.json`) or contains; none if it is something else."""
+    section = _NAMING.get(key)
+    if section is not None and isinstance(value, str) and value.lstrip().startswith("{"):
+        value = read_value(key, value)
+    if section is not None and isinstance(value, Mapping):
+        from batchwright.dialects import flatten
+
+        return [(section + name, one) for name, one in _entries(key, flatten(value), follow=False)]
+    path = _here(value, folder) if isinstance(value, str) else None
+    if path is None:
         return []
     try:
-        return _entries(path, read_keys(path), follow=follow)
+        return [((section or "") + name, one) for name, one in _entries(path, read_keys(path), follow=section is None)]
     except ConfigError:
+        if section is not None:
+            raise
         return []  # data, for example
+
+
+def _here(name: str, folder: str) -> str | None:
+    """Where a file that a configuration in this folder names is, or None."""
+    paths = (os.path.join(folder, name), name)
+    return next((path for path in paths if path.endswith(FILES) and os.path.isfile(path)), None)
+
+
+def not_here(entries: Iterable[tuple[str, Given]]) -> list[str]:
+    """The files that keys such as `deepspeed` name and that do not exist."""
+    return [
+        one.value
+        for key, one in entries
+        if key in _NAMING
+        and isinstance(one.value, str)
+        and one.value.endswith(FILES)
+        and _here(one.value, os.path.dirname(one.origin.rpartition(": ")[0])) is None
+    ]
 
 
 def read_arguments(
@@ -145,9 +172,9 @@ def read_arguments(
         else:
             plain = value.strip("'\"")
             read_as = scalar(read_value(key, plain)) if plain[:1] in ("[", "{") else plain
-            yield argument, True, [(key, Given(read_as, f"{key}={value}", 1)), *read_named(value)]
+            yield argument, True, [(key, Given(read_as, f"{key}={value}", 1)), *read_named(key, plain)]
     for argument in left_out:
-        if named := read_named(argument):
+        if named := read_named("", argument.rpartition("=")[2]):
             yield argument, False, named
 
 

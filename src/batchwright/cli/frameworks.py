@@ -17,7 +17,7 @@ from batchwright.dialects.reading import read
 from batchwright.dialects.record import Given, Reading, version_text
 
 from . import text
-from .files import read_arguments, read_entries, without_deleted, words_of
+from .files import not_here, read_arguments, read_entries, without_deleted, words_of
 from .naming import Names
 from .options import DEVICES
 
@@ -29,8 +29,9 @@ def read_configuration(
     entries = [one for _, _, found in read_arguments(arguments, left_out) for one in found]
     entries = without_deleted(entries, (*arguments, *left_out))
     reading = read(entries, words=(*left_out, *words_of(arguments)), name=name, world=world_of(flags))
-    named = dict.fromkeys(one.rpartition("=")[2] for one in (*left_out, *arguments))
-    shown = ", ".join(path[-80:] for path in named if path.endswith(_CONFIGS) and not os.path.exists(path))
+    named = [one.rpartition("=")[2] for one in (*left_out, *arguments)]
+    named = [path for path in named if path.endswith(_CONFIGS) and not os.path.exists(path)]
+    shown = ", ".join(path[-80:] for path in dict.fromkeys((*named, *not_here(entries))))
     if not shown:
         return reading
     if not any(reading.dialect.reads(key) for key in reading.given):
