@@ -301,3 +301,30 @@ def test_a_configuration_of_deepspeed_as_json_in_a_text(cli, tmp_path):
         ):
             ran = cli("check", *words)
             assert ran.code == code and str(size) in ran.out, ran.out
+
+
+ACCELERATE = (
+    "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 8\ngradient_accumulation_steps: 2\n"
+    "deepspeed_config:\n  deepspeed_config_file: ds.json\n  zero3_init_flag: true\n"
+)
+
+
+def test_the_file_of_deepspeed_that_accelerates_configuration_names(cli, tmp_path):
+    """As accelerate 1.15 does (accelerator.py: _prepare_deepspeed; utils/dataclasses.py: _deepspeed_config_checks)."""
+    file, named = tmp_path / "acc.yaml", tmp_path / "ds.json"
+    file.write_text(ACCELERATE)
+    named.write_text(DEEPSPEED.replace("{", '{"gradient_accumulation_steps": 4, ', 1))
+    ran = cli("check", str(file))
+    assert ran.code == 0 and "64 = 2 micro × 4 accumulation × 8 data-parallel" in ran.out, ran.out
+    assert ran.out.startswith("ok: Accelerate") and "give batch_size=N" not in ran.out
+    named.write_text('{"gradient_accumulation_steps": "auto", "zero_optimization": {"stage": 3}}')
+    assert "× 2 accumulation × 8" in cli("check", str(file)).out
+    file.write_text(ACCELERATE + "  gradient_accumulation_steps: 2\n")
+    said = " ".join(cli("check", str(file)).out.split())
+    assert "excluded-key" in said and "deepspeed_config.deepspeed_config_file: Accelerate refuses both" in said
+    named.unlink()
+    assert "ds.json is not a file here" in " ".join(cli("check", str(file)).out.split())
+    named.write_text('{"train_batch_size": 128}')
+    line = "accelerate launch --num_processes 8 --use_deepspeed --deepspeed_config_file " + str(named)
+    ran = cli("check", *line.split(), "train.py", "--per_device_train_batch_size", "4")
+    assert ran.code == 5 and "128" in ran.out

@@ -104,13 +104,18 @@ def _entries(path: str, keys: Mapping[str, Any], *, follow: bool) -> list[tuple[
         if value not in (None, "auto")
     ]
     for key in _NAMING if follow else ():
-        found += read_named(key, keys.get(key), os.path.dirname(path))
+        named = read_named(key, keys.get(key), os.path.dirname(path))
+        # Accelerate takes what the file says, whatever stands beside its name.
+        found = [one for one in found if key != _ACCELERATE or one[0] not in dict(named)] + named
     return found
 
 
-_DEEPSPEED = "deepspeed."
+_DEEPSPEED, _ACCELERATE = "deepspeed.", "deepspeed_config.deepspeed_config_file"
 # Keys that name the file of a configuration, or contain one as JSON, and the section that its keys belong to.
-_NAMING = {"deepspeed": "", "deepspeed_config": "", "accelerator_config": "accelerator_config."}
+_NAMING = {
+    **dict.fromkeys(("deepspeed", "deepspeed_config", "deepspeed_config_file", _ACCELERATE), ""),
+    "accelerator_config": "accelerator_config.",
+}
 
 
 def read_named(key: str, value: Any, folder: str = "") -> list[tuple[str, Given]]:

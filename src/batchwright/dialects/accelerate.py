@@ -12,9 +12,10 @@ from batchwright.core.fields import switch
 from batchwright.core.numbers import count, nearest_multiples
 
 from .deepspeed import mean_of_micro_batches
-from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, note
+from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, error, note
 
 _SIZE, _SPLIT = "batch_size", "split_batches"
+_STEPS, _FILE = "deepspeed_config.gradient_accumulation_steps", "deepspeed_config.deepspeed_config_file"
 
 
 def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
@@ -41,7 +42,7 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
 
 def _check(reading: Reading) -> list[Finding]:
     found: list[Finding] = []
-    if _SIZE not in reading.given:
+    if "micro_batch_size" not in reading.fields:
         found.append(
             note(
                 "missing-key",
@@ -50,6 +51,14 @@ def _check(reading: Reading) -> list[Finding]:
         )
     if str(reading.value("gradient_accumulation_steps", 1)) != "1":
         found.append(mean_of_micro_batches("Accelerate"))
+    if _FILE in reading.passed_over and _STEPS in reading.given:
+        found.append(
+            error(
+                "excluded-key",
+                f"{_STEPS} and {_FILE}: Accelerate refuses both. Give gradient_accumulation_steps in the file alone.",
+                _STEPS,
+            )
+        )
     if reading.on("even_batches", True) and _SIZE in reading.given:
         found.append(
             note(
@@ -78,7 +87,7 @@ _KEYS = {
     "num_processes": "devices",
     "num_machines": "nodes",
     "gradient_accumulation_steps": "accumulation_steps",
-    "deepspeed_config.gradient_accumulation_steps": "accumulation_steps",
+    _STEPS: "accumulation_steps",
     "megatron_lm_config.megatron_lm_tp_degree": "tensor_parallel",
     "megatron_lm_config.megatron_lm_pp_degree": "pipeline_parallel",
     "megatron_lm_config.megatron_lm_num_micro_batches": "accumulation_steps",
@@ -94,9 +103,10 @@ DIALECTS = (
         special=frozenset({_SIZE, _SPLIT}),
         resolve=_resolve,
         common=frozenset({"num_processes", "num_machines", "gradient_accumulation_steps", _SIZE, _SPLIT}),
-        signs=("compute_environment", "distributed_type", "machine_rank", "main_training_function", _SPLIT),
+        signs=("compute_environment", "distributed_type", "machine_rank", "main_training_function", _SPLIT, _FILE),
         checked=frozenset({"even_batches"}),
         defaults={"gradient_accumulation_steps": 1, "num_machines": 1},
+        beside=("deepspeed",),
         check=_check,
         write=_write,
         has_world=True,
