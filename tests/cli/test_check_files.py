@@ -328,3 +328,24 @@ def test_the_file_of_deepspeed_that_accelerates_configuration_names(cli, tmp_pat
     line = "accelerate launch --num_processes 8 --use_deepspeed --deepspeed_config_file " + str(named)
     ran = cli("check", *line.split(), "train.py", "--per_device_train_batch_size", "4")
     assert ran.code == 5 and "128" in ran.out
+
+
+@pytest.mark.parametrize("more", ["", "dataset_text_field: text\n", "template: llama3\nfinetuning_type: lora\n"])
+def test_split_batches_divides_the_batch_per_device(cli, tmp_path, more):
+    """As transformers 5.22 does (training_args.py: accelerator_config), with accelerate's BatchSamplerShard."""
+    file, named = tmp_path / "hf.yaml", tmp_path / "acc.json"
+    named.write_text('{"split_batches": true}')
+    size = f"output_dir: x\nper_device_train_batch_size: 64\ngradient_accumulation_steps: 1\n{more}"
+    for given in ("{split_batches: true}", "'{\"split_batches\": true}'", "acc.json"):
+        file.write_text(f"{size}accelerator_config: {given}\n")
+        ran = cli("check", str(file), "--devices", "8")
+        assert ran.code == 0 and "64 = 8 micro × 1 accumulation × 8 data-parallel" in ran.out, (given, ran.out)
+    ran = cli("check", str(file))
+    assert ran.code == 0 and "64 = micro × 1 accumulation × data-parallel" in ran.out, ran.out
+    said = " ".join(cli("check", str(file), "--devices", "24").out.split())
+    assert "per_device_train_batch_size=64 must be a multiple of the 24 processes" in said and "Nearest: 48 or 72" in said
+    file.write_text(f"{size}accelerator_config: {{split_batches: false}}\n")
+    assert "512 = 64 micro" in cli("check", str(file), "--devices", "8").out
+    line = "torchrun --nproc-per-node 8 train.py --per_device_train_batch_size 64 --accelerator_config"
+    assert "64 = 8 micro" in cli("check", *line.split(), '{"split_batches": true}').out
+    assert "64 = 8 micro" in cli("plan", *line.split(), str(named)).out

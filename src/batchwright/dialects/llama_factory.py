@@ -21,7 +21,11 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     found = {"micro_batch_size": by_default(micro, "LLaMA-Factory")}
     if "global_batch_size" not in fields:
         found["accumulation_steps"] = by_default(1, "LLaMA-Factory")
-    return found, []
+    if huggingface.SPLIT not in special:
+        return found, []
+    fields.setdefault("micro_batch_size", found.pop("micro_batch_size"))
+    derived, notes = huggingface.resolve(special, fields)
+    return found | derived, notes
 
 
 def _check(reading: Reading) -> list[Finding]:
@@ -42,8 +46,9 @@ DIALECTS = (
         title="LLaMA-Factory",
         aliases=("llamafactory",),
         keys={**huggingface.KEYS, **_NEW, "cutoff_len": "sequence_length"},
+        special=frozenset({huggingface.SPLIT}),
         resolve=_resolve,
-        common=frozenset({*huggingface.KEYS, *_NEW}),
+        common=frozenset({*huggingface.KEYS, *_NEW, huggingface.SPLIT}),
         signs=(
             "finetuning_type",
             "template",
