@@ -343,7 +343,9 @@ def test_split_batches_divides_the_batch_per_device(cli, tmp_path, more):
     ran = cli("check", str(file))
     assert ran.code == 0 and "64 = micro × 1 accumulation × data-parallel" in ran.out, ran.out
     said = " ".join(cli("check", str(file), "--devices", "24").out.split())
-    assert "per_device_train_batch_size=64 must be a multiple of the 24 processes" in said and "Nearest: 48 or 72" in said
+    assert (
+        "per_device_train_batch_size=64 must be a multiple of the 24 processes" in said and "Nearest: 48 or 72" in said
+    )
     file.write_text(f"{size}accelerator_config: {{split_batches: false}}\n")
     assert "512 = 64 micro" in cli("check", str(file), "--devices", "8").out
     line = "torchrun --nproc-per-node 8 train.py --per_device_train_batch_size 64 --accelerator_config"

@@ -271,12 +271,12 @@ def test_keys_of_no_framework_are_an_error_that_lists_the_frameworks():
         ({"micro_batch_size": 2, "pipeline_model_parallel_size": 4, "seq_length": 4096}, "megatron-lm"),
         ({"train": {"micro_batch_size": 2}, "model": {"pipeline_model_parallel_size": 4}}, "megatron-bridge"),
         ({"train_micro_batch_size_per_gpu": 2, "pipe_parallel_size": 4}, "gpt-neox"),
-        ({"training.local_batch_size": 2, "parallelism.pipeline_parallel_degree": 4}, "torchtitan"),
+        ({"training.local_batch_size": 4, "parallelism.pipeline_parallel_degree": 4}, "torchtitan"),
     ],
 )
 def test_without_a_batch_a_pipeline_has_one_micro_batch(keys, name):
     report = checked(keys, name, devices=8)
-    expected = "4 = 1 micro × 2 accumulation × 2 data-parallel" if name == "torchtitan" else ONCE
+    expected = "8 = 1 micro × 4 accumulation × 2 data-parallel" if name == "torchtitan" else ONCE
     assert report.job is not None and equation(report.job) == expected
 
 
@@ -367,3 +367,36 @@ def test_axolotls_old_key_of_context_parallelism_counts_without_the_new_one():
     report = checked(AXOLOTL | {old: 2, "sample_packing": True}, "axolotl", devices=8)
     [found] = [f for f in report.findings if f.cause == "excluded-key"]
     assert f"{old}=2" in found.message
+
+
+TITAN_PIPELINE = {"training.seq_len": 2048, "parallelism.pipeline_parallel_degree": 4}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pieces", "said"),
+    [
+        (None, 4, None),
+        (None, 3, "torch's 1F1B needs at least as many microbatches as the 4 stages, not 3"),
+        ("gpipe", 3, None),
+        ("Interleaved1F1B", 8, None),
+        ("Interleaved1F1B", 9, "torch-interleaved needs equal rounds"),
+        ("InterleavedZeroBubble", 9, "zero-bubble needs equal rounds"),
+        ("LoopedBFS", 3, None),
+        ("ZBVZeroBubble", 3, None),
+        ("DualPipeV", 7, "dualpipev needs at least 2 × 4 = 8 microbatches, not 7"),
+        ("PipelineScheduleMulti", 3, None),
+        ("1F2B", 8, "parallelism.pipeline_parallel_schedule=1F2B is not a schedule of torch. They are: 1F1B, Inter"),
+    ],
+)
+def test_the_schedules_of_torchtitan_have_torchs_rules(schedule, pieces, said):
+    """The names and the default of torchtitan 0.3.0 (config/configs.py, distributed/pipeline_parallel.py)."""
+    keys = TITAN_PIPELINE | ({} if schedule is None else {"parallelism.pipeline_parallel_schedule": schedule})
+    new = {"training.num_tokens_per_microbatch_per_dp_rank": 2048, "training.max_context_length": 2048}
+    new |= {"parallelism.num_pp_microbatches": pieces} | {k: v for k, v in keys.items() if k != "training.seq_len"}
+    for one in (keys | {"training.local_batch_size": pieces}, new):
+        report = checked(one, "torchtitan", devices=8)
+        errors = [f.message for f in report.findings if f.severity == "error"]
+        assert (errors == []) if said is None else (said in errors[0]), errors
+        if said is None:
+            made = convert(report.reading, framework("torchtitan"), report.reading.version)
+            assert not any("pipeline_schedule=" in line and schedule is None for line in made.left_out)

@@ -12,7 +12,7 @@ from typing import Any
 from batchwright.core.errors import ConfigError, PlanError, either
 from batchwright.core.numbers import count, nearest_divisors, nearest_multiples
 
-from .record import DEFAULT, NEWEST, Dialect, Fields, Given, Job, Version, by_default, origins
+from .record import NEWEST, Dialect, Fields, Given, Job, Version, by_default, origins
 
 _TOKENS: Version = (2026, 8, 20)
 _MICRO, _STEP = "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step"
@@ -24,6 +24,17 @@ _OLDEST_PARALLEL = {
     "training.tensor_parallel_degree": "tensor_parallel",
     "experimental.pipeline_parallel_degree": "pipeline_parallel",
     "experimental.context_parallel_degree": "context_parallel",
+}
+_SCHEDULE, _OLDEST_SCHEDULE = (f"{section}.pipeline_parallel_schedule" for section in ("parallelism", "experimental"))
+# torch's names (torch.distributed.pipelining.schedules: get_schedule_class), in any case.
+_SCHEDULES = {
+    "1F1B": "torch-1f1b",
+    "Interleaved1F1B": "torch-interleaved",
+    "GPipe": "gpipe",
+    "LoopedBFS": "looped-bfs",
+    "InterleavedZeroBubble": "zero-bubble",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipev",
 }
 _OLD_PIECE = "parallelism.pipeline_parallel_microbatch_size"
 _REPLICATE, _SHARD = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
@@ -75,7 +86,28 @@ def _old(special: Fields, fields: Fields) -> Fields:
             )
         found["pipeline_style"] = Given("inner", "torchtitan", -1)
         found["pipeline_microbatches"] = Given(size // each, (piece or micro).origin, micro.level)
-        found["pipeline_schedule"] = Given("1f1b", "torchtitan", DEFAULT)
+        found |= _schedule(special)
+    return found
+
+
+def _schedule(special: Fields) -> Fields:
+    """The schedule of the pipeline; by default 1F1B. Other names (abstract classes of torch) take their order from a file."""
+    key = _SCHEDULE if _SCHEDULE in special else _OLDEST_SCHEDULE
+    given = special.get(key) or by_default("1F1B", "torchtitan")
+    names = {name.lower(): ours for name, ours in _SCHEDULES.items()}
+    others = ("pipelineschedulesingle", "pipelineschedulemulti", "flexibleinterleaved1f1b")
+    names |= dict.fromkeys(others, "looped-bfs")  # any number of microbatches
+    ours = names.get(str(given.value).strip().lower().replace("_", ""))  # before 0.1: interleaved_1f1b
+    if ours is None:
+        raise ConfigError(
+            f"{key}={str(given.value)[:40]} is not a schedule of torch. They are: {', '.join(_SCHEDULES)}.",
+            field=key,
+            given=str(given.value)[:40],
+            nearest=tuple(_SCHEDULES),
+        )
+    found = {"pipeline_schedule": Given(ours, given.origin, given.level)}
+    if ours in ("zbv", "dualpipev"):
+        found["virtual_stages"] = Given(2, given.origin, given.level)
     return found
 
 
@@ -114,7 +146,7 @@ def _samples(special: Fields, fields: Fields) -> Fields:
     if parts > 1 and _pipeline(fields):
         found["pipeline_style"] = Given("inner", "torchtitan", -1)
         found["pipeline_microbatches"] = pieces or micro
-        found["pipeline_schedule"] = Given("1f1b", "torchtitan", DEFAULT)
+        found |= _schedule(special)
     else:
         parts = 1
     found["micro_batch_size"] = Given(size // tokens * parts, micro.origin, micro.level)
@@ -164,7 +196,9 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
 
 
 _OLD = (_OLD_MICRO, _OLD_GLOBAL, _OLD_LENGTH, _OLD_PIECE)
-_OLDEST = (_OLDEST_MICRO, _OLDEST_PIECES, _OLDEST_SHARD, _OLDEST_REPLICATE, *_OLDEST_PARALLEL)
+_OLDEST = (
+    _OLDEST_MICRO, _OLDEST_PIECES, _OLDEST_SHARD, _OLDEST_REPLICATE, _OLDEST_SCHEDULE, *_OLDEST_PARALLEL,
+)  # fmt: skip
 
 DIALECTS = (
     Dialect(
@@ -173,7 +207,7 @@ DIALECTS = (
         aliases=("titan",),
         keys={**_PARALLEL, **_OLDEST_PARALLEL, _LENGTH: "sequence_length", _OLD_LENGTH: "sequence_length"},
         special=frozenset(
-            {_MICRO, _STEP, _PIECES, _OLD_MICRO, _OLD_GLOBAL, _OLD_PIECE, _REPLICATE, _SHARD, *_OLDEST[:4]}
+            {_MICRO, _STEP, _PIECES, _OLD_MICRO, _OLD_GLOBAL, _OLD_PIECE, _REPLICATE, _SHARD, _SCHEDULE, *_OLDEST[:5]}
         ),
         resolve=_resolve,
         signs=("parallelism.", "job.config_file", "training.local_batch_size"),
