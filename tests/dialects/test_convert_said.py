@@ -144,3 +144,13 @@ def test_no_micro_batch_is_invented_where_none_is_given():
     keys = {key: value for key, value in DYNAMIC["nemo-rl"].items() if "micro" not in key and "packing" not in key}
     made = convert(reading(keys, "nemo-rl"), framework("trl-grpo"))
     assert [(d.what, d.status) for d in made.differences] == [("train_micro_responses", DIFFERS)]
+
+
+def test_the_keys_of_olmo_cores_ramp_are_not_left_out():
+    scheduler = examples.GROWS | {"enabled": True}
+    keys = examples.OLMO | {"trainer": {"callbacks": {"batch_size_scheduler": scheduler}}}
+    made = convert(reading(keys, devices=64), framework("megatron-lm"))
+    assert made.left_out == ()
+    keys = keys | {"data_loader": {"global_batch_size": 512 * 4096}}
+    made = convert(reading(keys, devices=64), framework("megatron-lm"))
+    assert made.left_out == (f"data_loader.global_batch_size={512 * 4096}",)  # the ramp starts at another batch

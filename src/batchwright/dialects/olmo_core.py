@@ -9,7 +9,7 @@ from batchwright.core.errors import ConfigError, PlanError, Violation, either, r
 from batchwright.core.fields import switch
 from batchwright.core.numbers import count, nearest_multiples
 
-from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, note
+from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, note, origins
 
 _GLOBAL, _MICRO = "data_loader.global_batch_size", "train_module.rank_microbatch_size"
 _LENGTHS = ("train_module.max_sequence_length", "dataset.sequence_length")
@@ -32,7 +32,10 @@ def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     if _SIZES in special and on:
         sizes = special[_SIZES]
         ramp = schedule(sizes.value, special[_AT].value if _AT in special else [], tokens)
-        found["thresholds_steps"] = Given(" ".join(f"{at}:{size}" for at, size in ramp), sizes.origin, sizes.level)
+        whole = special.get(_GLOBAL)
+        first = whole if whole and isinstance(sizes.value, list) and str(whole.value) == str(sizes.value[0]) else None
+        origin = origins(sizes, special.get(_AT), special.get(_ON), first)
+        found["thresholds_steps"] = Given(" ".join(f"{at}:{size}" for at, size in ramp), origin, sizes.level)
         if any(b < a for (_, a), (_, b) in pairwise(ramp)):
             found["allow_falling"] = Given(True, sizes.origin, sizes.level)
     elif _GLOBAL in special:
