@@ -311,3 +311,36 @@ def test_intervals_of_reinforcement_learning_are_compared_too(cli, tmp_path):
         and "Nearest: 50" in said
     )
     assert "count optimizer steps of 128 responses: save_steps=100 (12,800 responses)" in said
+
+
+GRPO = "num_generations=8 per_device_train_batch_size=8 gradient_accumulation_steps=4 steps_per_generation=4"
+
+
+@pytest.mark.parametrize(
+    ("to", "nodes", "each", "line"),
+    [
+        ("nemo", "trainer.num_nodes", "trainer.devices", "per_device_train_batch_size=4"),
+        ("lightning", "trainer.num_nodes", "trainer.devices", "per_device_train_batch_size=4"),
+        ("openrlhf", "actor.num_nodes", "actor.num_gpus_per_node", GRPO),
+        ("verl", "trainer.nnodes", "trainer.n_gpus_per_node", GRPO),
+        ("nemo-rl", "cluster.num_nodes", "cluster.gpus_per_node", GRPO),
+    ],
+)
+def test_into_a_file_that_has_nodes_and_devices(cli, tmp_path, to, nodes, each, line):
+    file = tmp_path / "into.yaml"
+    section, other, last = *nodes.split("."), each.split(".")[1]
+
+    def made(devices, *flags):
+        file.write_text(f"{section}: {{{other}: 2, {last}: 8}}\n")
+        ran = cli("convert", *line.split(), *devices.split(), "--to", to, "--into", str(file), "--json", *flags).json
+        return ran, file.read_text()
+
+    ran, text = made("--devices 16")
+    assert ran["written"] and f"{section}: {{{other}: 2, {last}: 8" in text
+    assert not any("nodes is not given" in one for one in ran["notes"])
+    ran, text = made("--devices 32")
+    assert f"{other}: 1, {last}: 32" in text
+    [said] = [one for one in ran["notes"] if "nodes is not given" in one]
+    assert f"{nodes} was 2 and is 1" in said and f"{each} was 8 and is 32" in said
+    ran, text = made("--nodes 4 --devices-per-node 4")
+    assert f"{other}: 4, {last}: 4" in text and not any("nodes is not given" in one for one in ran["notes"])

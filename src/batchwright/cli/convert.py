@@ -81,7 +81,7 @@ def command(ctx: click.Context, arguments: tuple[str, ...], list_frameworks: boo
             raise ConfigError(f"{name} needs --into FILE.", field=name)
     reading = read_configuration(arguments, left_out, flags, flags["from"])
     before = "" if into is None else _text(into)
-    present = read_keys(into) if into is not None and before.strip() else ()  # limits what a file may contain
+    present = read_keys(into) if into is not None and before.strip() else {}  # limits what a file may contain
     if version == NEWEST and present and target.version_of:
         version = target.version_of(present)  # a file has the keys of one version
     made = convert(reading, target, version, present)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from batchwright.core.errors import ConfigError, PlanError, Violation, raise_violations
@@ -47,14 +48,16 @@ class Conversion:
         return NOT_EXPRESSIBLE if NOT_EXPRESSIBLE in found else DIFFERS if found else EXACT
 
 
-def convert(reading: Reading, target: Dialect, version: Version = NEWEST, present: Collection[str] = ()) -> Conversion:
+def convert(
+    reading: Reading, target: Dialect, version: Version = NEWEST, present: Mapping[str, Any] | None = None
+) -> Conversion:
     """The batch of a configuration in the keys of another framework; `present` are those that its file already has.
 
     The keys are read back as the other framework reads them, and what they mean is compared with the source.
     """
     wrong = [Violation(f.message, f.key, nearest=f.nearest) for f in reading.findings if f.cause == "misspelt-key"]
     raise_violations(ConfigError, wrong)
-    made = job(reading)
+    made, present = job(reading), present or {}
     if made.kind == "train" and not {"global_batch_size", "micro_batch_size"} & set(made.numbers):
         raise ConfigError(
             f"The configuration says nothing about the batch: {reading.dialect.title} has neither a micro nor a global one here.",
@@ -70,6 +73,7 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST, presen
         if wrong.field in ("devices", "sequence_length"):
             raise  # it can be written when they are given
         return _nothing(reading, made, target, version, Difference(wrong.field or "batch", NOT_EXPRESSIBLE, str(wrong)))
+    placed = _placed(made, target, keys, present)
     left_out, rounded = _steps(made, target, keys, present)
     rounded += _gradient(reading, target, version, keys)
     back = read_back(keys, target, version, made)
@@ -85,12 +89,26 @@ def convert(reading: Reading, target: Dialect, version: Version = NEWEST, presen
     differences += (*_refused(before), *_wrong(after), *_doubtful(before, after), *rounded)
     left_out += _beside(made, again, target)
     left_out += _unread(reading)
-    notes = list(reading.notes)
+    notes = [*reading.notes, *placed]
     notes += [f.message for f in before if f.severity == "error" and f.cause == "ignored-key"]
     notes += [f.message for f in after if f.severity == "note" and f.cause == "mean-of-means"]
     if not target.has_world and "devices" in made.numbers:
         notes.insert(0, f"{target.title} gets its devices from the launcher: {_devices(made)}.")
     return Conversion(reading, made, target, version, keys, differences, tuple(left_out), tuple(notes))
+
+
+def _placed(made: Job, target: Dialect, keys: dict[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Leave the nodes and devices of the file where they make the devices of a job without nodes; else a note."""
+    placing = [k for k in keys if target.keys.get(k) in ("nodes", "devices_per_node") or k == "trainer.devices"]
+    there = {key: present[key] for key in placing if key in present}
+    if {"nodes", "devices_per_node"} <= set(made.numbers) or not there or there.items() <= keys.items():
+        return []
+    numbers = [str(there.get(key, keys[key])) for key in placing]
+    if all(text.isdecimal() for text in numbers) and prod(map(int, numbers)) == prod(keys[key] for key in placing):
+        keys |= there
+        return []
+    changed = ", ".join(f"{key} was {_shown(value)} and is {keys[key]}" for key, value in there.items())
+    return [f"The number of nodes is not given: {changed}. Give nodes and devices_per_node."]
 
 
 def _nothing(reading: Reading, made: Job, target: Dialect, version: Version, why: Difference) -> Conversion:
