@@ -351,3 +351,14 @@ def test_split_batches_divides_the_batch_per_device(cli, tmp_path, more):
     line = "torchrun --nproc-per-node 8 train.py --per_device_train_batch_size 64 --accelerator_config"
     assert "64 = 8 micro" in cli("check", *line.split(), '{"split_batches": true}').out
     assert "64 = 8 micro" in cli("plan", *line.split(), str(named)).out
+
+
+def test_files_of_no_framework_whose_keys_look_like_one(cli, tmp_path):
+    tokens, model = tmp_path / "tokens.json", tmp_path / "config.json"
+    tokens.write_text('{"tokens": {"color": "red"}}')
+    model.write_text(
+        '{"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, '
+        '"model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": 32000}'
+    )
+    ran = cli("check", "--each", str(tokens), str(model), "--json")
+    assert ran.code == 0 and ran.json["no_framework"] == [str(tokens), str(model)]

@@ -287,7 +287,7 @@ DIALECTS = (
         special=frozenset({_SCHEDULE, _TRIPLE, _LAYERS, "num_layers", _SHRINK}),
         resolve=_resolve,
         common=_BATCH | {"num_layers"},
-        signs=("tensor_model_parallel_size", "num_attention_heads", "train_iters", _TRIPLE, _SCHEDULE),
+        signs=("tensor_model_parallel_size", "train_iters", _TRIPLE, _SCHEDULE),
         programs=tuple(
             f"pretrain_{model}.py" for model in ("gpt", "bert", "t5", "vlm", "mamba", "hybrid", "retro", "ict")
         ),

@@ -37,7 +37,7 @@ DIALECTS = (
         name="nanotron",
         title="Nanotron",
         keys=_KEYS,
-        signs=("tokens.", "parallelism.dp", "parallelism.tp", "parallelism.pp"),
+        signs=("tokens.batch_accumulation_per_replica", "parallelism.dp", "parallelism.tp", "parallelism.pp"),
         programs=("nanotron",),
         steps={
             "tokens.train_steps": "budget",
