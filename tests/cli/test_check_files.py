@@ -362,3 +362,25 @@ def test_files_of_no_framework_whose_keys_look_like_one(cli, tmp_path):
     )
     ran = cli("check", "--each", str(tokens), str(model), "--json")
     assert ran.code == 0 and ran.json["no_framework"] == [str(tokens), str(model)]
+
+
+ZERO3 = """{"fp16": {"enabled": "auto"}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "gradient_accumulation_steps": "auto",
+"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "steps_per_print": 2000}"""
+
+
+def test_sizes_of_deepspeed_that_another_program_fills_in(cli, tmp_path):
+    """As in the documentation of transformers (docs/source/en/deepspeed.md: zero3.json)."""
+    zero, hf = tmp_path / "zero3.json", tmp_path / "hf.yaml"
+    zero.write_text(ZERO3)
+    ran = cli("check", "--each", str(zero), "--devices", "8")
+    said = " ".join(ran.out.split())
+    assert ran.code == 0 and "global batch = micro × accumulation × 8 data-parallel" in said, said
+    assert "train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: auto." in said
+    hf.write_text(HF + "deepspeed: zero3.json\n")
+    for words in ([str(hf)], [str(hf), str(zero)], [str(zero), str(hf)]):
+        ran = cli("check", *words, "--devices", "8")
+        assert ran.code == 0 and "256 = 4 micro × 8 accumulation × 8 data-parallel" in ran.out, ran.out
+    assert "256 = 4 micro × 8" in cli("plan", str(hf), str(zero), "--devices", "8").out
+    zero.write_text('{"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"}')
+    assert "DeepSpeed needs one of them" in " ".join(cli("check", str(zero)).out.split())

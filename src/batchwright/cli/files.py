@@ -90,7 +90,7 @@ def read_keys(path: str, text: str | None = None) -> dict[str, Any]:
 
 
 def read_entries(path: str, text: str | None = None) -> list[tuple[str, Given]]:
-    """The keys of a file that have a value, and those of the DeepSpeed configuration that it names or contains."""
+    """The keys of a file that have a value (`auto` is one that another program gives), and those of the DeepSpeed configuration that it names or contains."""
     return _entries(path, read_keys(path, text), follow=True)
 
 
@@ -101,12 +101,13 @@ def _entries(path: str, keys: Mapping[str, Any], *, follow: bool) -> list[tuple[
         # DeepSpeed's configuration inside another one has DeepSpeed's keys.
         (key.removeprefix(_DEEPSPEED), Given(scalar(value), f"{path}: {key}", 0))
         for key, value in keys.items()
-        if value not in (None, "auto")
+        if value is not None
     ]
     for key in _NAMING if follow else ():
         named = read_named(key, keys.get(key), os.path.dirname(path))
         # Accelerate takes what the file says, whatever stands beside its name.
-        found = [one for one in found if key != _ACCELERATE or one[0] not in dict(named)] + named
+        said = {name for name, one in named if one.value != "auto"} if key == _ACCELERATE else set[str]()
+        found = [one for one in found if one[0] not in said] + named
     return found
 
 

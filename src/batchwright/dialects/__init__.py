@@ -18,6 +18,7 @@ from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.fields import unknown_key
 
 from .record import (
+    AUTO,
     DEFAULT,
     PARALLEL_FIELDS,
     RL_FIELDS,
@@ -164,6 +165,8 @@ def resolve(
     specials: dict[str, Fields] = {}
     ignored: list[str] = []
     entries = list(entries)
+    later_filled = {key for key, given in entries if given.value == AUTO}
+    entries = [(key, given) for key, given in entries if given.value != AUTO]
     names = [key for key, _ in entries]
     main = framework or detect(names, kind=kind)[0]
     known = dialects(kind)
@@ -217,7 +220,8 @@ def resolve(
     raise_violations(ConfigError, wrong)
     if "nodes" in fields and fields["nodes"].level == DEFAULT and not {"devices", "devices_per_node"} & set(fields):
         del fields["nodes"]  # a default of one node says nothing about the devices
-    if main is not None and defaults and main.accumulates_once and not _COUNTED & set(fields):
+    counted = {*fields, *(main.keys.get(key, "") for key in later_filled)} if main is not None else set[str]()
+    if main is not None and defaults and main.accumulates_once and not _COUNTED & counted:
         fields["accumulation_steps"] = by_default(1, main.title)
     return Resolved(fields, tuple(notes), tuple(ignored))
 

@@ -15,7 +15,17 @@ KEYS = {
 
 def _check(reading: Reading) -> list[Finding]:
     found: list[Finding] = []
-    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(reading.given):
+    filled_in = [key for key in KEYS if key in reading.filled_in]
+    if filled_in:
+        found.append(
+            note(
+                "missing-key",
+                f"{', '.join(filled_in)}: auto. transformers' Trainer or Accelerate fills it in: check its configuration "
+                "together with this file.",
+                filled_in[0],
+            )
+        )
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & {*reading.given, *filled_in}:
         found.append(
             error(
                 "missing-key",

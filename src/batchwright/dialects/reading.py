@@ -13,6 +13,7 @@ from batchwright.core.numbers import count
 
 from . import Candidates, detect, dialects, framework, resolve
 from .record import (
+    AUTO,
     NEWEST,
     PARALLEL_FIELDS,
     RL_FIELDS,
@@ -59,6 +60,8 @@ def read(
     """
     entries = list(entries)
     keys = [key for key, _ in entries]
+    given_here = {key for key, value in entries if value.value != AUTO}
+    filled_in = [key for key in keys if key not in given_here]
     if name is None:
         dialect, by = detect(keys, list(words))
         version = NEWEST
@@ -80,6 +83,9 @@ def read(
     taken: list[tuple[str, Given]] = []
     candidates = Candidates([*dialect.keys, *dialect.special, *dialect.checked, *dialect.steps, *dialect.in_samples])
     for key, value in entries:
+        if value.value == AUTO:
+            taken += [(key, value)] * (dialect.reads(key) and key not in given_here)
+            continue
         if dialect.knows(key):
             if key not in given or given[key].level <= value.level:
                 given[key] = value
@@ -102,7 +108,9 @@ def read(
             fields.pop("linear", None)  # the batch stays constant
     except PlanError as wrong:
         findings += [error("value", v.message, v.field, v.nearest) for v in wrong.violations]
-    return Reading(dialect, version, tuple(by), given, fields, notes, tuple(passed_over), tuple(findings))
+    return Reading(
+        dialect, version, tuple(by), given, fields, notes, tuple(passed_over), tuple(findings), tuple(filled_in)
+    )
 
 
 def _misspelt(key: str, candidates: Iterable[str], dialect: Dialect) -> Finding:

@@ -25,6 +25,7 @@ PARALLEL_FIELDS = (
     "expert_tensor_parallel",
 )
 RULES = ("linear", "per_device", "thresholds", "thresholds_tokens", "thresholds_steps", "doubling")  # of a ramp
+AUTO = "auto"  # a value that another program fills in
 DEFAULT = -2  # the level of a framework's default
 
 Version = tuple[int, ...]
@@ -205,7 +206,8 @@ class Dialect:
 class Reading:
     """A configuration as a framework reads it.
 
-    `given` are the framework's keys that were found, `fields` what they mean, `passed_over` the other keys.
+    `given` are the framework's keys that were found, `fields` what they mean, `passed_over` the other keys, `filled_in` those
+    whose value is auto: another program gives it.
     """
 
     dialect: Dialect
@@ -216,6 +218,7 @@ class Reading:
     notes: tuple[str, ...]
     passed_over: tuple[str, ...]
     findings: tuple[Finding, ...]
+    filled_in: tuple[str, ...] = ()
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value of a key, or the default."""
