@@ -90,7 +90,10 @@ def read_keys(path: str, text: str | None = None) -> dict[str, Any]:
 
 
 def read_entries(path: str, text: str | None = None) -> list[tuple[str, Given]]:
-    """The keys of a file that have a value (`auto` is one that another program gives), and those of the DeepSpeed configuration that it names or contains."""
+    """The keys of a file that have a value, and those of the DeepSpeed configuration that it names or contains.
+
+    `auto` is a value that another program gives.
+    """
     return _entries(path, read_keys(path, text), follow=True)
 
 

@@ -196,8 +196,8 @@ _MICRO = {"train_micro_prompts", "train_micro_responses", "micro_batch_size"}
 _EQUATION = ("global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices")
 # Said by other numbers, or a choice of the reader.
 _DERIVED = (
-    "global_batch_size_tokens", "max_micro_batch_size", "pipeline_style", "pipeline_schedule", "pipeline_microbatches", "allow_ragged", "round",
-    *PARALLEL_FIELDS, "virtual_stages",
+    "global_batch_size_tokens", "max_micro_batch_size", "pipeline_style", "pipeline_schedule", "pipeline_microbatches",
+    "allow_ragged", "round", *PARALLEL_FIELDS, "virtual_stages",
 )  # fmt: skip
 
 
