@@ -128,6 +128,13 @@ def test_the_limit_is_that_of_a_plain_loop(family, memory, monkeypatch):
         needs("transformers")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     made = probe(f"{file}:{name}", args=args, memory=memory, throughput=False, dir=None, timeout=1800)
-    assert made.first_failing_micro_batch_size is not None
-    assert runs(family, made.max_micro_batch_size, parse_bytes(memory, "memory"))
-    assert not runs(family, made.first_failing_micro_batch_size, parse_bytes(memory, "memory"))
+    largest, failing, budget = (
+        made.max_micro_batch_size,
+        made.first_failing_micro_batch_size,
+        parse_bytes(memory, "memory"),
+    )
+    # Within 1%, as promised. One sample of the convolutional net takes 1.1 MiB, and what two runs of the same loop need at the
+    # same size was measured to differ by 0.4 MiB: at the limit itself, another program may fail by chance.
+    assert failing is not None
+    assert runs(family, largest * 99 // 100, budget)
+    assert not runs(family, -(-failing * 101 // 100), budget)
