@@ -20,7 +20,7 @@ def _check(reading: Reading) -> list[Finding]:
         found.append(
             note(
                 "missing-key",
-                f"{', '.join(filled_in)}: auto. transformers' Trainer or Accelerate fills it in: check its configuration "
+                f"{', '.join(filled_in)}: auto. transformers' Trainer or Accelerate gives the values: check its configuration "
                 "together with this file.",
                 filled_in[0],
             )
