@@ -223,7 +223,8 @@ def test_trls_generation_batches():
 
 
 UNKNOWN = {
-    "keys_llamafactory": {*huggingface.KEYS, *huggingface.CHECKED},  # inherited from transformers
+    # Inherited from transformers.
+    "keys_llamafactory": {*huggingface.KEYS, *huggingface.CHECKED, "accelerator_config.split_batches"},
     # Names of versions other than the one that was installed.
     "keys_torchtitan": {
         "parallelism.num_pp_microbatches",

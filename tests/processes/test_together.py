@@ -14,7 +14,7 @@ import pytest
 from batchwright.core.errors import RunError
 from batchwright.processes.together import run_ranks
 
-# Rank 1 fails; rank 0 fails when it sees that, and says so more quickly.
+# Rank 1 fails; rank 0 fails when it sees that, and ends before it.
 FAULT = """
 import sys, time
 from pathlib import Path
@@ -22,9 +22,13 @@ folder, rank = Path(sys.argv[1]).parent, int(sys.argv[2])
 if rank == 1:
     print("the loss is wrong", flush=True)
     (folder / "failed").touch()
+    while not (folder / "rank0.log").stat().st_size:
+        time.sleep(0.001)
+    time.sleep(0.2)
     raise SystemExit(1)
 while not (folder / "failed").exists():
     time.sleep(0.001)
+time.sleep(0.05)  # times of files are a few milliseconds apart at least
 print("connection closed by peer", flush=True)
 raise SystemExit(1)
 """
