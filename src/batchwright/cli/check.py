@@ -16,7 +16,6 @@ from batchwright.core.batch.request import read_request, unused_pipeline
 from batchwright.core.codec import SCHEMA, encode
 from batchwright.core.errors import ConfigError, MissingExtraError, PlanError, RunError, Violation, raise_violations
 from batchwright.core.numbers import count
-from batchwright.processes.target import is_jax_task
 from batchwright.runtime.check.names import unknown_causes
 
 from . import text
@@ -247,6 +246,8 @@ def _check(target: str, args: tuple[str, ...], allow: tuple[str, ...], flags: di
         "allow": allow,
         "progress": lambda line: click.echo(f"check: {line}", err=True),
     }
+    from batchwright.processes.target import is_jax_task
+
     with _users_traceback():
         if is_jax_task(target):
             if kind is not None:

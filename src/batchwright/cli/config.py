@@ -207,9 +207,9 @@ def without_others(
         return kept, []
     every = dialects.dialects()
     inside = every if framework is None else [framework, every[-1], *(d for d in every if d.name in framework.beside)]
-    known = {key for key, _ in kept if key in own or any(d.knows(key) for d in inside)}
+    known = {key for key, _ in kept if key in own or any(key in d.known for d in inside)}
     flags = {key for key, given in kept if given.level == 1 and key not in known}
-    foreign = {key for key in flags if any(d.knows(key) for d in every)}
+    foreign = {key for key in flags if any(key in d.known for d in every)}
     others = [key for key, _ in kept if key in flags and (key in foreign or "." not in key)]
     plain = [key for key in others if key not in foreign]
     raise_violations(ConfigError, dialects.misspelt_flags(plain, own, [key for key, _ in kept], kind))

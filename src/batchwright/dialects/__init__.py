@@ -108,7 +108,7 @@ def detect(
     for dialect in frameworks(kind):
         programs = [word for word in words if any(_starts_program(word, program) for program in dialect.programs)]
         signs = [sign for sign in dialect.signs if sign in found or (sign.endswith(".") and _starts(sign, found))]
-        own = [key for key in found if dialect.knows(key)]
+        own = found & dialect.known
         rare = [key for key in own if key not in dialect.common]
         together = dialect.together if found >= dialect.together else frozenset[str]()
         # A program of this name without any key of the framework may be another one.
@@ -124,7 +124,7 @@ def detect(
         one
         for one in ranked
         if best[1].name in one[1].beside
-        and any(one[1].reads(k) and not best[1].knows(k) for k in found - one[1].common)
+        and any(one[1].reads(k) for k in found - one[1].common - best[1].known)
     ]
     return max(hosts or [best], key=lambda one: one[0])[1:]
 
@@ -200,7 +200,7 @@ def resolve(
             used.append(dialect.name)
             _put(fields, dialect.keys[key], given, wrong)
         else:
-            if lenient and (any(d.knows(key) for d in known) or not candidates.is_misspelt(key)):
+            if lenient and (any(key in d.known for d in known) or not candidates.is_misspelt(key)):
                 ignored.append(key)
             else:
                 wrong.append(unknown_key(key, given.value, candidates.keys))

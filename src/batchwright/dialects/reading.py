@@ -86,7 +86,7 @@ def read(
         if value.value == AUTO:
             taken += [(key, value)] * (dialect.reads(key) and key not in given_here)
             continue
-        if dialect.knows(key):
+        if key in dialect.known:
             if key not in given or given[key].level <= value.level:
                 given[key] = value
         elif key not in launchers.keys and not any(d.reads(key) for d in beside):
@@ -95,7 +95,7 @@ def read(
             else:
                 passed_over.append(key)
             continue
-        if dialect.reads(key) or not dialect.knows(key):
+        if dialect.reads(key) or key not in dialect.known:
             taken.append((key, value))
     taken += (world or {}).items()
     fields: Fields = {}

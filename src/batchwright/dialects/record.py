@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from batchwright.core.errors import ConfigError
@@ -188,9 +189,10 @@ class Dialect:
     def __repr__(self) -> str:
         return f"Dialect({self.name})"
 
-    def knows(self, key: str) -> bool:
-        """Whether the framework has this key, as far as it concerns the batch."""
-        return any(key in names for names in (self.keys, self.special, self.checked, self.steps, self.in_samples))
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """The framework's keys, as far as they concern the batch."""
+        return frozenset().union(self.keys, self.special, self.checked, self.steps, self.in_samples)
 
     def reads(self, key: str) -> bool:
         """Whether this key gives a field."""
