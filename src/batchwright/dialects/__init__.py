@@ -123,8 +123,7 @@ def detect(
     hosts = [
         one
         for one in ranked
-        if best[1].name in one[1].beside
-        and any(one[1].reads(k) for k in found - one[1].common - best[1].known)
+        if best[1].name in one[1].beside and any(one[1].reads(k) for k in found - one[1].common - best[1].known)
     ]
     return max(hosts or [best], key=lambda one: one[0])[1:]
 
