@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from typing import Any
+
+from batchwright.launch.ports import free_port
 
 SECONDS = 240
 
@@ -23,15 +24,9 @@ def environment(devices: int = 1) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def run(function: str, *, devices: int = 1, processes: int = 1, killed: bool = False, **arguments: Any) -> list[Any]:
     """What the function returned in every process; nothing if all were `killed`."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.jax.programs", function, str(rank), str(processes), str(port), json.dumps(arguments)],

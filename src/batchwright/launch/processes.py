@@ -9,12 +9,13 @@ blocked in a collective: they get some seconds to end, and are killed.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
 
 from batchwright.processes.guard import die_with
+
+from .ports import free_port
 
 SHUTDOWN_SECONDS = 15.0
 _POLL_SECONDS = 0.1
@@ -22,14 +23,11 @@ _POLL_SECONDS = 0.1
 
 def main(number: int, command: list[str]) -> int:
     """Run the processes; the exit code is 0 if all of them succeeded, or that of the first that failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     world = {
         "WORLD_SIZE": str(number),
         "LOCAL_WORLD_SIZE": str(number),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port("127.0.0.1")),
     }
     me = os.getpid()
     started = [

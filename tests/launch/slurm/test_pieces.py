@@ -20,6 +20,7 @@ from batchwright.launch import directory as files
 from batchwright.launch.directory import RunDirectory, write_json
 from batchwright.launch.engine import Job, Poll
 from batchwright.launch.plan import build
+from batchwright.launch.ports import free_port
 from batchwright.launch.records import Ending, Manifest, Options
 from batchwright.launch.show import LineDisplay
 from batchwright.launch.slurm import chain
@@ -466,7 +467,7 @@ def test_a_job_whose_ranks_have_ended_is_not_killed(make, monkeypatch):
 
 def test_the_rendezvous_port_is_below_those_of_connections():
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(20_000 <= slurm_step._free_port() < first_given for _ in range(20))
+    assert all(20_000 <= free_port() < first_given for _ in range(20))
 
 
 def test_a_successor_waits_from_the_end_of_its_job_and_a_silent_job_lived_until_its_last_heartbeat(make, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +9,12 @@ from pathlib import Path
 import pytest
 
 from batchwright.launch.directory import RunDirectory
+from batchwright.launch.ports import free_port
 from batchwright.runtime import audit
 from tests.needs import needs
 
 pytestmark = [pytest.mark.torch, pytest.mark.rounds]
 EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize(("example", "package"), [("huggingface", "transformers"), ("lightning", "lightning")])
@@ -30,7 +24,7 @@ def test_a_ramp_of_a_trainer_over_two_launches(cluster, tmp_path, example, packa
     # Every virtual node has the address of this machine; docs/huggingface.md asks scontrol for the first node.
     torchrun = (
         f"srun --ntasks-per-node 1 {sys.executable} -m torch.distributed.run --nnodes {{nodes}} --nproc-per-node 1 "
-        f"--rdzv-backend c10d --rdzv-id {{launch}} --rdzv-endpoint 127.0.0.1:{free_port()} --local-addr 127.0.0.1"
+        f"--rdzv-backend c10d --rdzv-id {{launch}} --rdzv-endpoint 127.0.0.1:{free_port('127.0.0.1')} --local-addr 127.0.0.1"
     )
     done = subprocess.run(
         [

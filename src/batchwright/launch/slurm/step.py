@@ -9,7 +9,6 @@ controller, srun passes the signal on.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from batchwright.core.errors import EnvironmentFault
 from batchwright.launch.engine import Action, Handle, Job, Poll, RankLog, all_ended, rank_logs
+from batchwright.launch.ports import free_port
 from batchwright.processes.guard import die_with, send
 from batchwright.rundir import atomic
 
@@ -31,7 +31,6 @@ _AGAIN_SECONDS = 10.0  # until a signal is repeated: a rank may not handle it ye
 _SIGNAL_SECONDS = 0.5  # until a signal from Slurm has reached all processes of a job
 _TOGETHER_SECONDS = 15.0  # for all nodes to be ready for a stack trace
 _NAMES_PER_SECOND = 1000  # that a node reads while it waits for the others: they all read the same folder
-_FIRST_PORT = 20_000  # of the ports for the ranks' rendezvous
 
 
 def say(text: str) -> None:
@@ -111,7 +110,7 @@ class StepEngine:
         if job.direct:
             return made
         world = {"WORLD_SIZE": str(job.nodes * job.ranks_per_node), "LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
-        rendezvous = {"MASTER_ADDR": _address(), "MASTER_PORT": str(_free_port())}
+        rendezvous = {"MASTER_ADDR": _address(), "MASTER_PORT": str(free_port())}
         if (cpus := os.environ.get("SLURM_CPUS_PER_TASK")) is not None:
             made["SRUN_CPUS_PER_TASK"] = cpus  # since 22.05 srun does not inherit this option from the job
         if self._site.launcher == "torchrun":
@@ -215,24 +214,6 @@ def _address() -> str:
         except OSError:
             continue
     return "127.0.0.1"
-
-
-def _free_port() -> int:
-    """A free port below those that Linux gives to connections, so that it stays free until rank 0 binds it."""
-    try:
-        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
-            first_given = int(file.read().split()[0])
-    except (OSError, ValueError):
-        first_given = 32768
-    # At last 0, any port: Linux may give all ports to connections, or a hundred ports were taken.
-    for port in (*random.sample(range(_FIRST_PORT, max(first_given, _FIRST_PORT + 100)), 100), 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-                return probe.getsockname()[1]
-            except OSError:
-                continue
-    raise EnvironmentFault("no port is free for the ranks' rendezvous.", field="engine", given="slurm")
 
 
 def signal_ranks(directory: Path, node: int, per_node: int, number: int) -> None:
