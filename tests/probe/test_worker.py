@@ -112,6 +112,7 @@ def test_the_type_of_the_products_is_that_of_autocast(worker, autocast, expected
             return plain(model, batch)
 
     worker.task.loss_of = loss_of
+    worker.spec["contrasts"] = True
     worker._throughput()
     assert worker.result["flops"] > 0 and worker.result["flops_type"] == expected
 

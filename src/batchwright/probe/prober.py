@@ -30,7 +30,7 @@ from .journal import Journal, path_for
 from .records import Probe, ProbeRequest, Trial, read_request
 from .runner import TaskRunner
 from .search import Limit, find_limit
-from .speed import CONTENDED, Curve, Timing, analyse, diagnose, sizes
+from .speed import CONTENDED, Curve, analyse, diagnose, sizes
 
 # Seconds for an estimate; a model that takes longer is probed without one.
 _ESTIMATE_SECONDS = 120.0
@@ -220,6 +220,8 @@ class _Session:
             return None  # stored trials predict better than an estimate, and cost nothing
         from batchwright.estimate import predict_slope
 
+        if isinstance(self.runner, TaskRunner):
+            self.runner.prepare()
         try:
             return predict_slope(
                 r.target,
@@ -301,15 +303,16 @@ class _Session:
                     timed[size] = trial
                 elif trial.fits and trial.last_lines is not None:
                     break  # its output shows no steps, so the output of other sizes will not either
-        curve, recommended, contrasts = self._verdict(timed)
+        curve, recommended, last = self._verdict(timed)
+        contrasts = last.contrasts or {} if last else {}
         diagnosis = diagnose(contrasts, curve, recommended, r.ranks) if curve and recommended else None
         self._remark(limit, timed, curve)
         at = timed.get(recommended) if recommended else None
         identity = self.runner.identity
         speed = at.samples_per_second if at else None
-        tflops = at.flops / at.step_seconds / 1e12 if at and at.flops and at.step_seconds else None
+        tflops = last.flops / at.step_seconds / 1e12 if at and at.step_seconds and last and last.flops else None
         highest = "highest" in str(identity.get("precision"))
-        peak = r.peak_tflops or known_peak(str(identity.get("device")), at.flops_type if at else None, highest)
+        peak = r.peak_tflops or known_peak(str(identity.get("device")), last.flops_type if last else None, highest)
         return Probe(
             trials=tuple(self.trials),
             max_micro_batch_size=limit.largest,
@@ -337,8 +340,8 @@ class _Session:
             seconds=time.monotonic() - self._began,
         )
 
-    def _verdict(self, timed: dict[int, Trial]) -> tuple[Curve | None, int | None, Mapping[str, Timing]]:
-        """The curve, the recommended size, and the comparisons at it; a size that is out of memory there is dropped."""
+    def _verdict(self, timed: dict[int, Trial]) -> tuple[Curve | None, int | None, Trial | None]:
+        """The curve, the recommended size, and the trial that compares; a size that is out of memory there is dropped."""
         while timed:
             curve = analyse({size: t.timing for size, t in timed.items() if t.timing})
             recommended, notes = self._recommended(curve, timed)
@@ -357,12 +360,12 @@ class _Session:
                 elif last.contrasts and "loader" not in last.contrasts:
                     notes.append("the task has an example batch, so waiting for data was not measured.")
             self.notes += notes
-            return curve, recommended, last.contrasts or {} if last else {}
+            return curve, recommended, last
         why = "speed was not measured"
         if any(t.purpose == "throughput" and not t.fits for t in self.trials):
             why = "none ran while its speed was measured"
         self.notes.append(f"no size is recommended: {why}.")
-        return None, None, {}
+        return None, None, None
 
     def _recommended(self, curve: Curve, timed: Mapping[int, Trial]) -> tuple[int | None, list[str]]:
         """The largest worthwhile size whose peak with the user's own allocator is within the limit, and why it is another."""

@@ -111,16 +111,29 @@ class TaskRunner:
             self._learn(result)
         return self._trial(size, purpose, done, results)
 
+    def prepare(self) -> None:
+        """Let the servers import torch while the task is estimated."""
+        if self._forks:
+            for timed in (False, True) if self.request.throughput else (False,):
+                self._server(timed)
+
+    @property
+    def _forks(self) -> bool:
+        r = self.request
+        return r.ranks == 1 and not r.worker and sys.platform == "linux"
+
+    def _server(self, timed: bool) -> TrialServer:
+        server = self._servers.get(timed)
+        if server is None or not server.alive:
+            if server is not None:
+                server.end()
+            server = self._servers[timed] = TrialServer(trial_environment(limited=not timed), self.scratch)
+        return server
+
     def _start(self, spec: Path, timed: bool) -> Exit:
         r = self.request
-        env = trial_environment(limited=not timed, ranks=r.ranks)
-        if r.ranks == 1 and not r.worker and sys.platform == "linux":
-            server = self._servers.get(timed)
-            if server is None or not server.alive:
-                if server is not None:
-                    server.end()
-                server = self._servers[timed] = TrialServer(env, self.scratch)
-            return server.run(spec, timeout=r.timeout)
+        if self._forks:
+            return self._server(timed).run(spec, timeout=r.timeout)
         command = [*r.worker, str(spec)]
         if not r.worker:
             command = [sys.executable, "-P", "-m", "batchwright.probe.worker", str(spec)]
@@ -130,6 +143,7 @@ class TaskRunner:
                     *torchrun(sys.executable, "--standalone", ranks=r.ranks, log_dir=logs, shutdown_seconds=5),
                     *command,
                 ]
+        env = trial_environment(limited=not timed, ranks=r.ranks)
         with GuardedProcess(command, env, scratch=str(self.scratch)) as child:
             return child.watch(r.timeout)
 

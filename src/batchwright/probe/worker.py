@@ -267,22 +267,23 @@ class Worker:
     def _throughput(self) -> None:
         batch = self.batch(0, self.size)
         self.stage("warm-up")
-        self.result["flops"], self.result["flops_type"] = self._flops(batch)
+        cached = lambda: self.step(batch)  # noqa: E731
+        cached()
         if self.spec["micro_steps"] > 1:  # as in a limit trial: the peaks of both are compared
             self.step(batch, update=False)
-        cached = lambda: self.step(batch)  # noqa: E731
-        self.result["timing"] = self._time(cached)
+        self.result["timing"] = self._time(cached, first=2)
         if self.spec["contrasts"]:
             self.stage("contrasts")
+            self.result["flops"], self.result["flops_type"] = self._flops(batch)
             contrasts: dict[str, Timing] = {}
             if self.ranks.size > 1:  # it shows the synchronisation
                 contrasts["accumulate"] = self._time(lambda: self.step(batch, update=False))
                 self.optimizer.zero_grad(set_to_none=True)
             if self.task.example_batch is None:  # with an example batch, the dataset may not be here
                 feed = self._loader()
-                contrasts["loader"] = self._time(lambda: self.step(next(feed)), skip=2 * self.spec["workers"])
+                contrasts["loader"] = self._time(lambda: self.step(next(feed)), first=3 + 2 * self.spec["workers"])
             # Measured before and after the others: if the machine became busy, the interval is wide.
-            contrasts["cached"] = self.result["timing"].merged(self._time(cached))
+            contrasts["cached"] = self.result["timing"].merged(self._time(cached, first=2))
             self.result["contrasts"] = contrasts
 
     def _loader(self) -> Iterator[Any]:
@@ -298,19 +299,21 @@ class Worker:
         )
         return (to_device(batch, self.device) for batch in loader)
 
-    def _time(self, step: Callable[[], None], skip: int = 0) -> Timing:
+    def _time(self, step: Callable[[], None], first: int = 3) -> Timing:
+        """The step's times; after the `first` ones it is known how many fit into the seconds."""
+
         def once() -> tuple[float, float]:
             wall, cpu = time.perf_counter(), time.process_time()
             step()
             synchronise(self.device)
             return time.perf_counter() - wall, time.process_time() - cpu
 
-        first = [once() for _ in range(3 + skip)][-3:]
-        steps = int(self.spec["seconds"] / max(1e-6, min(wall for wall, _ in first[1:])))
+        known = [once() for _ in range(first)][-3:]
+        steps = int(self.spec["seconds"] / max(1e-6, min(wall for wall, _ in known[1:])))
         steps = self._agree(max(3, min(100, steps)))
         switches, wall = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.monotonic()
         before, own = busy_seconds(), time.process_time()
-        times = first + [once() for _ in range(steps)]
+        times = known + [once() for _ in range(steps)]
         after, own = busy_seconds(), time.process_time() - own
         wall = time.monotonic() - wall
         others = after - before - self._sum(own) if before and after else None
