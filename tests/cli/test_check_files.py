@@ -277,6 +277,8 @@ def test_a_configuration_that_a_key_names_and_that_cannot_be_read(cli, tmp_path,
     (tmp_path / "data.json").write_text("[1, 2]")
     (tmp_path / "bad.yaml").write_text(HF + "deepspeed: bad.json\n")
     (tmp_path / "missing.yaml").write_text(HF + "deepspeed: missing.json\n")
+    grpo = "num_generations: 8\nper_device_train_batch_size: 8\nsteps_per_generation: 1\n"
+    (tmp_path / "grpo.yaml").write_text(grpo + "deepspeed: missing.json\n")
     for line in (f"{LINE} bad.json", "bad.yaml --devices 8", f"{LINE}_config=bad.json"):
         ran = cli("check", *line.split())
         assert ran.code == 2 and "bad.json is not valid JSON" in ran.err, line
@@ -285,6 +287,14 @@ def test_a_configuration_that_a_key_names_and_that_cannot_be_read(cli, tmp_path,
         assert ran.code == 0 and "missing.json is not a file here: what it says is not read" in " ".join(
             ran.out.split()
         )
+    for verb in (
+        f"plan {LINE} missing.json",
+        "plan missing.yaml --devices 8",
+        f"ramp {LINE} missing.json --ramp 0:64",
+        "rl grpo.yaml",
+    ):
+        said = " ".join(cli(*verb.split()).out.split())
+        assert "missing.json is not a file here: what it says is not read" in said, verb
     for line in (LINE, f"{LINE} --train_file data.json", f"{LINE} --train_file missing.json"):
         ran = cli("check", *line.split())
         assert ran.code == 0 and "not a file here" not in ran.out

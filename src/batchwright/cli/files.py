@@ -148,9 +148,11 @@ def _here(name: str, folder: str) -> str | None:
     return next((path for path in paths if path.endswith(FILES) and os.path.isfile(path)), None)
 
 
-def not_here(entries: Iterable[tuple[str, Given]]) -> list[str]:
-    """The files that keys such as `deepspeed` name and that do not exist."""
-    return [
+def not_read(words: Iterable[str], entries: Iterable[tuple[str, Given]]) -> str:
+    """The configurations that a command line or a key such as `deepspeed` names and that do not exist."""
+    paths = [word.rpartition("=")[2] for word in words]
+    named = [path for path in paths if path.endswith(_CONFIGS) and not os.path.exists(path)]
+    named += [
         one.value
         for key, one in entries
         if key in _NAMING
@@ -158,6 +160,11 @@ def not_here(entries: Iterable[tuple[str, Given]]) -> list[str]:
         and one.value.endswith(FILES)
         and _here(one.value, os.path.dirname(one.origin.rpartition(": ")[0])) is None
     ]
+    return ", ".join(path[-80:] for path in dict.fromkeys(named))
+
+
+_CONFIGS = (".yaml", ".yml", ".toml")
+MISSING = "{} is not a file here: what it says is not read."
 
 
 def read_arguments(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +16,7 @@ from batchwright.dialects.reading import read
 from batchwright.dialects.record import Given, Reading, version_text
 
 from . import text
-from .files import not_here, read_arguments, read_entries, without_deleted, words_of
+from .files import MISSING, not_read, read_arguments, read_entries, without_deleted, words_of
 from .naming import Names
 from .options import DEVICES
 
@@ -29,17 +28,12 @@ def read_configuration(
     entries = [one for _, _, found in read_arguments(arguments, left_out) for one in found]
     entries = without_deleted(entries, (*arguments, *left_out))
     reading = read(entries, words=(*left_out, *words_of(arguments)), name=name, world=world_of(flags))
-    named = [one.rpartition("=")[2] for one in (*left_out, *arguments)]
-    named = [path for path in named if path.endswith(_CONFIGS) and not os.path.exists(path)]
-    shown = ", ".join(path[-80:] for path in dict.fromkeys((*named, *not_here(entries))))
+    shown = not_read((*left_out, *arguments), entries)
     if not shown:
         return reading
     if not any(reading.dialect.reads(key) for key in reading.given):
         raise ConfigError(f"{shown} is not a file here, and no other key about the batch is given.", field="file")
-    return replace(reading, notes=(*reading.notes, f"{shown} is not a file here: what it says is not read."))
-
-
-_CONFIGS = (".yaml", ".yml", ".toml")
+    return replace(reading, notes=(*reading.notes, MISSING.format(shown)))
 
 
 def read_text_as(path: str, text: str, flags: Mapping[str, Any], name: str) -> Reading:

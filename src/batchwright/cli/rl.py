@@ -16,7 +16,7 @@ from batchwright.dialects.record import PARALLEL_FIELDS, RL_FIELDS, WORLD_FIELDS
 
 from . import text
 from .config import PasteCommand, without_others
-from .files import read_arguments, without_deleted, words_of
+from .files import MISSING, not_read, read_arguments, without_deleted, words_of
 from .naming import notes, remember
 from .options import complete, json_option, number, print_json
 
@@ -79,6 +79,7 @@ def _gather(
         entries += [(_own(key, flags), given) for key, given in found]
         inside |= set() if is_key else {key for key, _ in found}
     entries = without_deleted(entries, (*arguments, *left_out))
+    absent = not_read((*left_out, *arguments), entries)
     own = {*flags, *WORLD_FIELDS, *PARALLEL_FIELDS}
     framework, _ = detect([key for key, _ in entries], (*left_out, *words_of(arguments)), "rl")
     entries += [
@@ -95,7 +96,7 @@ def _gather(
     required = ("prompts", "generations")
     raise_violations(ConfigError, [Violation(f"{n} is required.", n) for n in required if n not in values])
     remember(values, sources)
-    return values, sources, resolved.notes
+    return values, sources, (*resolved.notes, *([MISSING.format(absent)] if absent else []))
 
 
 def _own(key: str, flags: Mapping[str, Any]) -> str:
@@ -120,7 +121,7 @@ def render(made: RLPlan) -> list[str]:
             plural(made.rollout_micro_prompts, "prompt"),
             groups,
             rollout,
-            f"× {made.rollout_micro_steps} micro steps",
+            f"× {plural(made.rollout_micro_steps, 'micro step')}",
         ),
         ("update", plural(made.prompts_per_update, "prompt"), groups, update, f"× {made.updates_per_round} per round"),
         ("micro", plural(made.train_micro_responses, "response"), micro, update, ""),
