@@ -246,6 +246,11 @@ def test_what_follows_in_megatrons_dataset_is_read_next(tmp_path: Path) -> None:
             lambda: grain_position([{"last_seen_indices": {"0": 3}, "sampler": "shard_index=1, shard_count=4"}]),
             "all of them",
         ),
+        (
+            lambda: grain_position([{"last_seen_indices": {"0": None}, "sampler": "shard_index=0, shard_count=1"}]),
+            "it has no whole numbers in last_seen_indices",
+        ),
+        (lambda: torchdata_position([None], batch_size=2, shuffled=False), "not a state of torchdata"),
         (lambda: Interleaved(["ab", "c"]), "equal lengths"),
     ],
 )

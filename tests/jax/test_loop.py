@@ -117,7 +117,13 @@ def test_one_of_two_nodes_reads_for_both(tmp_path):
     )  # fmt: skip
     assert made.state == "complete" and audit(tmp_path / "run").ok
     loading = json.loads((tmp_path / "run" / names.status(1)).read_text())["loading"]
-    assert [loading[key] for key in ("hosts", "loading_hosts", "rows_read", "rows_trained")] == [2, 1, 48, 48]
+    assert [loading[key] for key in ("readers", "hosts", "loading_hosts", "rows_read", "rows_trained")] == [
+        1,
+        2,
+        1,
+        48,
+        48,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -560,19 +560,25 @@ def test_the_rest_of_a_ramp_and_long_lists_say_what_is_left_out(tmp_path):
 
 def test_who_has_read_is_in_the_report(tmp_path):
     root = material.run_directory(tmp_path / "run", steps=10)
-    read = {"hosts": 2, "loading_hosts": 1, "rows_read": 48, "rows_trained": 40, "read_amplification": 1.2}
+    read = {
+        "readers": 1,
+        "hosts": 2,
+        "loading_hosts": 1,
+        "rows_read": 48,
+        "rows_trained": 40,
+        "read_amplification": 1.2,
+    }
     for number, loading in (
         (2, read | {"wait_seconds": 0.5}),
-        (3, read | {"loading_hosts": None, "wait_seconds": 3.0}),
+        (3, read | {"readers": 2, "hosts": None, "loading_hosts": None, "wait_seconds": 3.0}),
     ):
         path = root / names.status(number)
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({"loading": loading}))
     run = history(RunDirectory(root))
     blocks = {block.title: block for block in section("run", run, "run", "light").blocks}
-    ranks = run["history"][2]["ranks"]
     assert blocks["Reading"].rows == (
         ("2", "1 of 2 hosts", "48", "48", "1.20", "0.5 s"),
-        ("3", "every rank", "48", str(48 // ranks), "1.20", "3.0 s"),
+        ("3", "every rank", "48", "24", "1.20", "3.0 s"),
     )
     assert "| 2 | 1 of 2 hosts | 48 | 48 | 1.20 | 0.5 s |" in batchwright.report(str(root), markdown="-").markdown

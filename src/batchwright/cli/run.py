@@ -15,6 +15,7 @@ from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError, RunError, Violation, raise_violations
 from batchwright.core.fields import unknown_key
 from batchwright.core.ramp.request import RAMP_READERS, read_ramp
+from batchwright.rundir.status import READING_HEAD, reading_rows
 from batchwright.rundir.trackers import TRACKERS
 
 from . import GROUPS, text
@@ -421,9 +422,9 @@ def _show_status(
     if rows := shown.launch_rows(now):
         less = ("ranks", "nodes", "stage", "from sample")
         lines += ["", *text.table(rows, head=shown.LAUNCH_HEAD, right=range(7), drop=less)]
-    if rows := shown.reading_rows(now.starts_list[-16:]):
+    if rows := reading_rows(now.starts_list[-16:]):
         less = ("rows per reader", "amplification", "rows read")
-        lines += ["", "reading:", *text.table(rows, head=shown.READING_HEAD, right=(0, *range(2, 6)), drop=less)]
+        lines += ["", "reading:", *text.table(rows, head=READING_HEAD, right=(0, *range(2, 6)), drop=less)]
     if jobs:
         lines += ["", *text.table(jobs.cells(), head=jobs.head, right=(0, 1, *range(3, 9))), f"  {jobs.sum(plan)}"]
     if rows := shown.boundary_rows(now.boundaries):

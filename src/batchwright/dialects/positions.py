@@ -65,6 +65,8 @@ def torchdata_position(
     full = True
     rows = count(batch_size, "batch_size")
     for rank, state in enumerate(states):
+        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _not_a_state("torchdata", rank, "a dictionary")
         main: Any = state
         known, later = state.get("_num_yielded"), 0
         if isinstance(snapshot := state.get("_snapshot"), Mapping):
@@ -159,7 +161,12 @@ def _grain(process: int, processes: int, state: Mapping[str, Any] | str | bytes)
             f"state {process} says {shard[0] if shard else 'nothing of its shard'}, and {processes} states are given: all of "
             "them are needed, in the order of their processes."
         )
-    last = [int(value) for _, value in sorted(cast("Mapping[str, Any]", seen).items(), key=lambda item: int(item[0]))]
+    try:
+        last = [
+            int(value) for _, value in sorted(cast("Mapping[str, Any]", seen).items(), key=lambda item: int(item[0]))
+        ]
+    except (TypeError, ValueError):
+        raise _not_a_state("grain", process, "whole numbers in last_seen_indices") from None
     per_worker = [max(0, ((one - process) // processes - worker) // len(last) + 1) for worker, one in enumerate(last)]
     return _even(per_worker, f"records of the workers of process {process}") * len(last)
 

@@ -111,7 +111,8 @@ class _Loop(Session):
                 self._save()
             step, wait, before = upcoming, 0.0, time.perf_counter()
         rows = total(feed.reader.rows_read)
-        self._count_rows(rows, self.position - begun, jax.process_count(), feed.loading_hosts)
+        hosts = jax.process_count()
+        self._count_rows(rows, self.position - begun, feed.loading_hosts or hosts, hosts, feed.loading_hosts)
         return reason or ("end" if self.position == self.schedule.total_samples else "boundary")
 
     def _check_blank(self) -> None:

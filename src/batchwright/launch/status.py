@@ -15,8 +15,6 @@ from batchwright.core.numbers import human
 from batchwright.report.notebook import Shown
 from batchwright.rundir import names
 from batchwright.rundir.files import find_object
-from batchwright.rundir.status import READING_HEAD as READING_HEAD
-from batchwright.rundir.status import reading_rows as reading_rows
 
 from .directory import RunDirectory, write_json
 from .records import COMMAND, TASK, RunPlan
@@ -151,7 +149,7 @@ def _start(directory: RunDirectory, plan: RunPlan, number: int) -> dict[str, Any
     }
 
 
-_LOADING_NUMBERS = ("rows_read", "rows_trained", "read_amplification", "wait_seconds")
+_LOADING_NUMBERS = ("readers", "rows_read", "rows_trained", "read_amplification", "wait_seconds")
 
 
 def _loading(directory: RunDirectory, number: int) -> dict[str, Any] | None:

@@ -23,18 +23,22 @@ READING_HEAD = ("launch", "readers", "rows read", "rows per reader", "amplificat
 def reading_rows(starts: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Who read, how much, and how long the trainers waited: one row for every launch of a run's history that says so.
 
-    >>> read = {"hosts": 4, "loading_hosts": 2, "rows_read": 3000, "read_amplification": 1.0, "wait_seconds": 0.25}
-    >>> reading_rows([{"number": 1, "ranks": 8, "loading": read}, {"number": 2, "ranks": 8, "loading": None}])
-    [('1', '2 of 4 hosts', '3,000', '1,500', '1.00', '0.2 s')]
+    >>> read = {"rows_read": 3000, "read_amplification": 1.0, "wait_seconds": 0.25}
+    >>> hosts = {"readers": 2, "hosts": 4, "loading_hosts": 2, **read}
+    >>> stages = {"readers": 4, "hosts": None, "loading_hosts": None, **read}
+    >>> for row in reading_rows([{"number": 1, "ranks": 8, "loading": one} for one in (hosts, None, stages)]): print(row)
+    ('1', '2 of 4 hosts', '3,000', '1,500', '1.00', '0.2 s')
+    ('1', '4 of 8 ranks', '3,000', '750', '1.00', '0.2 s')
     """
     rows: list[tuple[str, ...]] = []
     for start in starts:
         if read := start.get("loading"):
-            readers = read["loading_hosts"] or start["ranks"]
+            readers, of = read["readers"], read["hosts"] or start["ranks"]
+            unit = "host" if read["hosts"] else "rank"
             rows.append(
                 (
                     str(start["number"]),
-                    f"{readers} of {read['hosts']} hosts" if read["loading_hosts"] else "every rank",
+                    f"every {unit}" if readers == of else f"{readers} of {of} {unit}s",
                     f"{read['rows_read']:,}",
                     f"{read['rows_read'] / readers:,.0f}" if readers else "-",
                     f"{read['read_amplification']:.2f}",
@@ -78,7 +82,8 @@ class Status:
     nonfinite_steps: int = 0
     """Steps of the lineage whose loss was NaN or infinite."""
     loading: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Of this launch, once it has stopped: hosts, loading_hosts, rows_read, rows_trained, read_amplification, wait_seconds."""
+    """Of this launch, once it has stopped: readers, hosts, loading_hosts, rows_read, rows_trained, read_amplification,
+    wait_seconds."""
 
     @property
     def exit_code(self) -> int:

@@ -292,6 +292,18 @@ def failing(rank: int, ranks: int, dataset: Any, options: dict[str, Any], of_ran
     return "no error"
 
 
+def crossed(rank: int, ranks: int) -> str:
+    """The error of ranks that iterate over two loaders with the same hosts in another order."""
+    hosts, order = ReadingHosts(1, rank=rank, ranks=ranks, ranks_per_host=1), GlobalOrder(50, 11)
+    steps = [StepSampler(ramp(), 3, rank, ranks, start, allow_ragged=True) for start in (0, 4)]
+    loaders = [Loader(Batched(), order, one, loading_hosts=hosts) for one in steps]
+    try:
+        digest(loaders[rank])
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
 class Held(Source):
     """A row that is not there until a file is."""
 

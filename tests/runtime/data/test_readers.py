@@ -247,18 +247,25 @@ def test_strange_rows_and_errors_reach_every_rank(run_ranks, pickled: bool) -> N
 
 @pytest.mark.slow
 def test_ranks_that_were_given_different_things_say_so(run_ranks) -> None:
-    same = "give all ranks the same schedule, start and read_ahead"
-    for of_rank, message in (
-        ({1: {"read_ahead": 2}}, same),
-        ({1: {"schedule": Constant(8).compile().until(120)}}, same),
-        ({1: {"start": 4}}, same),
-        ({1: {"loading_hosts": 2}}, "the ranks of loading_hosts do not agree"),
-        ({1: {"seed": 12}}, "seed=11, shuffle=True) on host 0"),
-        ({1: {"shuffle": False}}, "GlobalOrder(size=50, seed=11, shuffle=False) on host 1"),
+    for other, message in (
+        ({"read_ahead": 2}, "different values of read_ahead: 1 on host 0"),
+        ({"schedule": Constant(8).compile().until(120)}, "different values of schedule: Schedule(segments=(Segment("),
+        ({"start": 4}, "different values of start: 0 on host 0"),
+        ({"seed": 12}, "seed=11, shuffle=True) on host 0"),
+        ({"shuffle": False}, "GlobalOrder(size=50, seed=11, shuffle=False) on host 1"),
     ):
-        options = {"read_timeout": 600.0}
-        for text in run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Batched(), options, of_rank):
-            assert message in text, text
+        for readers in (1, 2):  # with two, every rank reads all of its own rows
+            options = {"read_timeout": 600.0, "loading_hosts": readers}
+            for text in run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Batched(), options, {1: other}):
+                assert message in text, text
+    for text in run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Batched(), {}, {1: {"loading_hosts": 2}}):
+        assert "the ranks of loading_hosts do not agree" in text, text
+
+
+@pytest.mark.slow
+def test_ranks_that_iterate_over_other_loaders_say_so(run_ranks) -> None:
+    for text in run_ranks(reader_ranks.crossed, 2, 2):
+        assert "give all ranks the same schedule, start and read_ahead" in text, text
 
 
 @pytest.mark.slow
@@ -315,7 +322,9 @@ def test_a_source_reports_its_own_failure_before_its_host_counts_as_hanging() ->
     assert OPEN_TIMEOUT < Options().start_seconds and Settings.open_timeout == OPEN_TIMEOUT
 
 
-@pytest.mark.parametrize("option", [{"persistent_workers": True}, {"timeout": 3}, {"read_timeout": 0}])
+@pytest.mark.parametrize(
+    "option", [{"persistent_workers": True}, {"timeout": 3}, {"read_timeout": 0}, {"read_timeout": 1e10}]
+)
 def test_options_that_do_not_go_with_reading_hosts(option: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match=next(iter(option))):
         Loader(range(50), GlobalOrder(50), reader_ranks.sampler(0, 1), loading_hosts=1, **option)

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file, under any import mode
 
-from loop_runs import launch, losses, ramp
+from loop_runs import launch, losses, ramp, status
 
 from batchwright.core.errors import PlanError
 from batchwright.runtime.loop.events import read_events
@@ -69,6 +69,11 @@ def test_a_model_in_stages_trains_as_the_whole_model(tmp_path, ranks, task, sett
     assert saved.state["fingerprint"]["model"] == one.state["fingerprint"]["model"]
     found = audit(tmp_path / "staged")
     assert found.ok and found.ids_checked and found.samples == 192
+    # The first and the last stage read; in these schedules one rank has both.
+    replicas = ranks // 2
+    readers = replicas if settings.get("pipeline_schedule") in ("zbv", "dualpipev") else ranks
+    said = status(tmp_path / "staged")["loading"]
+    assert (said["readers"], said["rows_read"], said["rows_trained"]) == (readers, 192 * readers // replicas, 192)
     assert len(list((tmp_path / "staged" / "ledger").iterdir())) == ranks // 2  # one for each data-parallel rank
 
 

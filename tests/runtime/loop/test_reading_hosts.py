@@ -48,7 +48,8 @@ def test_weights_do_not_depend_on_who_reads(tmp_path) -> None:
     for name in ("two", "one"):
         assert [key for key in weights["all"] if not torch.equal(weights["all"][key], weights[name][key])] == []
         said = status(tmp_path / name)["loading"]
-        assert (said["hosts"], said["loading_hosts"]) == (3, 1 + (name == "two"))
+        readers = 1 + (name == "two")
+        assert (said["hosts"], said["loading_hosts"], said["readers"]) == (3, readers, readers)
         assert (said["rows_read"], said["rows_trained"], said["read_amplification"]) == (192, 192, 1.0)
         assert status(tmp_path / name)["evaluation_loss"] == pytest.approx(status(tmp_path / "all")["evaluation_loss"])
     events = read_events(tmp_path / "two")
@@ -143,6 +144,9 @@ def test_settings_of_reading_hosts_are_checked() -> None:
         {"read_ahead": 2},
         {"read_timeout": 0.0},
         {"open_timeout": 0.0},
+        {"read_timeout": 1e10},
+        {"open_timeout": float("inf")},
+        {"open_timeout": "long"},
         {"read_retries": -1},
     )
     for changes in wrong:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
+from threading import TIMEOUT_MAX
 from time import perf_counter
 from typing import Any, cast
 from weakref import ref
@@ -113,11 +114,12 @@ class Loader:
         **options: Any,
     ) -> None:
         _check(dataset, options, reading=loading_hosts is not None)
-        if not 0 < read_timeout < float("inf"):
+        if not 0 < read_timeout <= TIMEOUT_MAX:
             raise PlanError(
-                f"read_timeout={read_timeout}: must be a number of seconds above 0.",
+                f"read_timeout={read_timeout}: must be above 0 and at most {TIMEOUT_MAX:,.0f}, in seconds.",
                 field="read_timeout",
                 given=read_timeout,
+                nearest=(TIMEOUT_MAX if read_timeout > TIMEOUT_MAX else READ_TIMEOUT,),
             )
         for name, value, least in (("read_ahead", read_ahead, 1), ("read_retries", read_retries, 0)):
             if value < least:
@@ -169,7 +171,8 @@ class Loader:
                 nearest=(sampler.rank,),
             )
         self._hosts = loading_hosts
-        _check_length(loading_hosts.length(dataset, order), order)
+        same = {"order": order, "schedule": sampler.schedule, "start": sampler.start, "read_ahead": read_ahead}
+        _check_length(loading_hosts.length(dataset, same), order)
         if loading_hosts.reader is not None:
             workers = max(1, num_workers)
             self._reader.begun = slots(workers)

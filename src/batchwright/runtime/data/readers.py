@@ -1,4 +1,4 @@
-"""Hosts that read for others: rows go from the ranks that read to the ranks that train on them, behind the training.
+"""Hosts that read for others: rows go from the ranks that read to the ranks that train on them, in the background.
 
 Two threads of a rank, both of its own iteration:
 
@@ -10,19 +10,20 @@ back: at most `ROOM` load batches of its own rows wait on a rank. All messages h
 Every sender sends and every receiver receives in that order, so the earliest message that is not sent yet can always be sent,
 and nobody waits forever.
 
-torch's gloo, what the code has to respect (all observed): a thread needs a process group of its own; `isend` does not copy;
-messages of one tag match in the order of their calls; a message larger than the receiver's buffer aborts the process, so
-its size comes first; a wait that times out closes the connection, so a wait has no limit, and the trainer's own wait has one.
+torch's gloo, what the code has to respect (all observed): threads need a process group beside that of the training; `isend`
+does not copy; messages of one tag match in the order of their calls; a message larger than the receiver's buffer aborts the
+process, so its size comes first; a wait that times out closes the connection, so a wait has no limit, and the trainer's own
+wait has one.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from hashlib import sha256
 from queue import Empty, SimpleQueue
-from time import perf_counter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,7 +32,6 @@ import torch.distributed as dist
 from batchwright.core.errors import PlanError, RunError
 
 from .hosts import Hosts, LoadBatch, LoadingHosts, checked
-from .order import GlobalOrder
 from .requests import Request
 from .rows import unpack
 
@@ -47,6 +47,7 @@ _STOP = -1
 _ERROR = -2
 _CLOSING_SECONDS = 5.0
 T = TypeVar("T")
+S = TypeVar("S")
 # torch's annotations of its collectives are incomplete.
 _gloo = cast(Any, dist)
 
@@ -101,23 +102,25 @@ class ReadingHosts:
         self.unanswered: list[tuple[Any, torch.Tensor]] = []
         """Messages that nobody waits for: their memory must stay."""
 
-    def length(self, dataset: Any, order: GlobalOrder | None = None) -> int:
+    def length(self, dataset: Any, given: Mapping[str, Any] | None = None) -> int:
         """`len(dataset)`, which only the readers ask: no other host opens the dataset. Called on all ranks at once.
 
-        With `order`, orders that differ between the ranks are refused: a reader would send the rows of its own order.
+        What the ranks were `given` must be the same on all: a reader sends the rows of its own order and schedule.
         """
-        said = None if order is None else f"size={order.size}, seed={order.seed}, shuffle={order.shuffle}"
-        found, orders = self._answers("len(dataset)", self.readers, lambda: len(dataset), said)
+        own = {name: repr(value) for name, value in (given or {}).items()}
+        said = {name: (text[:200], sha256(text.encode()).digest()) for name, text in own.items()}
+        found, everyone = self._answers("len(dataset)", self.readers, lambda: len(dataset), said)
         if len(set(found.values())) > 1:
             shown = ", ".join(f"{one:,} on {self.named(rank)}" for rank, one in list(found.items())[:4])
             raise RunError(f"the readers have datasets of different lengths: {shown}.", field="dataset")
-        for rank, other in enumerate(orders):
-            if other != orders[0]:
-                raise PlanError(
-                    f"the ranks have different orders: GlobalOrder({orders[0]}) on {self.named(0)}, GlobalOrder({other}) on "
-                    f"{self.named(rank)}. Give all ranks the same.",
-                    field="order",
-                )
+        for rank, other in enumerate(everyone):
+            for name in other:
+                if other[name] != everyone[0][name]:
+                    raise PlanError(
+                        f"the ranks were given different values of {name}: {everyone[0][name][0]} on {self.named(0)}, "
+                        f"{other[name][0]} on {self.named(rank)}. Give all ranks the same.",
+                        field=name,
+                    )
         return found[self.readers[0]]
 
     def answered(self, what: str, question: Callable[[], T]) -> T:
@@ -125,8 +128,8 @@ class ReadingHosts:
         return self._answers(what, self.readers[:1], question)[0][self.readers[0]]
 
     def _answers(
-        self, what: str, readers: tuple[int, ...], question: Callable[[], T], said: str | None = None
-    ) -> tuple[dict[int, T], list[str | None]]:
+        self, what: str, readers: tuple[int, ...], question: Callable[[], T], said: S | None = None
+    ) -> tuple[dict[int, T], list[S]]:
         """What `question()` returns on some readers, and what every rank has `said`. An error is raised on all ranks."""
         answer: T | None = None
         fault: str | None = None
@@ -137,7 +140,7 @@ class ReadingHosts:
             except Exception as error:
                 fault, raised = f"{type(error).__name__}: {error}"[:2000], error
         self._await(what, readers)
-        everyone: list[tuple[T, str | None, str | None]] = self._gathered((answer, fault, said))
+        everyone: list[tuple[T, str | None, S]] = self._gathered((answer, fault, said))
         if raised is not None:
             raise raised
         for rank in readers:
@@ -182,7 +185,7 @@ class ReadingHosts:
 
 
 def _own_group(ranks: int, group: dist.ProcessGroup | None) -> Any:
-    """A gloo group of the same processes, which no other thread uses."""
+    """A gloo group of the same processes, beside those of the training."""
     there = dist.get_world_size(group) if dist.is_initialized() else 1
     if there != ranks:
         raise PlanError(
@@ -222,12 +225,11 @@ class Exchange:
         hosts.iterations += 1
         self._arrived: SimpleQueue[tuple[list[Any], bool] | BaseException | None] = SimpleQueue()
         self._own: SimpleQueue[tuple[int, int, torch.Tensor] | None] = SimpleQueue()
-        self._own_wishes: SimpleQueue[int] = SimpleQueue()
+        self._own_asks: SimpleQueue[int] = SimpleQueue()
         self._room = threading.Semaphore(ROOM)
         self._stopped = False
         self._failure: str | None = None
         self._awaited: tuple[int, int] | None = None
-        self.waited_seconds = 0.0
         self._threads = [threading.Thread(target=self._receive, name="batchwright-receive", daemon=True)]
         if reads is not None:
             self._threads.append(threading.Thread(target=self._send, name="batchwright-send", daemon=True))
@@ -236,13 +238,10 @@ class Exchange:
 
     def take(self) -> list[Any]:
         """The next rows of this rank, in the order of their positions."""
-        before = perf_counter()
         try:
             found = self._arrived.get(timeout=self._timeout)
         except Empty:
             raise RunError(self._late(), field="read_timeout", given=self._timeout) from None
-        finally:
-            self.waited_seconds += perf_counter() - before
         if found is None:
             raise RunError("the rows ended before the schedule did.")
         if isinstance(found, BaseException):
@@ -275,7 +274,7 @@ class Exchange:
     def _end(self) -> None:
         self._stopped = True
         self._room.release()
-        self._own_wishes.put(_STOP)
+        self._own_asks.put(_STOP)
 
     def _late(self) -> str:
         if self._awaited is None:
@@ -297,7 +296,7 @@ class Exchange:
                 self._room.acquire()
                 if self._stopped:
                     break
-                self._own_wishes.put(batch.number)
+                self._own_asks.put(batch.number)
                 needed = batch.needed(hosts.rank, hosts.ranks)
                 positions = (position for part in needed for position in part)
                 sources = batch.sources(hosts.rank, hosts.ranks, len(hosts.readers))
@@ -305,8 +304,8 @@ class Exchange:
                 asked: list[tuple[Any, torch.Tensor]] = []
                 for reader in sources:
                     if hosts.readers[reader] != hosts.rank:
-                        wish = torch.tensor([batch.number, batch.span.start, batch.span.stop])
-                        asked.append((self._post("isend", wish, hosts.readers[reader], 1), wish))
+                        ask = torch.tensor([batch.number, batch.span.start, batch.span.stop])
+                        asked.append((self._post("isend", ask, hosts.readers[reader], 1), ask))
                 left = sum(sources.values())
                 for reader, rows in sources.items():
                     while rows:
@@ -323,14 +322,14 @@ class Exchange:
             if self._stopped:
                 for rank in hosts.readers:
                     if rank != hosts.rank:
-                        wish = torch.tensor([_STOP, 0, 0])
-                        hosts.unanswered.append((self._post("isend", wish, rank, 1), wish))
+                        ask = torch.tensor([_STOP, 0, 0])
+                        hosts.unanswered.append((self._post("isend", ask, rank, 1), ask))
         except BaseException as error:
             self._arrived.put(error)
         else:
             self._arrived.put(None)
         finally:
-            self._own_wishes.put(_STOP)
+            self._own_asks.put(_STOP)
 
     def _next(self, rank: int, first: int) -> tuple[int, torch.Tensor]:
         """The next message of a reader: how many rows, and the block that has them."""
@@ -410,22 +409,22 @@ class Exchange:
             return False
         if rank == self._hosts.rank:
             while asked.get(rank, -1) < batch.number:
-                asked[rank] = self._own_wishes.get()
+                asked[rank] = self._own_asks.get()
                 if asked[rank] == _STOP:
                     gone.add(rank)
                     return False
             return True
         if asked.get(rank, -1) < batch.number:
-            wish = torch.empty(3, dtype=torch.int64)
+            ask = torch.empty(3, dtype=torch.int64)
             try:
-                self._post("irecv", wish, rank, 1).wait(_FOREVER)
+                self._post("irecv", ask, rank, 1).wait(_FOREVER)
             except RuntimeError as error:
                 raise RunError(
                     f"{self._hosts.named(rank)} has gone, before it asked for load batch {batch.number:,}. gloo says: "
                     f"{str(error)[:200]}",
                     field="loading_hosts",
                 ) from None
-            number, start, stop = (int(one) for one in wish)
+            number, start, stop = (int(one) for one in ask)
             if number == _STOP:
                 gone.add(rank)
                 return False

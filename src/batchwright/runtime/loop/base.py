@@ -273,9 +273,10 @@ class LoopBase(ABC):
         self.nonfinite_in_a_row = 0 if math.isfinite(loss) else self.nonfinite_in_a_row + 1
         self.nonfinite_steps += bool(self.nonfinite_in_a_row)
 
-    def _count_rows(self, read: int, trained: int, hosts: int | None, loading_hosts: int | None) -> None:
-        """Rows that all ranks have read from the dataset, against those that were trained."""
+    def _count_rows(self, read: int, trained: int, readers: int, hosts: int | None, loading_hosts: int | None) -> None:
+        """Rows that the processes that read have read from the dataset, against those that were trained."""
         self.loading = {
+            "readers": readers,
             "hosts": hosts,
             "loading_hosts": loading_hosts,
             "rows_read": read,

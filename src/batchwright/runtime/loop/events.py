@@ -15,8 +15,9 @@ kind, beside those:
     saving      step, samples: when a save begins
     save        step, samples, checkpoint, seconds
     nonfinite   step, samples, steps: the loss was not finite in so many steps in a row, and the launch fails
-    stop        reason, step, samples, next_stage, hosts, loading_hosts (null: every rank reads), rows_read (of all ranks in
-                this launch), rows_trained, read_amplification (their ratio), wait_seconds (of all steps)
+    stop        reason, step, samples, next_stage, readers (processes that read), hosts, loading_hosts (null: not given),
+                rows_read (of all ranks in this launch), rows_trained, read_amplification (their ratio), wait_seconds (of all
+                steps)
     tracker     tracker, error: a tracker that failed; the run continues without it
 
 `train_rl` counts prompts as samples and rounds as steps, and adds to `step` reward, policy_lag, responses and

@@ -25,7 +25,6 @@ from batchwright.runtime.device import choose, collectives_for, use
 from batchwright.runtime.ranks import check_rendezvous, discover
 
 from .settings import Strategy
-from .signals import StopSignals as StopSignals
 
 # torch's annotations of its collectives are incomplete.
 collectives = cast(Any, dist)

@@ -34,8 +34,9 @@ from batchwright.runtime.task import Task
 from .base import LoopBase
 from .evaluate import Part
 from .events import Tracker
-from .process import StopSignals, ThisProcess, wrapped, wrapped_stage
+from .process import ThisProcess, wrapped, wrapped_stage
 from .settings import Settings
+from .signals import StopSignals
 
 OnStep = Callable[[StepResult, nn.Module, Optimizer], None]
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Any, Literal, cast
 
 from batchwright.core.batch.pipeline import RUN_BY_TORCH, SPLIT_BACKWARD
@@ -64,7 +65,7 @@ _OPTIONAL = (
     "ranks_per_host",
     "inner_microbatches",
 )
-_NUMBERS = ("max_tokens", "max_norm", "grad_scaler", "peak_flops", "read_timeout")
+_NUMBERS = ("max_tokens", "max_norm", "grad_scaler", "peak_flops", "read_timeout", "open_timeout")
 _SWITCHES = ("allow_ragged", "shuffle", "resume", "accept_changes", "asynchronous", "progress")
 
 
@@ -208,8 +209,8 @@ class Settings:
         for host in hosts if isinstance(hosts, tuple) else () if hosts is None else (hosts,):
             found += _whole("loading_hosts", host, 0 if isinstance(hosts, tuple) else 1)
         for name in ("read_timeout", "open_timeout"):
-            if not getattr(self, name) > 0:
-                message = f"{name}={getattr(self, name)}: must be above 0, in seconds."
+            if not 0 < getattr(self, name) <= TIMEOUT_MAX:
+                message = f"{name}={getattr(self, name)}: must be above 0 and at most {TIMEOUT_MAX:,.0f}, in seconds."
                 found.append(Violation(message, name, getattr(self, name)))
         if self.read_ahead > 1 and hosts is None:
             message = (
@@ -233,7 +234,7 @@ class Settings:
         kinds |= {"tracker": (tuple, f"one or several of {', '.join(TRACKERS)}")}
         for name, (kind, what) in kinds.items():
             value = getattr(self, name)
-            unset = value is None and name not in (*_SWITCHES, "device", "tracker", "read_timeout")
+            unset = value is None and name not in (*_SWITCHES, "device", "tracker", "read_timeout", "open_timeout")
             if not unset and (not isinstance(value, kind) or (kind is Real and isinstance(value, bool))):
                 found.append(Violation(f"{name}={_shown(value)}: must be {what}.", name, _shown(value)))
         return found

@@ -42,9 +42,10 @@ from batchwright.runtime.task import Task, load_task
 from .base import finish, main_of
 from .evaluate import Unread, evaluate
 from .events import Tracker
-from .process import StopSignals, joined, without_worker_failures
+from .process import joined, without_worker_failures
 from .session import OnStep, Session
 from .settings import Settings
+from .signals import StopSignals
 
 _ALIVE_SECONDS = 1.0  # between two events of a long evaluation
 
@@ -144,8 +145,9 @@ class Loop(Session):
             before = time.perf_counter()
         steps.close()
         rows, reading = process.total(loader.rows_read if _has_data(accumulator) else 0), self.reading
-        hosts = (len(set(reading.hosts.of_rank)), len(reading.readers)) if reading else (None, None)
-        self._count_rows(rows, self.position - begun, *hosts)
+        readers = len(reading.readers) if reading else process.total(int(_has_data(accumulator)))
+        hosts = (len(set(reading.hosts.of_rank)), readers) if reading else (None, None)
+        self._count_rows(rows, self.position - begun, readers, *hosts)
         return reason or ("end" if self.position == self.schedule.total_samples else "boundary")
 
     def _accumulator(self) -> Accumulator:

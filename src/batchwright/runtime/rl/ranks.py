@@ -25,7 +25,8 @@ from batchwright.processes.endings import error_from_record, error_record
 from batchwright.rundir.status import Status
 from batchwright.runtime.data.order import GlobalOrder
 from batchwright.runtime.device import choose, collectives_for, use
-from batchwright.runtime.loop.process import StopSignals, ThisProcess
+from batchwright.runtime.loop.process import ThisProcess
+from batchwright.runtime.loop.signals import StopSignals
 from batchwright.runtime.ranks import check_rendezvous, discover
 
 from .link import LAUNCH, STATUS, STOP, BroadcastWeights, pauses, size_of

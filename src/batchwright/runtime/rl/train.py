@@ -32,8 +32,9 @@ from batchwright.core.rl import RLPlan
 from batchwright.rundir.status import Status
 from batchwright.runtime.device import to_device
 from batchwright.runtime.loop.events import Tracker
-from batchwright.runtime.loop.process import StopSignals, joined
+from batchwright.runtime.loop.process import joined
 from batchwright.runtime.loop.session import OnStep
+from batchwright.runtime.loop.signals import StopSignals
 from batchwright.runtime.loop.train import Loop
 from batchwright.runtime.state.checkpoint import Saved
 from batchwright.runtime.state.updates import Updates
