@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from batchwright.cli.files import read_keys, read_text
+from batchwright.cli.files import read_keys
+from batchwright.cli.parse import read_text
 from batchwright.core.errors import ConfigError
 
 FORMATS = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.cli.files import scalar
+from batchwright.cli.parse import scalar
 from batchwright.core.errors import BatchwrightError
 from batchwright.dialects import frameworks
 from batchwright.dialects.checking import check

@@ -156,7 +156,8 @@ def _is_configuration(arguments: tuple[str, ...], left_out: tuple[str, ...], eac
         return each
     if not arguments[0].endswith(FILES):
         return True
-    from .files import read_keys, read_text
+    from .files import read_keys
+    from .parse import read_text
 
     text = read_text(arguments[0])  # parsed once, unless it may be a project file
     return not ("task" in text and "target" in text) or "task.target" not in read_keys(arguments[0])

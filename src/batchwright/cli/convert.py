@@ -19,9 +19,10 @@ from batchwright.dialects.record import NEWEST, version_text
 
 from . import text
 from .config import PasteCommand
-from .files import read_keys, read_text
+from .files import read_keys
 from .frameworks import heading, passed_over, read_configuration, read_text_as, spelled
 from .options import CONFIGURATION_FLAGS, FILES, FRAMEWORK, complete, devices_options, json_option, number, print_json
+from .parse import read_text
 
 _WHOLE = "whole file"
 

@@ -201,7 +201,7 @@ def read_task(target: str, args: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     if not target.endswith(FILES):
         _look_for(target)
         return target, task_arguments(args)
-    from .files import read_file
+    from .parse import read_file
 
     section = read_file(target).get("task")
     named = section.get("target") if isinstance(section, Mapping) else None
@@ -232,7 +232,7 @@ def task_arguments(args: tuple[str, ...]) -> dict[str, Any]:
     """
     import json
 
-    from .files import refuse_deep
+    from .parse import refuse_deep
 
     wrong = [
         Violation(f"--arg {arg[:60]!r} is not KEY=VALUE.", "arg", arg[:60], (f"{arg[:60]}=...",))

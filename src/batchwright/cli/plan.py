@@ -14,7 +14,6 @@ from batchwright.core.numbers import format_bytes, percentage
 
 from . import text
 from .config import NOT_READ, Gathered, PasteCommand, gather
-from .files import read_file
 from .naming import notes, spell
 from .options import (
     batch_options,
@@ -33,6 +32,7 @@ from .options import (
     training_options,
     world_options,
 )
+from .parse import read_file
 
 if TYPE_CHECKING:
     from batchwright.api import Plan

@@ -19,9 +19,9 @@ from batchwright.core.ramp.schedule import Step
 
 from . import text
 from .config import PasteCommand, gather
-from .files import read_file
 from .naming import notes
 from .options import batch_options, complete, json_option, number, print_json, schedule_options, stack, world_options
+from .parse import read_file
 
 # `run` takes these, too: the rule of a schedule, and how its stages get their nodes.
 rule_options = stack(

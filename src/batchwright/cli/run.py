@@ -20,7 +20,6 @@ from batchwright.rundir.trackers import TRACKERS
 
 from . import GROUPS, text
 from .config import gather
-from .files import read_file, read_value
 from .naming import spell
 from .options import (
     CommandLine,
@@ -37,6 +36,7 @@ from .options import (
     task_arguments,
     task_option,
 )
+from .parse import read_file, read_value
 from .ramp import node_options, render, rule_options
 
 if TYPE_CHECKING:
