@@ -8,15 +8,15 @@ BATCHWRIGHT_DEVICE=real the accelerator that torch finds; then results are compa
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from multiprocessing import get_context, set_start_method
 from multiprocessing.connection import wait
 from typing import Any
+
+from batchwright.launch.ports import free_port
 
 SIMULATED = os.environ.get("BATCHWRIGHT_DEVICE") != "real"
 TIMEOUT = 120.0
@@ -40,7 +40,7 @@ class Hosts:
             theirs.close()
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        ports = _free_ports(8)
+        ports = list({free_port() for _ in range(16)})  # more than the groups of a case
         for pipe in self.pipes:
             pipe.send((function, args, ports))
         waiting, answers = dict(enumerate(self.pipes)), dict[int, Any]()
@@ -103,14 +103,6 @@ def _serve(rank: int, ranks: int, pipe: Any) -> None:
             pipe.send((False, traceback.format_exc()))
             if dist.is_initialized():
                 os._exit(1)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
 
 
 def fresh_port() -> None:

@@ -26,7 +26,7 @@ def environment(devices: int = 1) -> dict[str, str]:
 
 def run(function: str, *, devices: int = 1, processes: int = 1, killed: bool = False, **arguments: Any) -> list[Any]:
     """What the function returned in every process; nothing if all were `killed`."""
-    port = free_port("127.0.0.1")
+    port = free_port()
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.jax.programs", function, str(rank), str(processes), str(port), json.dumps(arguments)],

@@ -27,7 +27,7 @@ def main(number: int, command: list[str]) -> int:
         "WORLD_SIZE": str(number),
         "LOCAL_WORLD_SIZE": str(number),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port("127.0.0.1")),
+        "MASTER_PORT": str(free_port()),
     }
     me = os.getpid()
     started = [

@@ -24,7 +24,7 @@ def test_a_ramp_of_a_trainer_over_two_launches(cluster, tmp_path, example, packa
     # Every virtual node has the address of this machine; docs/huggingface.md asks scontrol for the first node.
     torchrun = (
         f"srun --ntasks-per-node 1 {sys.executable} -m torch.distributed.run --nnodes {{nodes}} --nproc-per-node 1 "
-        f"--rdzv-backend c10d --rdzv-id {{launch}} --rdzv-endpoint 127.0.0.1:{free_port('127.0.0.1')} --local-addr 127.0.0.1"
+        f"--rdzv-backend c10d --rdzv-id {{launch}} --rdzv-endpoint 127.0.0.1:{free_port()} --local-addr 127.0.0.1"
     )
     done = subprocess.run(
         [
