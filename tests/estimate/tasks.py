@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import UserDict
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -250,8 +251,9 @@ def reads_its_data() -> Task:
     )
 
 
-def ragged() -> Task:
+def ragged(mapping: str = "dict") -> Task:
     """Samples of different lengths; the collator changes them, and pads to the longest of the batch."""
+    kind = {"dict": dict, "user": UserDict}[mapping]
 
     def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
         names = [sample.pop("name") for sample in samples]
@@ -261,19 +263,39 @@ def ragged() -> Task:
         lambda model, batch: (model(batch["x"].view(-1, 16)).square().sum(), 1),
         width=16,
         layers=2,
-        dataset=[{"x": torch.zeros(16 * (i % 4 + 1)), "name": "a"} for i in range(8)],
+        dataset=[kind({"x": torch.zeros(16 * (i % 4 + 1)), "name": "a"}) for i in range(8)],
         collate=collate,
     )
 
 
+class OwnArguments(UserDict):
+    """A mapping whose constructor takes no mapping, with an attribute beside its keys."""
+
+    def __init__(self, x: Tensor, factor: int = 1) -> None:
+        super().__init__()
+        self.data["x"], self.factor = x, factor
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A batch whose tensors are fields."""
+
+    x: Tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        return getattr(self, name)
+
+
 def encoded(mapping: str = "dict", scale: bool = False) -> Task:
-    """A collator that returns a mapping, such as the `BatchEncoding` of transformers, and maybe a scalar tensor."""
-    kind = {"dict": dict, "user": UserDict}[mapping]
+    """A collator that returns a container, such as the `BatchEncoding` of transformers, and maybe a scalar tensor."""
+    kinds: dict[str, Any] = {"dict": dict, "user": UserDict}
+    kinds |= {"own": lambda parts: OwnArguments(parts["x"], 2), "fields": lambda parts: Fields(**parts)}
 
     def collate(samples: list[Tensor]) -> Any:
-        return kind({"x": torch.stack(samples), **({"scale": torch.tensor(2.0)} if scale else {})})
+        return kinds[mapping]({"x": torch.stack(samples), **({"scale": torch.tensor(2.0)} if scale else {})})
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        assert mapping != "own" or batch.factor == 2
         y = model(batch["x"])
         return (y * batch["scale"] if scale else y).square().sum(), len(y)
 

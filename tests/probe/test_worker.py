@@ -135,3 +135,59 @@ def task():
     worker.write = lambda **found: None
     worker._build()
     assert worker.result["tokens_per_sample"] == expected
+
+
+LISTS = "[{'ids': [1] * (4 if i == 0 else 64)} for i in range(8)]", "pad([torch.tensor(row['ids']) for row in rows])"
+CHANGED = (
+    "[{'ids': torch.ones(7), 'n': 1} for _ in range(8)]",
+    "torch.stack([row.popitem() and row['ids'] for row in rows]).long()",
+)
+TEXTS = "['a' * n for n in (5, 9, 300, 7)]", "torch.ones(len(rows), 64, dtype=torch.long)"
+
+
+@pytest.mark.parametrize(
+    ("task", "longest", "expected"),
+    [(LISTS, False, None), (LISTS, True, 64), (TEXTS, False, 64), (CHANGED, True, 7)],
+    ids=["lists", "the longest list", "texts of one length as tokens", "rows that collate changes"],
+)
+def test_tokens_are_those_of_batches_not_of_rows(worker, tmp_path, task, longest, expected):
+    rows, collate = task
+    (tmp_path / "train.py").write_text(f"""
+import torch
+from batchwright.runtime.task import Task
+
+def task():
+    pad = lambda samples: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    loss = lambda model, x: (model(x.float()[..., :1]).sum(), 1)
+    return Task(torch.nn.Linear(1, 1), {rows}, loss, torch.optim.AdamW, collate=lambda rows: {collate})
+""")
+    worker.spec |= {"longest": longest, "longest_index": None, "target": f"{tmp_path / 'train.py'}:task", "args": {}}
+    worker.write = lambda **found: None
+    worker._build()
+    assert worker.result["tokens_per_sample"] == expected
+    worker.batch(0, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")  # of torch: its counter has hooks
+def test_a_compiled_model_stays_compiled_in_all_that_is_compared(worker):
+    """Counting operations makes the model run eagerly from then on."""
+    stages, eager = ["warm-up"], []
+
+    class Layer(torch.nn.Linear):
+        def forward(self, x):
+            if not torch.compiler.is_compiling():
+                eager.append(stages[-1])
+            return super().forward(x)
+
+    layer = Layer(4, 1)
+    worker.model, worker.optimizer = torch.compile(layer, backend="eager"), torch.optim.AdamW(layer.parameters())
+    timed, counted = worker._time, worker._flops
+    worker._time = lambda step, first: (stages.append("timing"), timed(step, first=first))[1]
+    worker._flops = lambda batch: (stages.append("counting"), counted(batch))[1]
+    worker.longest, worker.spec["contrasts"] = None, True
+    worker.task = SimpleNamespace(
+        example_batch=None, dataset=torch.ones(16, 4), collate=None, loss_of=lambda m, x: (m(x).sum(), 3, None)
+    )
+    worker._throughput()
+    assert worker.result["contrasts"].keys() == {"loader", "cached"} and worker.result["flops"] > 0
+    assert stages == ["warm-up", "timing", "timing", "timing", "counting"] and set(eager) == {"counting"}

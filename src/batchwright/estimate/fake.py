@@ -244,9 +244,8 @@ class FakeRuns:
                 peak, parts = tracker.peak, tracker.breakdown
                 with _stepping(tracker, optimizer):
                     optimizer.step()
-                state = (
-                    tracker.live["optimizer"] - before["optimizer"]
-                )  # some optimizers make theirs when they are made
+                # Adagrad makes its state in its constructor: it is in `before`.
+                state = tracker.live["optimizer"] - before["optimizer"]
                 with _stepping(tracker, optimizer):
                     optimizer.step()
                 del total

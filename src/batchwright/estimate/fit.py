@@ -15,11 +15,13 @@ Peak = Callable[[int], int]
 SAME_SLOPE = 1e-3
 # On a flat segment the line says nothing about the next one: a guess is at most so many times the largest that fits.
 FARTHEST = 16
+# Two runs for each time that the largest range is halved, and some until a batch fails.
+RUNS = 2 * MOST.bit_length() + 6
 # Above this error the three coefficients do not describe the model, and no length is predicted from them.
 WORST_FIT = 0.05
 
 
-def largest(peak: Peak, limit: int, *, most: int = MOST, convex: bool = True, runs: int = 48) -> int:
+def largest(peak: Peak, limit: int, *, most: int = MOST, convex: bool = True, runs: int = RUNS) -> int:
     """The largest batch whose peak is within the limit; 0 if there is none.
 
     Convex: follow the line through the two largest that fit, and the chord to the smallest that does not. Otherwise

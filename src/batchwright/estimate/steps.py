@@ -4,10 +4,9 @@ same tensors."""
 from __future__ import annotations
 
 import gc
-from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves,
 
 from batchwright.core.errors import PlanError, RunError
 from batchwright.processes.memory import status_bytes
+from batchwright.runtime.containers import elements, members, own
 from batchwright.runtime.task import Task, load_task
 
 from .records import EstimateRequest
@@ -26,6 +26,7 @@ from .records import EstimateRequest
 STEPS = 2
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PURE = {"bf16-pure": torch.bfloat16, "fp16-pure": torch.float16}
+_PLAIN = (torch.Tensor, str, bytes, range)  # no containers of a batch
 # Enough samples to include a long one in most data, few enough to read at once.
 FIRST = 8
 
@@ -134,7 +135,7 @@ def largest_sample(task: Task, longest: bool = False) -> int | None:
     if len(task.dataset) < 1:
         raise RunError("Task.dataset is empty: a sample is needed for the shape of a batch.", field="dataset")
     count = len(task.dataset) if longest else min(FIRST, len(task.dataset))
-    return max(range(count), key=lambda i: _elements(task.dataset[i]))
+    return max(range(count), key=lambda i: elements(task.dataset[i]))
 
 
 def collated(task: Task, size: int, index: int | None) -> Any:
@@ -142,26 +143,33 @@ def collated(task: Task, size: int, index: int | None) -> Any:
     if task.example_batch is not None:
         return seen_through(task.example_batch(size))
     sample = task.dataset[index]
-    # A collator may change its samples (`sample.pop("labels")`): each is a copy.
-    own = copy if isinstance(sample, (dict, list)) else lambda same: same
     return seen_through((task.collate or torch.utils.data.default_collate)([own(sample) for _ in range(size)]))
 
 
+@dataclass(frozen=True)
+class _Container:
+    """A container without its parts, for torch's pytree: two are equal if their parts have the same places."""
+
+    places: tuple[Any, ...]
+    first: Any = field(compare=False, repr=False)
+
+
 def seen_through(batch: Any) -> Any:
-    """The batch; torch's pytree, which knows no `UserDict`, now knows those in it (the `BatchEncoding` of transformers)."""
-    while unknown := {type(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, UserDict)}:
+    """The batch; torch's pytree now knows its containers, also a dataclass or the `BatchEncoding` of transformers."""
+
+    def taken_apart(value: Any) -> tuple[list[Any], _Container]:
+        parts, _ = members(value)
+        return list(parts.values()), _Container(tuple(parts), value)
+
+    def rebuilt(parts: Iterable[Any], container: _Container) -> Any:
+        _, rebuild = members(container.first)
+        assert rebuild is not None
+        return rebuild(container.first, dict(zip(container.places, parts, strict=True)))
+
+    while unknown := {type(leaf) for leaf in tree_leaves(batch) if not isinstance(leaf, _PLAIN) and members(leaf)[1]}:
         for kind in unknown:
-            register_pytree_node(
-                kind,
-                lambda made: (list(made.values()), list(made)),
-                lambda values, keys, kind=kind: kind(dict(zip(keys, values, strict=True))),
-            )
+            register_pytree_node(kind, taken_apart, rebuilt)
     return batch
-
-
-def _elements(sample: Any) -> int:
-    leaves = tree_leaves(sample)
-    return sum(leaf.numel() if isinstance(leaf, torch.Tensor) else int(getattr(leaf, "size", 1)) for leaf in leaves)
 
 
 class Batches:

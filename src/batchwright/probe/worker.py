@@ -16,7 +16,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from batchwright.processes.guard import die_with
 from batchwright.processes.memory import physical_memory, status_bytes
 from batchwright.processes.target import split_target
 from batchwright.rundir import atomic
+from batchwright.runtime.containers import elements, own
 from batchwright.runtime.device import (
     Pinnable,
     choose,
@@ -195,12 +196,10 @@ class Worker:
         if self.spec["longest"] and self.longest is None and self.task.example_batch is None:
             self.longest = max(range(len(self.task.dataset)), key=lambda i: elements(self.task.dataset[i]))
         example = self.batch(0, 1)
-        same = self.longest is not None or one_length(self.task)
-        self.result["tokens_per_sample"] = (
-            tokens(example) if same else None
-        )  # the samples of a batch have other lengths
+        length = tokens(example) if equal_lengths(self.task) else None  # else padding decides
+        self.result["tokens_per_sample"] = tokens(example) if self.longest is not None else length
         self.write(
-            identity=identity(self.spec, self.task, bare, self.optimizer, example, self.device),
+            identity=identity(self.spec, length, bare, self.optimizer, example, self.device),
             longest_index=self.longest,
         )
 
@@ -212,8 +211,7 @@ class Worker:
         count = len(task.dataset)
         first = (step * self.ranks.size + self.ranks.rank) * size
         ids = [self.longest if self.longest is not None else (first + i) % count for i in range(size)]
-        collate = task.collate or torch.utils.data.default_collate
-        return to_device(collate([task.dataset[i] for i in ids]), self.device)
+        return to_device(collated(task, ids), self.device)
 
     def loss(self, batch: Any) -> torch.Tensor:
         total, weight, mean = self.task.loss_of(self.model, batch)
@@ -274,7 +272,6 @@ class Worker:
         self.result["timing"] = self._time(cached, first=2)
         if self.spec["contrasts"]:
             self.stage("contrasts")
-            self.result["flops"], self.result["flops_type"] = self._flops(batch)
             contrasts: dict[str, Timing] = {}
             if self.ranks.size > 1:  # it shows the synchronisation
                 contrasts["accumulate"] = self._time(lambda: self.step(batch, update=False))
@@ -285,6 +282,9 @@ class Worker:
             # Measured before and after the others: if the machine became busy, the interval is wide.
             contrasts["cached"] = self.result["timing"].merged(self._time(cached, first=2))
             self.result["contrasts"] = contrasts
+            # Last: a model that was compiled runs eagerly after its operations were counted.
+            if self.ranks.size == 1:
+                self.result["flops"], self.result["flops_type"] = self._flops(batch)
 
     def _loader(self) -> Iterator[Any]:
         count, size = len(self.task.dataset), self.size
@@ -344,9 +344,6 @@ class Worker:
         """What torch counts in a step, and the type that it multiplies in: under autocast not that of the parameters."""
         from torch.utils.flop_counter import FlopCounterMode
 
-        if self.ranks.size > 1:
-            self.step(batch)
-            return None, None
         try:
             counter = FlopCounterMode(display=False)
             with MultipliedTypes(counter.flop_registry) as seen, counter:
@@ -392,11 +389,6 @@ def tensors(data: Any) -> list[torch.Tensor]:
     return [t for part in parts for t in tensors(part)]
 
 
-def elements(sample: Any) -> int:
-    """The length of a sample: the elements of its tensors, or the length of a plain sequence."""
-    return sum(t.numel() for t in tensors(sample)) or (len(sample) if hasattr(sample, "__len__") else 1)
-
-
 def tokens(batch: Any) -> int | None:
     """Tokens per sample: the second dimension of the first two-dimensional tensor of integers (token ids)."""
     for t in tensors(batch):
@@ -405,16 +397,21 @@ def tokens(batch: Any) -> int | None:
     return None
 
 
-def one_length(task: Task) -> bool:
-    """Whether all samples have one length, judged by four of them; an example batch counts as that."""
+def collated(task: Task, ids: Sequence[int]) -> Any:
+    """The samples with these indexes as a batch of the task."""
+    return (task.collate or torch.utils.data.default_collate)([own(task.dataset[i]) for i in ids])
+
+
+def equal_lengths(task: Task) -> bool:
+    """Whether all samples have as many tokens, judged by four of them, each alone in a batch; so has an example batch."""
     if task.example_batch is not None:
         return True
     last = len(task.dataset) - 1
-    return len({elements(task.dataset[i]) for i in {0, last // 3, last // 2, last}}) == 1
+    return len({tokens(collated(task, [i])) for i in {0, last // 3, last // 2, last}}) == 1
 
 
 def identity(
-    spec: dict[str, Any], task: Task, model: nn.Module, optimizer: Any, example: Any, device: torch.device
+    spec: dict[str, Any], length: int | None, model: nn.Module, optimizer: Any, example: Any, device: torch.device
 ) -> dict[str, Any]:
     """What was measured; if any of it changes, old measurements do not count."""
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
@@ -428,7 +425,7 @@ def identity(
         "optimizer_options": {k: str(v) for k, v in sorted(options.items())},
         "precision": "+".join(sorted({s[2].removeprefix("torch.") for s in shapes}))
         + f" ({torch.get_float32_matmul_precision()} matmul)",
-        "sequence_length": tokens(example) if one_length(task) else None,
+        "sequence_length": length,
         "sample": [[list(t.shape[1:]), str(t.dtype).removeprefix("torch.")] for t in tensors(example)],
         "device": device_name(device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__},

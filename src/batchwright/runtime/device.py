@@ -15,11 +15,10 @@ for nothing, limits nothing and has no peaks.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from typing import Any, cast
@@ -31,6 +30,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from batchwright.core.errors import PlanError, RunError
 
+from .containers import members
 from .ranks import Ranks
 
 MIB = 2**20
@@ -303,7 +303,7 @@ def _each(value: Any, change: Callable[[Tensor], Tensor], device: torch.device |
             raise _unmoved(path, value, device, "its `to` returned None. Return the moved object.")
         return moved
 
-    old, rebuild = _members(value)
+    old, rebuild = members(value)
     new = {at: _each(inner, change, device, path + _shown(value, at)) for at, inner in old.items()}
     if all(new[at] is inner for at, inner in old.items()):
         if device is not None and rebuild is None and any(isinstance(v, Tensor) for v in _attributes(value).values()):
@@ -324,46 +324,6 @@ def _takes_non_blocking(kind: type) -> bool:
         return "non_blocking" in signature(cast(Any, kind).to).parameters
     except (TypeError, ValueError):  # written in C
         return False
-
-
-def _members(value: Any) -> tuple[dict[Any, Any], Callable[[Any, dict[Any, Any]], Any] | None]:
-    """What a container holds, by key, index or name, and the function that rebuilds it; nothing for any other object."""
-    if isinstance(value, Mapping):
-        return dict(cast("Mapping[Any, Any]", value)), _mapping
-    if isinstance(value, (Sequence, AnySet)):
-        return dict(enumerate(cast("Sequence[Any]", value))), _sequence
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [each.name for each in fields(value)]
-        return {name: getattr(value, name) for name in names if hasattr(value, name)}, _dataclass
-    return {}, None
-
-
-def _mapping(old: Any, values: dict[Any, Any]) -> Any:
-    if not isinstance(old, MutableMapping):
-        return cast(Any, type(old))(values)
-    # Not type(old)(values): a defaultdict takes other arguments.
-    made: MutableMapping[Any, Any] = copy(cast("MutableMapping[Any, Any]", old))
-    made.update(values)
-    return made
-
-
-def _sequence(old: Any, values: dict[Any, Any]) -> Any:
-    kind = cast(Any, type(old))
-    if hasattr(kind, "_fields"):
-        return kind(*values.values())
-    if not isinstance(old, MutableSequence) or type(cast(Any, old)) is list:
-        return kind(values.values())
-    made: MutableSequence[Any] = copy(cast("MutableSequence[Any]", old))
-    made[:] = values.values()
-    return made
-
-
-def _dataclass(old: Any, values: dict[Any, Any]) -> Any:
-    made: Any = copy(old)
-    for name, value in values.items():
-        # Not `replace`: that calls __init__, which may compute and check. The copy may be frozen.
-        object.__setattr__(made, name, value)
-    return made
 
 
 def _attributes(value: Any) -> dict[str, Any]:
