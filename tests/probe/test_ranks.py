@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from batchwright.core.errors import RunError
 from batchwright.probe.prober import run_probe
 
 SAY = """
@@ -60,6 +61,20 @@ def test_out_of_memory_wins_over_a_crash_it_caused(scripted):
     """
     probe = run_probe(scripted(SAY + _dedent(code), ranks=2, largest=8))
     assert {t.rank for t in probe.trials if not t.fits} == {1}
+
+
+def test_the_rank_that_failed_first_is_at_fault(scripted):
+    """The others lose their connection to it, and write that."""
+    code = """
+    if size <= 4: both()
+    rank(1, status="failed", kind="crash", reason="label 17 is not below 10")
+    rank(0, status="failed", kind="crash", reason="connection reset by peer")
+    for number, written in ((0, 2), (1, 1)):
+        os.utime(spec["result"] + f".{number}", ns=(0, written))
+    sys.exit(1)
+    """
+    with pytest.raises(RunError, match="rank 1: label 17 is not below 10"):
+        run_probe(scripted(SAY + _dedent(code), ranks=2, largest=8))
 
 
 @pytest.mark.parametrize("missing", ["done", "running"])

@@ -160,6 +160,10 @@ class TaskRunner:
         except (OSError, ValueError):
             return {}
 
+    def _written(self, rank: int) -> int:
+        """When a rank wrote its result."""
+        return (self.scratch / f"result.{rank}").stat().st_mtime_ns
+
     def _learn(self, result: Mapping[str, Any]) -> None:
         if result.get("status") == "invalid":
             error = error_from_record(result["error"])
@@ -186,8 +190,9 @@ class TaskRunner:
         }
         if not causes and all(result.get("status") == "done" for result in results.values()):
             return _fitting(common, results, self.request.ranks)
-        if causes:  # if one rank is out of memory, the trial is
-            rank, cause = min(causes.items(), key=lambda item: (item[1].status != "oom", item[0]))
+        if causes:
+            # If one rank is out of memory, the trial is. Else the first: the others lose their connection to it.
+            rank, cause = min(causes.items(), key=lambda item: (item[1].status != "oom", self._written(item[0])))
         else:
             rank, cause = self._without_result(done, results)
         several = self.request.ranks > 1

@@ -130,6 +130,14 @@ def test_batch_norm_that_can_run_no_micro_batch_is_a_finding_on_several_ranks_to
     assert "Micro batches of 1 cannot be normalised" in report.findings[0].message
 
 
+def test_ranks_that_could_not_be_compared_are_a_note():
+    """A cause that is allowed leaves no error, so the note is all that says it."""
+    source = f"{check_tasks.__file__}:batch_norm_flat", {}
+    report = run("batch_norm_flat", micro_batch_sizes=(1, 8), ranks=16, source=source, allow=("batch-norm",))
+    assert report.ok and {split.ranks for split in report.splits} == {1}
+    assert any(note.startswith("Nothing was compared on 16 ranks: of the micro batches") for note in report.notes)
+
+
 def test_a_cause_can_be_allowed():
     report = run("batch_norm", allow=("batch-norm",))
     assert report.ok

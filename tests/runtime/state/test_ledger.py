@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -293,6 +294,20 @@ def test_a_full_disk_is_an_environment_fault(tmp_path, monkeypatch, call):
         patch.setattr(os, "pwrite", lambda file, line, offset: len(line) - 1)
         with pytest.raises(EnvironmentFault, match="No space left"):
             Ledger(tmp_path, ORDER, launch=1)
+
+
+def test_a_limit_on_the_size_of_files_is_named_not_called_a_full_disk(tmp_path):
+    """The first write is short; only the next one says why."""
+    ledger = Ledger(tmp_path, ORDER)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ledger.path.stat().st_size + 20, before[1]))
+    try:
+        with pytest.raises(EnvironmentFault, match="File too large"):
+            ledger.applied(0, 0, 8)
+            ledger.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    ledger.finish()
 
 
 def test_a_file_in_the_place_of_the_ledger_is_named(tmp_path):

@@ -84,6 +84,9 @@ def check(
     return report(size, splits, findings, search.notes, allow)
 
 
+_NONE_RUNS = "of the micro batches that it can have, the task runs none."
+
+
 def _failed(search: CauseSearch) -> set[int]:
     """The micro batch sizes that the task cannot run, for which there is a finding."""
     return {s.micro_batch_size for s in search.splits if s.relative_error is None}
@@ -102,6 +105,7 @@ def _on_ranks(
 
     fitting = sorted({min(micro, -(-rig.size // ranks)) for micro in sizes} - _failed(search))
     if not fitting:
+        search.notes.append(f"Nothing was compared on {ranks} ranks: {_NONE_RUNS}")
         return [], []
     found = on_ranks(source, rig, ranks, fitting, (Variant(), search.variant))
     steps = {micro: -(-rig.size // (micro * ranks)) for micro in fitting}
@@ -131,8 +135,11 @@ def _in_stages(
     from .pipeline import legal_sizes
     from .ranks import on_ranks
 
-    fitting = [micro for micro in legal_sizes(rule, rig.size, ranks, sizes) if micro not in _failed(search)]
+    failed = _failed(search)
+    legal = legal_sizes(rule, rig.size, ranks, [micro for micro in sizes if micro not in failed])
+    fitting = [micro for micro in legal if micro not in failed]
     if not fitting:
+        search.notes.append(f"Nothing was compared in the pipeline: {_NONE_RUNS}")
         return [], []
     found = on_ranks(source, rig, ranks, fitting, (Variant(), search.variant), rule)
     steps = {micro: rig.size // (micro * ranks) for micro in fitting}

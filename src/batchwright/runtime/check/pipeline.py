@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from batchwright.runtime.step.pipeline_calls import asked_of
 from .gradients import Gradient, Rig, Variant, gradients
 
 
-def legal_sizes(rule: PipelineRule, size: int, ranks: int, wanted: tuple[int, ...]) -> list[int]:
+def legal_sizes(rule: PipelineRule, size: int, ranks: int, wanted: Collection[int]) -> list[int]:
     """The micro batch sizes of `wanted` that the pipeline runs; if it runs none of them, the largest that it runs.
 
     >>> legal_sizes(PipelineRule("torch-1f1b", 4), 16, 1, (1, 3, 8, 16)), legal_sizes(PipelineRule("gpipe", 2), 6, 2, (4,))

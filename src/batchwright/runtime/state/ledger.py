@@ -153,7 +153,7 @@ class Ledger:
 
     def _write(self, line: bytes) -> int:
         try:
-            return whole_line(os.pwrite(self._file, line, self._offset), line)
+            return write_all(self._file, line, self._offset)
         except OSError as error:
             raise self._fault(error) from error
 
@@ -161,11 +161,17 @@ class Ledger:
         return write_fault(error, f"the ledger {self.path.name}", self.path.parent, "Checkpoints are untouched.")
 
 
-def whole_line(written: int, line: bytes) -> int:
-    """The bytes that were written; an OSError if they are not the whole line, because the disk became full within it."""
-    if written < len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return written
+def write_all(file: int, data: bytes, offset: int | None = None) -> int:
+    """Write all of the data at `offset` (None: at the end); the number of bytes. After a short write, a second one fails, and
+    says why: the disk is full, a quota is reached, or `ulimit -f`."""
+    done = 0
+    while done < len(data):
+        rest = data[done:]
+        written = os.write(file, rest) if offset is None else os.pwrite(file, rest, offset + done)
+        if written == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done += written
+    return done
 
 
 def _line(run: _OpenRun) -> bytes:

@@ -27,7 +27,7 @@ from batchwright.rundir import names
 from batchwright.rundir.files import parse_object, read_bytes, write_fault
 
 from .joined import LedgerFinding, whole
-from .ledger import sample_hashes, sums, whole_line
+from .ledger import sample_hashes, sums, write_all
 
 SCHEMA = 1
 _BLOCK = 1 << 19  # responses whose hashes are in memory at once
@@ -88,7 +88,7 @@ class Updates:
     def _write(self, line: Mapping[str, Any]) -> None:
         text = json.dumps(line).encode() + b"\n"
         try:
-            whole_line(os.write(self._file, text), text)
+            write_all(self._file, text)
         except OSError as error:
             raise self._fault(error) from error
 

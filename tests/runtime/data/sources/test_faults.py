@@ -170,7 +170,9 @@ def test_a_library_that_tries_again_leaves_the_random_state_alone(protocol, mode
     }
     with serving(files) as server:
         options = {"endpoint_url": server.url} | (
-            {"key": "key", "secret": "secret"} if protocol == "s3" else {"token": "anon", "project": "project"}
+            {"key": "key", "secret": "secret", "config_kwargs": None}  # None: s3fs's own default
+            if protocol == "s3"
+            else {"token": "anon", "project": "project"}
         )
         source = JsonLines(
             f"{protocol}://bucket/a.jsonl",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pickle
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.core.errors import MissingExtraError, PlanError, RunError
+from batchwright.runtime import TokenFile
 from batchwright.runtime.data.sources.access import Access, Reads, is_transient
 from batchwright.runtime.data.sources.store import Span, Store, merge
 
@@ -54,6 +56,17 @@ def test_a_local_file_that_became_shorter_is_never_a_short_row(tmp_path):
     (tmp_path / "a").write_bytes(b"12345")
     with pytest.raises(RunError, match=r"bytes 2 to 9 of .*/a \(row 7\) failed: .*the file ends at byte 5"):
         Store(Access()).read([Span(str(tmp_path / "a"), 2, 9, 7)])
+
+
+def test_a_token_file_that_became_empty_is_named(tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(100, dtype="<i4"))
+    tokens = TokenFile(path, sequence_length=10)
+    assert len(tokens) == 10
+    path.write_bytes(b"")
+    with pytest.raises(RunError, match=r"/a\.npy has become empty") as raised:
+        tokens[0]
+    assert raised.value.field == "path"
 
 
 @pytest.mark.parametrize(

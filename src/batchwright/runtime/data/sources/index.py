@@ -142,7 +142,7 @@ def _load(path: Path, expected: dict[str, Any]) -> RowIndex | None:
             bounds, extra = int(header["bounds"]), int(header["extra"])  # pyright: ignore
             if bounds < 1 or extra < 0 or os.fstat(file.fileno()).st_size != len(line) + 8 * (bounds + extra):
                 return None
-            numbers = np.frombuffer(mapped(file.fileno()), "<i8", offset=len(line))
+            numbers = np.frombuffer(mapped(file), "<i8", offset=len(line))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if numbers[bounds - 1] > expected["size"] or numbers[0] < 0:

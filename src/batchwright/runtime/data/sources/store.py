@@ -21,7 +21,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from random import SystemRandom
-from typing import Any, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -165,10 +165,11 @@ class Store:
             fsspec = _fsspec(url)
             if protocol in ("http", "https"):
                 # A server that compresses what it sends cannot send a range of the file.
-                options["headers"] = {"Accept-Encoding": "identity", **options.get("headers", {})}
+                options["headers"] = {"Accept-Encoding": "identity", **(options.get("headers") or {})}
             if protocol in ("s3", "s3a"):
                 # botocore would try again by itself, and draw its pauses from `random`. `_attempt` tries again.
-                options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, **options.get("config_kwargs", {})}
+                config = {"retries": {"total_max_attempts": 1}}
+                options["config_kwargs"] = {**config, **(options.get("config_kwargs") or {})}
             try:
                 _systems.setdefault(key, fsspec.filesystem(protocol, skip_instance_cache=True, **options))
             except ImportError as error:
@@ -315,16 +316,16 @@ def paths(given: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     return tuple(os.fspath(one) for one in several)
 
 
-def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
-    """The bytes of an open local file that is not empty, memory-mapped to be read. They stay when the descriptor is closed.
+def mapped(file: BinaryIO) -> npt.NDArray[np.uint8]:
+    """The bytes of an open local file that is not empty, memory-mapped to be read. They stay when the file is closed.
 
     numpy's memmap and Python's mmap keep a descriptor for each file, and a process may often have no more than 1,024.
     """
-    size = os.fstat(descriptor).st_size
-    at = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    size = os.fstat(file.fileno()).st_size
+    at = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
     if at == _MAP_FAILED:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        raise OSError(number, os.strerror(number), file.name)
     body = (ctypes.c_uint8 * size).from_address(at)
     weakref.finalize(body, _libc.munmap, at, size).atexit = False
     found = np.frombuffer(cast(Any, body), np.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -279,7 +280,9 @@ class _Sequences(_Layout):
 
 def _map(path: str) -> npt.NDArray[np.uint8]:
     with open(path, "rb", opener=atomic.regular) as file:
-        return mapped(file.fileno())
+        if not os.fstat(file.fileno()).st_size:
+            raise RunError(f"{path} has become empty since it was opened.", field="path", given=path)
+        return mapped(file)
 
 
 def _prefix(path: str) -> str:
