@@ -22,6 +22,7 @@ from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
 from batchwright.rundir.fence import Fence
 from batchwright.runtime import audit
 from tests.needs import needs
+from tests.runtime.conftest import _run_ranks as run_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -140,6 +141,37 @@ def test_only_the_launch_of_the_fence_saves(tmp_path):
         old.before_save()
     new.before_save()
     old.close(), new.close()
+
+
+class Local(Exception):
+    """An error that no other process can load."""
+
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
+
+
+def files_that_fail(rank: int, ranks: int, folder: str) -> list[tuple[str, str, str | None]]:
+    """The errors of one rank, where rank 0 alone looks at the files."""
+    one, found = adapter(folder, rank=rank, ranks=ranks), []
+    for error in (EnvironmentFault("the disk is full.", field="disk"), Local("no such file")):
+
+        def ask(error=error):
+            raise error
+
+        try:
+            one.from_first("looking for the newest checkpoint", ask)
+        except Exception as raised:
+            found.append((type(raised).__name__, str(raised), getattr(raised, "field", None)))
+    one.close()
+    return found
+
+
+def test_an_error_of_rank_0_is_raised_on_all_ranks(tmp_path):
+    first, second = run_ranks(files_that_fail, 2, str(tmp_path))
+    assert first == [("EnvironmentFault", "the disk is full.", "disk"), ("Local", "no such file", None)]
+    assert second[0] == first[0]
+    said = "rank 0: looking for the newest checkpoint failed: Local: no such file"
+    assert second[1] == ("RunError", said, "directory")
 
 
 def test_the_stop_signal_of_the_run_and_sigterm_ask_to_stop(tmp_path, monkeypatch):

@@ -18,11 +18,11 @@ from batchwright.runtime.loop.base import LoopBase
 from batchwright.runtime.loop.settings import Settings
 from batchwright.runtime.loop.signals import StopSignals
 from batchwright.runtime.ranks import Ranks
-from batchwright.runtime.state.fingerprint import dataset_digest, fingerprint, parameters_digest
+from batchwright.runtime.state.fingerprint import READING_DIGEST, dataset_digest, fingerprint, parameters_digest
 from batchwright.runtime.state.saved import Saved
 
 from .checkpoint import Checkpoints
-from .process import answered, maxima
+from .process import from_first, maxima
 from .task import JaxTask
 
 # Settings that this loop does not have; it refuses other values than the default. `allow_ragged` is not one of them: `run`
@@ -77,11 +77,14 @@ class Session(LoopBase):
             self.order,
             self.schedule,
             digest,
-            answered(lambda: dataset_digest(self.task.dataset, self.order.size), by=self._first_reader()),
+            from_first(READING_DIGEST, self._digest, first=self._first_reader()),
             ranks=self.ranks,
             micro_batch_size=encode(settings.micro_batch_size),
             learning_rate=shape,
         )
+
+    def _digest(self) -> str | None:
+        return dataset_digest(self.task.dataset, self.order.size)
 
     def _first_reader(self) -> int:
         """The first process that reads."""

@@ -299,6 +299,18 @@ def test_readers_whose_datasets_differ_or_cannot_be_opened(run_ranks, tmp_path: 
 
 
 @pytest.mark.slow
+def test_an_error_of_the_first_reader_has_its_type_and_says_what_was_asked(run_ranks) -> None:
+    error = PlanError("a.jsonl is not here.", field="path", given="a.jsonl")
+    for found in run_ranks(reader_ranks.asked_of_the_first, 2, 2, error):
+        assert found[:3] == ("PlanError", "a.jsonl is not here.", "path")
+    other, reader = run_ranks(reader_ranks.asked_of_the_first, 2, 2, ValueError("row 17 is not JSON"))
+    assert reader[:2] == ("ValueError", "row 17 is not JSON")
+    assert other[0] == "RunError" and other[2] == "dataset" and "in question" in other[3]
+    assert other[1].startswith("host 1 (")
+    assert other[1].endswith(", rank 1): reading samples failed: ValueError: row 17 is not JSON")
+
+
+@pytest.mark.slow
 def test_ranks_with_one_host_name_are_on_one_host(run_ranks) -> None:
     for found in run_ranks(reader_ranks.hosts_by_name, 4, 4, ["b", "b", "a", "a"]):
         assert found == ((0, 0, 1, 1), (0, 2), "host 1 (a, rank 3)")

@@ -174,6 +174,14 @@ def test_ranks_whose_datasets_have_different_lengths_are_refused_by_all(tmp_path
     assert capfd.readouterr().err.count(said) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("reading", [{}, {"loading_hosts": [0], "ranks_per_host": 1}])
+def test_an_error_of_the_rank_that_reads_for_the_fingerprint_is_raised_by_all_with_its_type(tmp_path, capfd, reading):
+    options = {"directory": str(tmp_path), "micro_batch_size": 2, **reading}
+    assert 0 not in launch(2, ramp(), options, fault=(0, "row"))
+    assert capfd.readouterr().err.count("errors.PlanError: cannot read a.jsonl: its row 17 is not JSON.") == 2
+
+
 @pytest.mark.rounds
 @pytest.mark.slow
 def test_the_spec_file_alone_and_under_torchrun(whole, tmp_path):

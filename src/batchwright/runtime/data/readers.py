@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from batchwright.core.errors import PlanError, RunError
+from batchwright.runtime.answers import Answer
 
 from .hosts import Hosts, LoadBatch, LoadingHosts, checked
 from .requests import Request
@@ -109,7 +110,8 @@ class ReadingHosts:
         """
         own = {name: repr(value) for name, value in (given or {}).items()}
         said = {name: (text[:200], sha256(text.encode()).digest()) for name, text in own.items()}
-        found, everyone = self._answers("len(dataset)", self.readers, lambda: len(dataset), said)
+        failure = f"{self.named(self.rank)} could not open the dataset"
+        found, everyone = self._answers("len(dataset)", self.readers, lambda: len(dataset), failure, said)
         if len(set(found.values())) > 1:
             shown = ", ".join(f"{one:,} on {self.named(rank)}" for rank, one in list(found.items())[:4])
             raise RunError(f"the readers have datasets of different lengths: {shown}.", field="dataset")
@@ -123,30 +125,21 @@ class ReadingHosts:
                     )
         return found[self.readers[0]]
 
-    def answered(self, what: str, question: Callable[[], T]) -> T:
-        """What `question()` returns on the first reader, on all ranks; `what` names it in errors. Called on all ranks at once."""
-        return self._answers(what, self.readers[:1], question)[0][self.readers[0]]
+    def from_first(self, what: str, question: Callable[[], T]) -> T:
+        """What `question()` about the dataset returns on the first reader, on all ranks, which call this at once; its error is
+        raised on all of them. `what` names it in errors.
+        """
+        failure = f"{self.named(self.rank)}: {what} failed"
+        return self._answers(what, self.readers[:1], question, failure)[0][self.readers[0]]
 
     def _answers(
-        self, what: str, readers: tuple[int, ...], question: Callable[[], T], said: S | None = None
+        self, what: str, readers: tuple[int, ...], question: Callable[[], T], failure: str, said: S | None = None
     ) -> tuple[dict[int, T], list[S]]:
         """What `question()` returns on some readers, and what every rank has `said`. An error is raised on all ranks."""
-        answer: T | None = None
-        fault: str | None = None
-        raised: Exception | None = None
-        if self.rank in readers:
-            try:
-                answer = question()
-            except Exception as error:
-                fault, raised = f"{type(error).__name__}: {error}"[:2000], error
+        own = Answer(question if self.rank in readers else None, failure, "dataset")
         self._await(what, readers)
-        everyone: list[tuple[T, str | None, S]] = self._gathered((answer, fault, said))
-        if raised is not None:
-            raise raised
-        for rank in readers:
-            if (other := everyone[rank][1]) is not None:
-                raise RunError(f"{self.named(rank)} could not open the dataset: {other}", field="dataset")
-        return {rank: everyone[rank][0] for rank in readers}, [other for _, _, other in everyone]
+        everyone: list[tuple[Any, S]] = self._gathered((own.sent, said))
+        return {rank: own.heard(everyone[rank][0]) for rank in readers}, [other for _, other in everyone]
 
     def _await(self, what: str, readers: tuple[int, ...]) -> None:
         """Wait until some readers have answered. A collective would not say who is missing."""

@@ -24,7 +24,7 @@ from batchwright.runtime.data.windows import Window
 from batchwright.runtime.stages import Stages, build_stages, refuse_tied
 from batchwright.runtime.state import generators
 from batchwright.runtime.state.checkpoint import Checkpoints, Saved
-from batchwright.runtime.state.fingerprint import dataset_digest, fingerprint
+from batchwright.runtime.state.fingerprint import READING_DIGEST, dataset_digest, fingerprint
 from batchwright.runtime.step.accumulate import Accumulator, StepResult
 from batchwright.runtime.step.noise import NoiseScale, NoiseTerms
 from batchwright.runtime.step.pipeline import stage_indices
@@ -254,8 +254,8 @@ class Session(LoopBase):
             return dataset_digest(self.dataset, self.order.size)
 
         if self.reading is not None:
-            return self.reading.answered("reading samples for the fingerprint of the dataset", digest)
-        return self.process.answered(digest)
+            return self.reading.from_first(READING_DIGEST, digest)
+        return self.process.from_first(READING_DIGEST, digest)
 
     def _resume(self, saved: Saved) -> None:
         settings, state, found = self.settings, saved.state, self._changes(saved)
