@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from itertools import islice
 from multiprocessing import get_context
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from batchwright.core.batch.loading import Storage
 from batchwright.core.errors import PlanError, RunError
-from batchwright.core.ramp.rules import Constant
+from batchwright.core.ramp.rules import Constant, Linear
 from batchwright.core.ramp.schedule import Step
 from batchwright.launch.records import Options
 from batchwright.runtime.data import loader
@@ -260,6 +261,21 @@ def test_ranks_that_were_given_different_things_say_so(run_ranks) -> None:
                 assert message in text, text
     for text in run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Batched(), {}, {1: {"loading_hosts": 2}}):
         assert "the ranks of loading_hosts do not agree" in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("readers", [1, 2])
+def test_schedules_that_differ_late_are_shown_from_the_difference_on(run_ranks, readers: int) -> None:
+    """The texts of a ramp are alike for many hundred characters."""
+    long = Linear(start=16, increment=16, samples=960, target=64).compile()
+    options, other = {"loading_hosts": readers, "schedule": long.until(2000)}, {"schedule": long.until(2048)}
+    one, same = run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Batched(), options, {1: other})
+    assert one == same
+    values = re.search(r"different values of schedule: (.*) on host 0 \(.*rank 0\), (.*) on host 1 \(", one)
+    assert values is not None, one
+    first, second = values.groups()
+    assert first != second and len(first) < 210 and len(second) < 210
+    assert "2000" in first and "2048" in second, one
 
 
 @pytest.mark.slow

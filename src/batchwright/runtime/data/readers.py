@@ -109,7 +109,7 @@ class ReadingHosts:
         What the ranks were `given` must be the same on all: a reader sends the rows of its own order and schedule.
         """
         own = {name: repr(value) for name, value in (given or {}).items()}
-        said = {name: (text[:200], sha256(text.encode()).digest()) for name, text in own.items()}
+        said = {name: sha256(text.encode()).digest() for name, text in own.items()}
         failure = f"{self.named(self.rank)} could not open the dataset"
         found, everyone = self._answers("len(dataset)", self.readers, lambda: len(dataset), failure, said)
         if len(set(found.values())) > 1:
@@ -118,9 +118,11 @@ class ReadingHosts:
         for rank, other in enumerate(everyone):
             for name in other:
                 if other[name] != everyone[0][name]:
+                    texts = self._gathered(own[name] if self.rank in (0, rank) else "")
+                    first, second = differing(texts[0], texts[rank])
                     raise PlanError(
-                        f"the ranks were given different values of {name}: {everyone[0][name][0]} on {self.named(0)}, "
-                        f"{other[name][0]} on {self.named(rank)}. Give all ranks the same.",
+                        f"the ranks were given different values of {name}: {first} on {self.named(0)}, "
+                        f"{second} on {self.named(rank)}. Give all ranks the same.",
                         field=name,
                     )
         return found[self.readers[0]]
@@ -175,6 +177,20 @@ class ReadingHosts:
     def named(self, rank: int) -> str:
         """A rank's host, for errors: `host 1 (gpu-17, rank 8)`."""
         return f"host {self.hosts.of_rank[rank]} ({self.names[rank]}, rank {rank})"
+
+
+def differing(one: str, other: str) -> tuple[str, str]:
+    """Two texts, at most 200 characters of each: of long ones, the beginning and what is around their first difference.
+
+    >>> differing("a" * 500 + "b", "a" * 500 + "c")[0] == "a" * 40 + " … " + "a" * 40 + "b"
+    True
+    """
+    pairs = enumerate(zip(one, other, strict=False))
+    same = next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    if same < 100:
+        return one[:200], other[:200]
+    first, second = (f"{text[:40]} … {text[same - 40 : same + 110]}" for text in (one, other))
+    return first, second
 
 
 def _own_group(ranks: int, group: dist.ProcessGroup | None) -> Any:
