@@ -77,6 +77,11 @@ class ThisProcess:
         own = Answer(question if self.rank == 0 else None, f"rank 0: {what} failed", "dataset")
         return own.heard(self.broadcast(own.sent))
 
+    def from_all(self, what: str, question: Callable[[], T]) -> list[T]:
+        """What `question()` about the dataset returns on every rank, on all ranks. The error of one rank is raised on all."""
+        own = Answer(question, f"rank {self.rank}: {what} failed", "dataset")
+        return [own.heard(said) for said in self.gathered(own.sent)]
+
     def gathered(self, value: Any) -> list[Any]:
         """The values of all ranks, on all ranks."""
         if self.control is None:
