@@ -43,7 +43,7 @@ from batchwright.rundir.files import write_json
 from batchwright.rundir.status import claim_launch
 from batchwright.runtime.answers import Answer
 from batchwright.runtime.data.loader import Loader, MapDataset, Micro, Reader, default_collate
-from batchwright.runtime.data.order import GlobalOrder
+from batchwright.runtime.data.order import GlobalOrder, same_length
 from batchwright.runtime.data.sampler import Slice, StepSampler
 from batchwright.runtime.device import widest_float
 from batchwright.runtime.state.ledger import Ledger
@@ -95,6 +95,7 @@ class Adapter:
 
     def open(self, state: Mapping[str, Any] | None = None, origin: str = "the checkpoint") -> None:
         """Start a launch from the state of a checkpoint, whose name `origin` is, or from sample 0. Collective."""
+        self._check_order()
         self.position, parent = self._resumed(state, origin) if state is not None else (0, None)
         if self.run and state is None and self.run.start_sample:
             raise RunError(
@@ -271,6 +272,22 @@ class Adapter:
         box = [own.sent]
         dist.broadcast_object_list(box, src=0)
         return own.heard(box[0])
+
+    def _check_order(self) -> None:
+        """Refuse ranks whose samples come in different orders: some would be trained twice, and some not at all."""
+        if self.ranks == 1:
+            return
+        orders: list[Any] = [None] * self.ranks
+        dist.all_gather_object(orders, self.order)
+        same_length([order.size for order in orders])
+        other = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
+        if other is not None:
+            raise RunError(
+                f"the ranks have different orders of samples: {orders[0]} on rank 0, {orders[other]} on rank {other}. Give "
+                "all ranks the same seed and shuffle.",
+                field="order",
+                given=str(orders[other]),
+            )
 
     def _number(self) -> int:
         return self.run.launch if self.run else claim_launch(self.directory)
