@@ -55,5 +55,19 @@ def from_first(what: str, question: Callable[[], Any], *, field: str = "dataset"
     return own.heard(json.loads(np.asarray(data).tobytes()))
 
 
+def from_all(what: str, question: Callable[[], Any]) -> list[Any]:
+    """What `question()` about the dataset returns on every process, a value of JSON, on all processes.
+
+    The error of one process is raised on all of them; `what` names it.
+    """
+    if jax.process_count() == 1:
+        return [question()]
+    own = Answer[Any](question, f"process {jax.process_index()}: {what} failed", "dataset")
+    text = _text(own).encode()
+    (size,) = maxima(len(text))
+    padded = np.frombuffer(text.ljust(size), np.uint8)  # JSON may have spaces at its end
+    return [own.heard(json.loads(one.tobytes())) for one in np.asarray(multihost_utils.process_allgather(padded))]
+
+
 def _text(own: Answer[Any]) -> str:
     return json.dumps(own.sent, default=str)  # the numbers in an error may be of any type
