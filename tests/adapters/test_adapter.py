@@ -22,6 +22,7 @@ from batchwright.core.errors import ConfigError, EnvironmentFault, RunError
 from batchwright.rundir.fence import Fence
 from batchwright.runtime import audit
 from tests.needs import needs
+from tests.runtime.conftest import _run_ranks as run_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -140,6 +141,63 @@ def test_only_the_launch_of_the_fence_saves(tmp_path):
         old.before_save()
     new.before_save()
     old.close(), new.close()
+
+
+class Local(Exception):
+    """An error that no other process can load."""
+
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
+
+
+def files_that_fail(rank: int, ranks: int, folder: str) -> list[tuple[str, str, str | None]]:
+    """The errors of one rank, where rank 0 alone looks at the files."""
+    one, found = adapter(folder, rank=rank, ranks=ranks), []
+    for error in (EnvironmentFault("the disk is full.", field="disk"), Local("no such file")):
+
+        def ask(error=error):
+            raise error
+
+        try:
+            one.from_first("looking for the newest checkpoint", ask)
+        except Exception as raised:
+            found.append((type(raised).__name__, str(raised), getattr(raised, "field", None)))
+    one.close()
+    return found
+
+
+def test_an_error_of_rank_0_is_raised_on_all_ranks(tmp_path):
+    first, second = run_ranks(files_that_fail, 2, 2, str(tmp_path))
+    assert first == [("EnvironmentFault", "the disk is full.", "disk"), ("Local", "no such file", None)]
+    assert second[0] == first[0]
+    said = "rank 0: looking for the newest checkpoint failed: Local: no such file"
+    assert second[1] == ("RunError", said, "directory")
+
+
+def opened(rank: int, ranks: int, folder: str, rows: int, seed: int) -> tuple[str, str | None]:
+    """What `open` says on a rank, where rank 1 has so many rows, and this seed."""
+    made = course(RAMP.compile().until(64), micro_batch_size=4, budget=never)
+    one = Adapter(made, ROWS[: rows if rank else 64], rank=rank, ranks=ranks, directory=folder, seed=seed * rank)
+    try:
+        one.open()
+    except RunError as error:
+        return str(error), error.field
+    one.close()
+    return "", None
+
+
+def test_ranks_with_other_orders_of_samples_are_refused_by_all(tmp_path):
+    """They would train some samples twice, and some not at all."""
+    for text, field in run_ranks(opened, 2, 2, str(tmp_path / "rows"), 60, 0):
+        assert text.startswith("the ranks have datasets of different lengths: 64 on rank 0, 60 on rank 1.")
+        assert field == "dataset"
+    for text, field in run_ranks(opened, 2, 2, str(tmp_path / "seed"), 64, 7):
+        assert text.startswith(
+            "the ranks have different orders of samples: GlobalOrder(size=64, seed=0, shuffle=True) on"
+        )
+        assert "seed=7, shuffle=True) on rank 1." in text and field == "order"
+    assert run_ranks(opened, 2, 2, str(tmp_path / "same"), 64, 0) == [("", None)] * 2
+    assert not (tmp_path / "rows").exists() and not (tmp_path / "seed").exists()
 
 
 def test_the_stop_signal_of_the_run_and_sigterm_ask_to_stop(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import batchwright
-from batchwright.core.errors import BatchwrightError
+from batchwright.core.errors import BatchwrightError, PlanError
 from batchwright.core.ramp.learning_rate import SampleSchedule
 from batchwright.core.ramp.rules import Constant, parse_thresholds
 from batchwright.jax import Checkpoints, Feed, JaxTask, check, loop, maxtext, restore, save, train
@@ -150,6 +150,54 @@ def stops(folder):
         found["disk"] = refused(run, folder / "disk", large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return found
+
+
+class Asked:
+    """A dataset without a fingerprint, which writes down what is asked. `error` is raised for every row, or for its length."""
+
+    def __init__(self, size=64, error=None, length=None) -> None:
+        self.size, self.error, self.length, self.asked = size, error, length, []
+
+    def __len__(self) -> int:
+        self.asked.append("len")
+        if self.length is not None:
+            raise self.length
+        return self.size
+
+    def __getitem__(self, i):
+        self.asked.append(int(i))
+        if self.error is not None:
+            raise self.error
+        return ROWS[i]
+
+
+def raised(function, *given, **more):
+    """The class, the text and the field of an error."""
+    try:
+        function(*given, **more)
+    except Exception as error:
+        return [type(error).__name__, str(error), getattr(error, "field", None)]
+
+
+def agreed(directory):
+    """Two processes, of which the second reads, or has another dataset than the first."""
+    folder, second = Path(directory), jax.process_index() == 1
+    found, rows = {}, Asked()
+    status = run(folder / "reads", task(dataset=rows), loading_hosts=[1])
+    found["reads"] = [sum(what != "len" for what in rows.asked), status.loading["rows_read"]]
+
+    plain, ours = ValueError("row 17 is not JSON"), PlanError("a.jsonl is not here.", field="path", given="a.jsonl")
+    for name, error in (("plain", plain), ("ours", ours)):
+        made = task(dataset=Asked(error=error if second else RuntimeError("the first process reads")))
+        found[name] = raised(run, folder / name, made, loading_hosts=[1])
+    with mock.patch("batchwright.jax.checkpoint.listing", mock.Mock(side_effect=PermissionError("not yours"))):
+        found["listing"] = raised(run, folder / "listing", task())
+    made = task(dataset=Asked(size=60 if second else 64))
+    found["lengths"] = raised(run, folder / "lengths", made)
+    failing = Asked(length=FileNotFoundError("no bucket") if second else None)
+    found["no length"] = raised(run, folder / "no length", task(dataset=failing))
+    found["written"] = sorted(path.name for path in folder.iterdir())
     return found
 
 

@@ -109,6 +109,26 @@ def test_arrays_on_four_devices(tmp_path):
     assert "8 samples on 3 devices" in found["three"] and "6 or 9; or give JaxTask.blank" in found["three"]
 
 
+def test_processes_agree_on_the_dataset_and_hear_the_error_of_the_one_that_reads(tmp_path):
+    first, second = in_process("agreed", processes=2, directory=str(tmp_path))
+    # 8 samples, read twice: a dataset may draw, and then it cannot be recognised.
+    assert first["reads"] == [0, 24] and second["reads"] == [24 + 16, 24]
+    assert first["ours"] == second["ours"] == ["PlanError", "a.jsonl is not here.", "path"]
+    failed = "process 1: reading samples for the fingerprint of the dataset failed: ValueError: row 17 is not JSON"
+    assert first["plain"] == ["RunError", failed, "dataset"]
+    assert second["plain"] == ["ValueError", "row 17 is not JSON", None]
+    assert first["listing"] == ["PermissionError", "not yours", None]
+    listing = "process 0: listing the checkpoints failed: PermissionError: not yours"
+    assert second["listing"] == ["RunError", listing, "checkpoint"]
+    said = "the processes have datasets of different lengths: 64 on process 0, 60 on process 1."
+    for found in (first, second):
+        assert found["lengths"][0] == "RunError" and found["lengths"][1].startswith(said)
+        assert found["lengths"][2] == "dataset"
+        assert found["written"] == ["reads"], "a refused launch writes nothing"
+    assert first["no length"] == ["RunError", "process 1: len(dataset) failed: FileNotFoundError: no bucket", "dataset"]
+    assert second["no length"][:2] == ["FileNotFoundError", "no bucket"]
+
+
 @pytest.mark.rounds
 def test_one_of_two_nodes_reads_for_both(tmp_path):
     made = batchwright.run(

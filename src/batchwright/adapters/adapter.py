@@ -41,8 +41,9 @@ from batchwright.rundir.checkpoint import MANIFEST, STATE, listing
 from batchwright.rundir.fence import Fence
 from batchwright.rundir.files import write_json
 from batchwright.rundir.status import claim_launch
+from batchwright.runtime.answers import Answer
 from batchwright.runtime.data.loader import Loader, MapDataset, Micro, Reader, default_collate
-from batchwright.runtime.data.order import GlobalOrder
+from batchwright.runtime.data.order import GlobalOrder, same_length
 from batchwright.runtime.data.sampler import Slice, StepSampler
 from batchwright.runtime.device import widest_float
 from batchwright.runtime.state.ledger import Ledger
@@ -94,6 +95,7 @@ class Adapter:
 
     def open(self, state: Mapping[str, Any] | None = None, origin: str = "the checkpoint") -> None:
         """Start a launch from the state of a checkpoint, whose name `origin` is, or from sample 0. Collective."""
+        self._check_order()
         self.position, parent = self._resumed(state, origin) if state is not None else (0, None)
         if self.run and state is None and self.run.start_sample:
             raise RunError(
@@ -102,10 +104,10 @@ class Adapter:
                 field="checkpoint",
                 given=self.run.start_sample,
             )
-        self.launch = self.from_first(lambda: self.run.launch if self.run else claim_launch(self.directory))
+        self.launch = self.from_first("numbering the launch", self._number)
         if state is not None:
-            self.from_first(lambda: self._check_origin(parent))
-        self.from_first(lambda: Fence(self.directory, self.launch or 0).claim() and None)
+            self.from_first("comparing the checkpoint with the ledger", lambda: self._check_origin(parent))
+        self.from_first("claiming the run directory", lambda: Fence(self.directory, self.launch or 0).claim() and None)
         self._ledger = Ledger(
             self.directory / names.LEDGER,
             self.order,
@@ -243,7 +245,7 @@ class Adapter:
         """Make the ledger durable, and refuse to save if another launch has taken over. Collective."""
         if self._ledger is not None:
             self._ledger.close()
-        if not self.from_first(lambda: Fence(self.directory, self.launch or 0)()):
+        if not self.from_first("looking for a newer launch", Fence(self.directory, self.launch or 0)):
             raise RunError(
                 f"launch {self.launch} does not save: another launch has taken over {self.directory}.", field="launch"
             )
@@ -262,20 +264,33 @@ class Adapter:
 
     # -- the ranks
 
-    def from_first(self, ask: Callable[[], T]) -> T:
-        """What `ask` returns on rank 0, on all ranks; an error there is an error everywhere."""
+    def from_first(self, what: str, question: Callable[[], T]) -> T:
+        """What `question()` about the run's files returns on rank 0, on all ranks. `what` names its error, raised on all."""
         if self.ranks == 1:
-            return ask()
-        answer: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                answer[0] = ask()
-            except Exception as error:
-                answer[1] = error
-        dist.broadcast_object_list(answer, src=0)
-        if answer[1] is not None:
-            raise answer[1]
-        return answer[0]
+            return question()
+        own = Answer(question if self.rank == 0 else None, f"rank 0: {what} failed", "directory")
+        box = [own.sent]
+        dist.broadcast_object_list(box, src=0)
+        return own.heard(box[0])
+
+    def _check_order(self) -> None:
+        """Refuse ranks whose samples come in different orders: some would be trained twice, and some not at all."""
+        if self.ranks == 1:
+            return
+        orders: list[Any] = [None] * self.ranks
+        dist.all_gather_object(orders, self.order)
+        same_length([order.size for order in orders])
+        other = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
+        if other is not None:
+            raise RunError(
+                f"the ranks have different orders of samples: {orders[0]} on rank 0, {orders[other]} on rank {other}. Give "
+                "all ranks the same seed and shuffle.",
+                field="order",
+                given=str(orders[other]),
+            )
+
+    def _number(self) -> int:
+        return self.run.launch if self.run else claim_launch(self.directory)
 
     def _report(self) -> None:
         if self.run and self.rank == 0:

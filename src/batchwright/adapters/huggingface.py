@@ -123,7 +123,9 @@ class Exact:
         raise_violations(PlanError, _refused(self, self.batchwright.run is not None))  # callbacks may be new
         state: Mapping[str, Any] | None = None
         if resume_from_checkpoint is True:
-            found = self.batchwright.from_first(lambda: newest(Path(self.args.output_dir)))
+            found = self.batchwright.from_first(
+                "looking for the newest checkpoint", lambda: newest(Path(self.args.output_dir))
+            )
             resume_from_checkpoint, state = (str(found[0]), found[1]) if found else (None, None)
         elif resume_from_checkpoint:
             state = sealed(Path(resume_from_checkpoint))
@@ -291,7 +293,7 @@ class Exact:
         arguments, output = self.args, Path(self._get_output_dir(trial=trial))
         folder = output / f"checkpoint-{self.state.global_step}"
         self.batchwright.before_save()
-        self.batchwright.from_first(lambda: unseal(folder))
+        self.batchwright.from_first("beginning the checkpoint", lambda: unseal(folder))
         self.state.stateful_callbacks[NAME] = {"args": {}, "attributes": self.batchwright.state()}
         limit, arguments.save_total_limit = arguments.save_total_limit, None  # the older one goes when this is complete
         try:

@@ -32,7 +32,7 @@ from batchwright.rundir.checkpoint import MANIFEST, STATE, listing, none_complet
 from batchwright.rundir.files import digest_of, read_json, write_fault, write_json
 from batchwright.runtime.state.saved import Saved
 
-from .process import answered
+from .process import from_first
 
 _ARRAYS, _PARTIAL = "orbax", ".partial-"
 
@@ -102,7 +102,9 @@ class Checkpoints:
         work of computing hashes.
         """
         skipped: list[str] = []
-        for name, step, launch in answered(lambda: listing(self.directory)):
+        for name, step, launch in from_first(
+            "listing the checkpoints", lambda: listing(self.directory), field="checkpoint"
+        ):
             path = self.directory / name
             problem = self._problem(path, verify)
             if _all(problem is None):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from batchwright.core.errors import RunError
+from batchwright.runtime.answers import Answer
 from batchwright.runtime.ranks import Ranks, check_rendezvous, discover, rendezvous
 
 
@@ -40,22 +40,34 @@ def total(value: int) -> int:
     return int((parts[:, 0] * 2**30 + parts[:, 1]).sum())
 
 
-def answered(question: Callable[[], Any], by: int = 0) -> Any:
-    """What `question()` returns on one process, a value of JSON, on all processes. Its error is raised on all of them."""
+def from_first(what: str, question: Callable[[], Any], *, field: str = "dataset", first: int = 0) -> Any:
+    """What `question()` returns on process `first`, a value of JSON, on all processes. Its error is raised on all of them.
+
+    `what` and `field` name an error that is not batchwright's.
+    """
     if jax.process_count() == 1:
         return question()
-    asked, said, raised = jax.process_index() == by, "", None
-    if asked:
-        try:
-            said = json.dumps({"answer": question()})
-        except Exception as error:
-            said, raised = json.dumps({"fault": f"{type(error).__name__}: {error}"[:2000]}), error
-    text = np.frombuffer(said.encode(), np.uint8)
+    asked = jax.process_index() == first
+    own = Answer[Any](question if asked else None, f"process {first}: {what} failed", field)
+    text = np.frombuffer(_text(own).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text)), is_source=asked))
     data = multihost_utils.broadcast_one_to_all(text if asked else np.zeros(size, np.uint8), is_source=asked)
-    if raised is not None:
-        raise raised
-    found = json.loads(np.asarray(data).tobytes())
-    if "fault" in found:
-        raise RunError(f"process {by}: {found['fault']}")
-    return found["answer"]
+    return own.heard(json.loads(np.asarray(data).tobytes()))
+
+
+def from_all(what: str, question: Callable[[], Any]) -> list[Any]:
+    """What `question()` about the dataset returns on every process, a value of JSON, on all processes.
+
+    The error of one process is raised on all of them; `what` names it.
+    """
+    if jax.process_count() == 1:
+        return [question()]
+    own = Answer[Any](question, f"process {jax.process_index()}: {what} failed", "dataset")
+    text = _text(own).encode()
+    (size,) = maxima(len(text))
+    padded = np.frombuffer(text.ljust(size), np.uint8)  # JSON may have spaces at its end
+    return [own.heard(json.loads(one.tobytes())) for one in np.asarray(multihost_utils.process_allgather(padded))]
+
+
+def _text(own: Answer[Any]) -> str:
+    return json.dumps(own.sent, default=str)  # the numbers in an error may be of any type

@@ -14,15 +14,16 @@ from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.ramp.schedule import Schedule
 from batchwright.rundir.status import Status
 from batchwright.runtime.data.hosts import Hosts
+from batchwright.runtime.data.order import same_length
 from batchwright.runtime.loop.base import LoopBase
 from batchwright.runtime.loop.settings import Settings
 from batchwright.runtime.loop.signals import StopSignals
 from batchwright.runtime.ranks import Ranks
-from batchwright.runtime.state.fingerprint import dataset_digest, fingerprint, parameters_digest
+from batchwright.runtime.state.fingerprint import READING_DIGEST, dataset_digest, fingerprint, parameters_digest
 from batchwright.runtime.state.saved import Saved
 
 from .checkpoint import Checkpoints
-from .process import answered, maxima
+from .process import from_all, from_first, maxima
 from .task import JaxTask
 
 # Settings that this loop does not have; it refuses other values than the default. `allow_ragged` is not one of them: `run`
@@ -43,7 +44,7 @@ class Session(LoopBase):
         bare = ranks.local_size is None and ranks.size == 1
         super().__init__(schedule, settings, signals, rank=jax.process_index(), ranks=jax.process_count(), bare=bare)
         self.task = task
-        self._set_order(len(task.dataset))
+        self._set_order(same_length(from_all("len(dataset)", lambda: len(task.dataset)), "process"))
 
     def set_up(self) -> None:
         """Build the mesh and the parameters, load the newest checkpoint, open the ledger and the events."""
@@ -77,11 +78,14 @@ class Session(LoopBase):
             self.order,
             self.schedule,
             digest,
-            answered(lambda: dataset_digest(self.task.dataset, self.order.size), by=self._first_reader()),
+            from_first(READING_DIGEST, self._digest, first=self._first_reader()),
             ranks=self.ranks,
             micro_batch_size=encode(settings.micro_batch_size),
             learning_rate=shape,
         )
+
+    def _digest(self) -> str | None:
+        return dataset_digest(self.task.dataset, self.order.size)
 
     def _first_reader(self) -> int:
         """The first process that reads."""

@@ -221,6 +221,19 @@ def lengths(rank: int, ranks: int, path: str, second: int | None) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def asked_of_the_first(rank: int, ranks: int, error: Exception) -> tuple[str, str, str | None, str]:
+    """The error of a question to the reader, rank 1, as every rank gets it: its class, text, field and notes."""
+
+    def question() -> None:
+        raise error
+
+    try:
+        ReadingHosts([1], rank=rank, ranks=ranks, ranks_per_host=1).from_first("reading samples", question)
+    except Exception as found:
+        return type(found).__name__, str(found), getattr(found, "field", None), "".join(getattr(found, "__notes__", []))
+    return "", "", None, ""
+
+
 def hosts_by_name(rank: int, ranks: int, names: list[str]) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """The hosts of ranks whose machines have these names."""
     socket.gethostname = lambda: names[rank]

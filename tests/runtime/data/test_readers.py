@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from itertools import islice
 from multiprocessing import get_context
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from batchwright.core.batch.loading import Storage
 from batchwright.core.errors import PlanError, RunError
-from batchwright.core.ramp.rules import Constant
+from batchwright.core.ramp.rules import Constant, Linear
 from batchwright.core.ramp.schedule import Step
 from batchwright.launch.records import Options
 from batchwright.runtime.data import loader
@@ -263,6 +264,21 @@ def test_ranks_that_were_given_different_things_say_so(run_ranks) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("readers", [1, 2])
+def test_schedules_that_differ_late_are_shown_from_the_difference_on(run_ranks, readers: int) -> None:
+    """The texts of a ramp are alike for many hundred characters."""
+    long = Linear(start=16, increment=16, samples=960, target=64).compile()
+    options, other = {"loading_hosts": readers, "schedule": long.until(2000)}, {"schedule": long.until(2048)}
+    one, same = run_ranks(reader_ranks.failing, 2, 2, reader_ranks.Batched(), options, {1: other})
+    assert one == same
+    values = re.search(r"different values of schedule: (.*) on host 0 \(.*rank 0\), (.*) on host 1 \(", one)
+    assert values is not None, one
+    first, second = values.groups()
+    assert first != second and len(first) < 210 and len(second) < 210
+    assert "2000" in first and "2048" in second, one
+
+
+@pytest.mark.slow
 def test_ranks_that_iterate_over_other_loaders_say_so(run_ranks) -> None:
     for text in run_ranks(reader_ranks.crossed, 2, 2):
         assert "give all ranks the same schedule, start and read_ahead" in text, text
@@ -296,6 +312,18 @@ def test_readers_whose_datasets_differ_or_cannot_be_opened(run_ranks, tmp_path: 
     assert (
         "rank 1) could not open the dataset: OSError: no such bucket" in first and second == "OSError: no such bucket"
     )
+
+
+@pytest.mark.slow
+def test_an_error_of_the_first_reader_has_its_type_and_says_what_was_asked(run_ranks) -> None:
+    error = PlanError("a.jsonl is not here.", field="path", given="a.jsonl")
+    for found in run_ranks(reader_ranks.asked_of_the_first, 2, 2, error):
+        assert found[:3] == ("PlanError", "a.jsonl is not here.", "path")
+    other, reader = run_ranks(reader_ranks.asked_of_the_first, 2, 2, ValueError("row 17 is not JSON"))
+    assert reader[:2] == ("ValueError", "row 17 is not JSON")
+    assert other[0] == "RunError" and other[2] == "dataset" and "in question" in other[3]
+    assert other[1].startswith("host 1 (")
+    assert other[1].endswith(", rank 1): reading samples failed: ValueError: row 17 is not JSON")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from batchwright.core.errors import PlanError
 from batchwright.runtime.data.sources.access import Access
 from batchwright.runtime.data.sources.jsonl import JsonLines
 from batchwright.runtime.task import Task
@@ -17,24 +18,46 @@ from batchwright.runtime.task import Task
 
 class Numbers:
     """Sample i is eight random numbers with seed i, and a target; the target of the sample `spike` is infinite. In the folder
-    `seen`, every rank writes down what it is asked. Rank 1 lacks the last `shorter` samples."""
+    `seen`, every rank writes down what it is asked. Rank 1 lacks the last `shorter` samples. `fault`: the rank and the call,
+    "len" or "row", that fail."""
 
     def __init__(
-        self, size: int, pause: float = 0.0, spike: int | None = None, seen: str | None = None, shorter: int = 0
+        self,
+        size: int,
+        pause: float = 0.0,
+        spike: int | None = None,
+        seen: str | None = None,
+        shorter: int = 0,
+        fault: tuple[int, str] | None = None,
     ) -> None:
-        self.size, self.pause, self.spike, self.seen, self.shorter = size, pause, spike, seen, shorter
+        self.size, self.pause, self.spike, self.seen, self.shorter, self.fault = (
+            size,
+            pause,
+            spike,
+            seen,
+            shorter,
+            fault,
+        )
 
     def _note(self, what: object) -> None:
         if self.seen is not None:
             with open(f"{self.seen}/rank-{dist.get_rank()}.txt", "a") as file:
                 file.write(f"{what}\n")
 
+    def _fail(self, call: str) -> None:
+        if self.fault is not None and (dist.get_rank(), call) == tuple(self.fault):
+            if call == "len":
+                raise FileNotFoundError("/data/shard-00017.bin is not on this host")
+            raise PlanError("cannot read a.jsonl: its row 17 is not JSON.", field="path", given="a.jsonl")
+
     def __len__(self) -> int:
         self._note("len")
+        self._fail("len")
         return self.size - (self.shorter if self.shorter and dist.get_rank() == 1 else 0)
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._note(i)
+        self._fail("row")
         if self.pause:
             time.sleep(self.pause)
         generator = torch.Generator().manual_seed(i)
@@ -108,6 +131,7 @@ def task(
     masked: bool = False,
     seen: str | None = None,
     shorter: int = 0,
+    fault: tuple[int, str] | None = None,
     hold: int | None = None,
 ) -> Task:
     """A regression with weights of 1 to 3 per sample, like documents of different lengths; `half`: in bf16; `url`: a file
@@ -126,7 +150,9 @@ def task(
     return Task(
         model=lambda: Net(dropout, width, blocks, reads_size).to(kind) if stages is None else Stage(**stages),
         stage=None if stages is None else lambda index, count: Stage(index, count, **stages),
-        dataset=remote(url, index_folder, Numbers(size, pause)) if url else Numbers(size, pause, spike, seen, shorter),
+        dataset=remote(url, index_folder, Numbers(size, pause))
+        if url
+        else Numbers(size, pause, spike, seen, shorter, fault),
         loss=loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr),
     )

@@ -174,6 +174,24 @@ def test_ranks_whose_datasets_have_different_lengths_are_refused_by_all(tmp_path
     assert capfd.readouterr().err.count(said) == 2
 
 
+@pytest.mark.slow
+def test_a_length_that_one_rank_cannot_read_is_an_error_of_all(tmp_path, capfd):
+    """Not that of a collective whose other side has gone."""
+    codes = launch(2, ramp(), {"directory": str(tmp_path), "micro_batch_size": 2}, fault=(1, "len"))
+    said = capfd.readouterr().err
+    why = "FileNotFoundError: /data/shard-00017.bin is not on this host"
+    assert 0 not in codes and f"errors.RunError: rank 1: len(dataset) failed: {why}" in said
+    assert f"\n{why}" in said and "Connection closed by peer" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reading", [{}, {"loading_hosts": [0], "ranks_per_host": 1}])
+def test_an_error_of_the_rank_that_reads_for_the_fingerprint_is_raised_by_all_with_its_type(tmp_path, capfd, reading):
+    options = {"directory": str(tmp_path), "micro_batch_size": 2, **reading}
+    assert 0 not in launch(2, ramp(), options, fault=(0, "row"))
+    assert capfd.readouterr().err.count("errors.PlanError: cannot read a.jsonl: its row 17 is not JSON.") == 2
+
+
 @pytest.mark.rounds
 @pytest.mark.slow
 def test_the_spec_file_alone_and_under_torchrun(whole, tmp_path):

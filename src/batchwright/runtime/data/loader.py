@@ -171,8 +171,8 @@ class Loader:
                 nearest=(sampler.rank,),
             )
         self._hosts = loading_hosts
-        same = {"order": order, "schedule": sampler.schedule, "start": sampler.start, "read_ahead": read_ahead}
-        _check_length(loading_hosts.length(dataset, same), order)
+        shared = {"order": order, "schedule": sampler.schedule, "start": sampler.start, "read_ahead": read_ahead}
+        _check_length(loading_hosts.length(dataset, shared), order)
         if loading_hosts.reader is not None:
             workers = max(1, num_workers)
             self._reader.begun = slots(workers)

@@ -20,16 +20,16 @@ A round adds to one half a number computed from the other half, so it can be inv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import shake_128
 from math import isqrt
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from batchwright.core.errors import PlanError
+from batchwright.core.errors import PlanError, RunError
 
 # Both halves have at most 24 bits, so that a 40-bit hash times a half fits 64 bits.
 LARGEST_SIZE = 2**48
@@ -159,6 +159,25 @@ class GlobalOrder:
     def _keys(self, epoch: int) -> _UInt64s:
         text = f"batchwright order 1: size {self.size}, seed {self.seed}, epoch {epoch}"
         return np.frombuffer(shake_128(text.encode()).digest(8 * self.rounds), "<u8").astype(np.uint64)
+
+
+def same_length(lengths: Sequence[int], kind: Literal["rank", "process"] = "rank") -> int:
+    """The length of a dataset by every rank. Each computes the order of the samples from its own, so all must be equal.
+
+    >>> same_length([64, 64])
+    64
+    """
+    every = {"rank": "ranks", "process": "processes"}[kind]
+    for rank, length in enumerate(lengths):
+        if length != lengths[0]:
+            raise RunError(
+                f"the {every} have datasets of different lengths: {lengths[0]:,} on {kind} 0, {length:,} on {kind} {rank}. Give "
+                f"all {every} the same dataset.",
+                field="dataset",
+                given=length,
+                nearest=(lengths[0],),
+            )
+    return lengths[0]
 
 
 def _forward(index: _UInt64s, keys: _UInt64s, height: int, width: int) -> _UInt64s:

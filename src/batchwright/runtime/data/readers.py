@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from batchwright.core.errors import PlanError, RunError
+from batchwright.runtime.answers import Answer
 
 from .hosts import Hosts, LoadBatch, LoadingHosts, checked
 from .requests import Request
@@ -108,45 +109,39 @@ class ReadingHosts:
         What the ranks were `given` must be the same on all: a reader sends the rows of its own order and schedule.
         """
         own = {name: repr(value) for name, value in (given or {}).items()}
-        said = {name: (text[:200], sha256(text.encode()).digest()) for name, text in own.items()}
-        found, everyone = self._answers("len(dataset)", self.readers, lambda: len(dataset), said)
+        said = {name: sha256(text.encode()).digest() for name, text in own.items()}
+        failure = f"{self.named(self.rank)} could not open the dataset"
+        found, everyone = self._answers("len(dataset)", self.readers, lambda: len(dataset), failure, said)
         if len(set(found.values())) > 1:
             shown = ", ".join(f"{one:,} on {self.named(rank)}" for rank, one in list(found.items())[:4])
             raise RunError(f"the readers have datasets of different lengths: {shown}.", field="dataset")
         for rank, other in enumerate(everyone):
             for name in other:
                 if other[name] != everyone[0][name]:
+                    texts = self._gathered(own[name] if self.rank in (0, rank) else "")
+                    first, second = differing(texts[0], texts[rank])
                     raise PlanError(
-                        f"the ranks were given different values of {name}: {everyone[0][name][0]} on {self.named(0)}, "
-                        f"{other[name][0]} on {self.named(rank)}. Give all ranks the same.",
+                        f"the ranks were given different values of {name}: {first} on {self.named(0)}, "
+                        f"{second} on {self.named(rank)}. Give all ranks the same.",
                         field=name,
                     )
         return found[self.readers[0]]
 
-    def answered(self, what: str, question: Callable[[], T]) -> T:
-        """What `question()` returns on the first reader, on all ranks; `what` names it in errors. Called on all ranks at once."""
-        return self._answers(what, self.readers[:1], question)[0][self.readers[0]]
+    def from_first(self, what: str, question: Callable[[], T]) -> T:
+        """What `question()` about the dataset returns on the first reader, on all ranks, which call this at once; its error is
+        raised on all of them. `what` names it in errors.
+        """
+        failure = f"{self.named(self.rank)}: {what} failed"
+        return self._answers(what, self.readers[:1], question, failure)[0][self.readers[0]]
 
     def _answers(
-        self, what: str, readers: tuple[int, ...], question: Callable[[], T], said: S | None = None
+        self, what: str, readers: tuple[int, ...], question: Callable[[], T], failure: str, said: S | None = None
     ) -> tuple[dict[int, T], list[S]]:
         """What `question()` returns on some readers, and what every rank has `said`. An error is raised on all ranks."""
-        answer: T | None = None
-        fault: str | None = None
-        raised: Exception | None = None
-        if self.rank in readers:
-            try:
-                answer = question()
-            except Exception as error:
-                fault, raised = f"{type(error).__name__}: {error}"[:2000], error
+        own = Answer(question if self.rank in readers else None, failure, "dataset")
         self._await(what, readers)
-        everyone: list[tuple[T, str | None, S]] = self._gathered((answer, fault, said))
-        if raised is not None:
-            raise raised
-        for rank in readers:
-            if (other := everyone[rank][1]) is not None:
-                raise RunError(f"{self.named(rank)} could not open the dataset: {other}", field="dataset")
-        return {rank: everyone[rank][0] for rank in readers}, [other for _, _, other in everyone]
+        everyone: list[tuple[Any, S]] = self._gathered((own.sent, said))
+        return {rank: own.heard(everyone[rank][0]) for rank in readers}, [other for _, other in everyone]
 
     def _await(self, what: str, readers: tuple[int, ...]) -> None:
         """Wait until some readers have answered. A collective would not say who is missing."""
@@ -182,6 +177,20 @@ class ReadingHosts:
     def named(self, rank: int) -> str:
         """A rank's host, for errors: `host 1 (gpu-17, rank 8)`."""
         return f"host {self.hosts.of_rank[rank]} ({self.names[rank]}, rank {rank})"
+
+
+def differing(one: str, other: str) -> tuple[str, str]:
+    """Two texts, at most 200 characters of each: of long ones, the beginning and what is around their first difference.
+
+    >>> differing("a" * 500 + "b", "a" * 500 + "c")[0] == "a" * 40 + " … " + "a" * 40 + "b"
+    True
+    """
+    pairs = enumerate(zip(one, other, strict=False))
+    same = next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    if same < 100:
+        return one[:200], other[:200]
+    first, second = (f"{text[:40]} … {text[same - 40 : same + 110]}" for text in (one, other))
+    return first, second
 
 
 def _own_group(ranks: int, group: dist.ProcessGroup | None) -> Any:

@@ -274,7 +274,7 @@ class LoopBase(ABC):
         self.nonfinite_steps += bool(self.nonfinite_in_a_row)
 
     def _count_rows(self, read: int, trained: int, readers: int, hosts: int | None, loading_hosts: int | None) -> None:
-        """Rows that the processes that read have read from the dataset, against those that were trained."""
+        """Rows read from the dataset by all readers, against those that were trained."""
         self.loading = {
             "readers": readers,
             "hosts": hosts,

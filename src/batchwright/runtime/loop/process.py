@@ -19,8 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from batchwright.core.errors import PlanError, RunError
+from batchwright.core.errors import PlanError
 from batchwright.core.numbers import divisors
+from batchwright.runtime.answers import Answer
 from batchwright.runtime.device import choose, collectives_for, use
 from batchwright.runtime.ranks import check_rendezvous, discover
 
@@ -71,22 +72,15 @@ class ThisProcess:
         collectives.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
-    def answered(self, question: Callable[[], T]) -> T:
-        """What `question()` returns on rank 0, on all ranks. Its error is raised on all of them."""
-        answer: T | None = None
-        fault: str | None = None
-        raised: Exception | None = None
-        if self.rank == 0:
-            try:
-                answer = question()
-            except Exception as error:
-                fault, raised = f"{type(error).__name__}: {error}"[:2000], error
-        answer, fault = self.broadcast((answer, fault))
-        if raised is not None:
-            raise raised
-        if fault is not None:
-            raise RunError(f"rank 0 could not read the dataset: {fault}", field="dataset")
-        return cast(T, answer)
+    def from_first(self, what: str, question: Callable[[], T]) -> T:
+        """What `question()` about the dataset returns on rank 0, on all ranks. Its error is raised on all; `what` names it."""
+        own = Answer(question if self.rank == 0 else None, f"rank 0: {what} failed", "dataset")
+        return own.heard(self.broadcast(own.sent))
+
+    def from_all(self, what: str, question: Callable[[], T]) -> list[T]:
+        """What `question()` about the dataset returns on every rank, on all ranks. The error of one rank is raised on all."""
+        own = Answer(question, f"rank {self.rank}: {what} failed", "dataset")
+        return [own.heard(said) for said in self.gathered(own.sent)]
 
     def gathered(self, value: Any) -> list[Any]:
         """The values of all ranks, on all ranks."""

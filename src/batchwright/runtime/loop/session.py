@@ -14,17 +14,18 @@ from torch.optim import Optimizer
 
 from batchwright.core.batch.pipeline import SPLIT_BACKWARD
 from batchwright.core.codec import encode
-from batchwright.core.errors import ConfigError, PlanError, RunError, Violation, raise_violations
+from batchwright.core.errors import ConfigError, PlanError, Violation, raise_violations
 from batchwright.core.numbers import nearest_multiples
 from batchwright.core.ramp.schedule import Schedule, Step
 from batchwright.processes.endings import users_code
 from batchwright.runtime.data.loader import default_collate
+from batchwright.runtime.data.order import same_length
 from batchwright.runtime.data.readers import ReadingHosts
 from batchwright.runtime.data.windows import Window
 from batchwright.runtime.stages import Stages, build_stages, refuse_tied
 from batchwright.runtime.state import generators
 from batchwright.runtime.state.checkpoint import Checkpoints, Saved
-from batchwright.runtime.state.fingerprint import dataset_digest, fingerprint
+from batchwright.runtime.state.fingerprint import READING_DIGEST, dataset_digest, fingerprint
 from batchwright.runtime.step.accumulate import Accumulator, StepResult
 from batchwright.runtime.step.noise import NoiseScale, NoiseTerms
 from batchwright.runtime.step.pipeline import stage_indices
@@ -76,7 +77,10 @@ class Session(LoopBase):
                 ranks_per_host=settings.ranks_per_host,
                 open_timeout=settings.open_timeout,
             )
-        length = self.reading.length(task.dataset) if self.reading else self._length()
+        if self.reading is not None:
+            length = self.reading.length(task.dataset)
+        else:
+            length = same_length(process.from_all("len(dataset)", lambda: len(task.dataset)))
         size = length - held
         self.dataset = Part(task.dataset, 0, size, length=length) if held else task.dataset
         self.evaluation = Part(task.dataset, size, held, length=length) if held else evaluation
@@ -94,20 +98,6 @@ class Session(LoopBase):
         # The micro batch size for which torch's tracer has split the model.
         self.traced_size: int | None = None
         self.given_trackers = tuple(trackers)
-
-    def _length(self) -> int:
-        """`len(dataset)`. Every rank computes the order of the samples from its own, so all must be equal."""
-        lengths = self.process.gathered(len(self.task.dataset))
-        for rank, length in enumerate(lengths):
-            if length != lengths[0]:
-                raise RunError(
-                    f"the ranks have datasets of different lengths: {lengths[0]:,} on rank 0, {length:,} on rank {rank}. Give "
-                    "all ranks the same dataset.",
-                    field="dataset",
-                    given=length,
-                    nearest=(lengths[0],),
-                )
-        return lengths[0]
 
     def set_up(self) -> None:
         """Build and wrap the model, load the newest checkpoint, open the ledger and the events."""
@@ -254,8 +244,8 @@ class Session(LoopBase):
             return dataset_digest(self.dataset, self.order.size)
 
         if self.reading is not None:
-            return self.reading.answered("reading samples for the fingerprint of the dataset", digest)
-        return self.process.answered(digest)
+            return self.reading.from_first(READING_DIGEST, digest)
+        return self.process.from_first(READING_DIGEST, digest)
 
     def _resume(self, saved: Saved) -> None:
         settings, state, found = self.settings, saved.state, self._changes(saved)

@@ -111,6 +111,10 @@ def versions() -> dict[str, str]:
     return found | {name: str(module.__version__) for name, module in used if module is not None}
 
 
+READING_DIGEST = "reading samples for the fingerprint of the dataset"
+"""What a process does that computes `dataset_digest`, as an error names it."""
+
+
 def dataset_digest(dataset: Any, size: int) -> str | None:
     """A digest of a dataset: its own `fingerprint`, else of a few samples; None if a second reading differs."""
     own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
