@@ -82,7 +82,8 @@ def convert(
     except PlanError as wrong:
         # It cannot say how a replica is split, and its devices then make another number of ranks.
         again = Job(made.kind, {name: given.value for name, given in back.fields.items() if name in PARALLEL_FIELDS})
-        differences = (*_lost(made, again, target), Difference("batch", NOT_EXPRESSIBLE, str(wrong)))
+        lost = _lost(made, again, target) if back.fields else []  # without fields, a rule refused the keys
+        differences = (*lost, Difference("batch", NOT_EXPRESSIBLE, str(wrong)))
         return Conversion(reading, made, target, version, keys, differences, tuple(left_out + _unread(reading)), ())
     before, after = check(reading).findings, check(back).findings
     differences = (*compare(made, again, target), *_filled(reading, made, again, target))

@@ -145,6 +145,8 @@ def job(reading: Reading) -> Job:
         schedule, rule = compile_schedule(request, read_ramp(wanted), None)
         request = _at_the_end(request, schedule, rule)
     numbers = _numbers(request)
+    if "pipeline_schedule" in numbers and reading.fields["pipeline_schedule"].level < 0:
+        del numbers["pipeline_schedule"]  # a default, or a choice of the reader
     numbers |= {name: count(values[name], name, most=10**18) for name in ("samples", "tokens") if name in values}
     return Job("train", numbers, rule, schedule, steps)
 
@@ -196,8 +198,8 @@ _MICRO = {"train_micro_prompts", "train_micro_responses", "micro_batch_size"}
 _EQUATION = ("global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices")
 # Said by other numbers, or a choice of the reader.
 _DERIVED = (
-    "global_batch_size_tokens", "max_micro_batch_size", "pipeline_style", "pipeline_schedule", "pipeline_microbatches",
-    "allow_ragged", "round", *PARALLEL_FIELDS, "virtual_stages",
+    "global_batch_size_tokens", "max_micro_batch_size", "pipeline_style", "pipeline_microbatches", "allow_ragged", "round",
+    *PARALLEL_FIELDS, "virtual_stages",
 )  # fmt: skip
 
 
