@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,8 @@ def read(
     candidates = Candidates([*dialect.keys, *dialect.special, *dialect.checked, *dialect.steps, *dialect.in_samples])
     for key, value in entries:
         if value.value == AUTO:
-            taken += [(key, value)] * (dialect.reads(key) and key not in given_here)
+            if dialect.reads(key) and key not in given_here:
+                taken.append((key, value))
             continue
         if key in dialect.known:
             if key not in given or given[key].level <= value.level:
@@ -144,7 +145,7 @@ def job(reading: Reading) -> Job:
 
         schedule, rule = compile_schedule(request, read_ramp(wanted), None)
         request = _at_the_end(request, schedule, rule)
-    numbers = _numbers(request)
+    numbers = _numbers(request, {reading.dialect.keys.get(key, "") for key in reading.filled_in})
     if "pipeline_schedule" in numbers and reading.fields["pipeline_schedule"].level < 0:
         del numbers["pipeline_schedule"]  # a default, or a choice of the reader
     numbers |= {name: count(values[name], name, most=10**18) for name in ("samples", "tokens") if name in values}
@@ -167,8 +168,11 @@ def _at_the_end(request: BatchRequest, schedule: Schedule, rule: Rule) -> BatchR
     return replace(request, global_batch_size=last, global_batch_size_tokens=None)
 
 
-def _numbers(request: BatchRequest) -> dict[str, Any]:
-    """The numbers that the configuration determines: with an unknown number of ranks, not all of the equation."""
+def _numbers(request: BatchRequest, filled_in: Collection[str]) -> dict[str, Any]:
+    """The numbers that the configuration determines: with an unknown number of ranks, not all of the equation.
+
+    Fields that another program fills in are not chosen here.
+    """
     batch, ranks = batch_in_samples(request), resolve_ranks(request)
     micro, steps = request.micro_batch_size, request.accumulation_steps
     given = {name: getattr(request, name) for name in request.given if name not in RAMP}
@@ -176,7 +180,7 @@ def _numbers(request: BatchRequest) -> dict[str, Any]:
         if batch is not None and micro is not None:
             plan(request)  # the batch must hold whole micro batches, on any number of ranks
         return given
-    if batch is None and micro is None:
+    if (batch is None and micro is None) or ({*_SIZES} & {*filled_in} and (batch, micro, steps).count(None) > 1):
         return given | {"data_parallel_size": ranks}
     made = plan(request)
     found = {name: getattr(made, name) for name in _EQUATION}
@@ -195,7 +199,8 @@ def _numbers(request: BatchRequest) -> dict[str, Any]:
 
 
 _MICRO = {"train_micro_prompts", "train_micro_responses", "micro_batch_size"}
-_EQUATION = ("global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices")
+_SIZES = ("global_batch_size", "micro_batch_size", "accumulation_steps")
+_EQUATION = (*_SIZES, "data_parallel_size", "devices")
 # Said by other numbers, or a choice of the reader.
 _DERIVED = (
     "global_batch_size_tokens", "max_micro_batch_size", "pipeline_style", "pipeline_microbatches", "allow_ragged", "round",
