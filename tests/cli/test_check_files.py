@@ -394,3 +394,42 @@ def test_sizes_of_deepspeed_that_another_program_fills_in(cli, tmp_path):
     assert "256 = 4 micro × 8" in cli("plan", str(hf), str(zero), "--devices", "8").out
     zero.write_text('{"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"}')
     assert "DeepSpeed needs one of them" in " ".join(cli("check", str(zero)).out.split())
+
+
+def test_accelerate_with_a_file_of_deepspeed_whose_sizes_are_auto(cli, tmp_path):
+    (tmp_path / "zero3.json").write_text(ZERO3)
+    file = tmp_path / "acc.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 8\n"
+        "deepspeed_config:\n  deepspeed_config_file: zero3.json\n"
+    )
+    ran = cli("check", str(file))
+    assert ran.code == 0 and ran.out.startswith("ok: Accelerate")
+    assert "global batch = micro × 1 accumulation × 8 data-parallel" in ran.out
+    for verb in ("check", "plan"):
+        assert "32 = 4 micro × 1 accumulation × 8 data-parallel" in cli(verb, str(file), "batch_size=4").out
+
+
+def test_a_batch_of_deepspeed_that_contradicts_split_batches_without_devices(cli, tmp_path):
+    file = tmp_path / "hf.yaml"
+    text = "output_dir: x\nper_device_train_batch_size: 64\ngradient_accumulation_steps: 2\n"
+    for size, code in ((128, 0), (100, 5)):
+        (tmp_path / "ds.json").write_text(f'{{"train_batch_size": {size}}}')
+        file.write_text(text + "accelerator_config: {split_batches: true}\ndeepspeed: ds.json\n")
+        ran = cli("check", str(file))
+        assert ran.code == code, ran.out
+        assert code == 0 or "global_batch_size has two different values" in " ".join(ran.out.split())
+
+
+def test_a_value_that_is_made_of_several_keys_keeps_its_name_in_messages(cli, tmp_path):
+    hf, titan = tmp_path / "hf.yaml", tmp_path / "titan.toml"
+    hf.write_text("output_dir: x\nper_device_train_batch_size: 64\ngradient_accumulation_steps: 2\n")
+    hf.write_text(hf.read_text() + "accelerator_config: {split_batches: true}\n")
+    said = cli("plan", str(hf), "--devices", "8", "--global-batch-size", "512").err
+    assert "micro_batch_size 8" in said and "or micro_batch_size=32" in said and "split_batches" not in said
+    titan.write_text(
+        "[training]\nlocal_batch_size = 2\nseq_len = 8\n[parallelism]\ndata_parallel_replicate_degree = 1\n"
+        "data_parallel_shard_degree = 8\ntensor_parallel_degree = 2\n"
+    )
+    said = cli("plan", str(titan), "--devices", "32").err
+    assert said.startswith("error: data_parallel_size=8 contradicts 32 devices"), said

@@ -84,6 +84,10 @@ NEMO_RL = {
     [
         (ACCELERATE, {}, "accelerate", "512 = 16 micro × 4 accumulation × 8 data-parallel"),
         (ACCELERATE | {"split_batches": True}, {}, "accelerate", "64 = 2 micro × 4 accumulation × 8 data-parallel"),
+        # As accelerate 1.15 does (data_loader.py: prepare_data_loader): ranks of a tensor-parallel group share their data.
+        (ACCELERATE | {"split_batches": True, "batch_size": 64,
+                       "parallelism_config": {"parallelism_config_tp_size": 2}}, {}, "accelerate",
+         "256 = 16 micro × 4 accumulation × 4 data-parallel"),
         (TITAN, {"devices": 16}, "torchtitan", "128 = 2 micro × 8 accumulation × 8 data-parallel"),
         (OLD_TITAN, {"devices": 8}, "torchtitan", "256 = 8 micro × 4 accumulation × 8 data-parallel"),
         (STAGED, {"devices": 8}, "torchtitan", "32 = 1 micro × 8 accumulation × 4 data-parallel"),
@@ -455,3 +459,18 @@ def test_a_schedule_that_another_framework_has_no_key_for_is_left_out():
     keys = TITAN_PIPELINE | {"training.local_batch_size": 8, "parallelism.pipeline_parallel_schedule": "GPipe"}
     made = convert(reading(keys, "torchtitan", devices=8), framework("megatron-lm"))
     assert made.status == "exact" and "pipeline_schedule=gpipe" in made.left_out
+
+
+def test_sizes_that_another_program_fills_in_are_not_chosen():
+    sizes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    report = checked({"train_batch_size": 64, **sizes}, "deepspeed", devices=8)
+    assert report.ok and equation(report.job) == "64 = micro × accumulation × 8 data-parallel"
+    report = checked({"train_batch_size": 64, **sizes, "train_micro_batch_size_per_gpu": 4}, "deepspeed", devices=8)
+    assert equation(report.job) == "64 = 4 micro × 2 accumulation × 8 data-parallel"  # the equation gives it
+
+
+def test_flags_of_megatron_without_a_length_or_a_parallel_size():
+    keys = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "micro_batch_size": 4}
+    report = checked(keys | {"global_batch_size": 32}, devices=8)
+    assert report.reading.dialect.name == "megatron-lm"
+    assert equation(report.job) == "32 = 4 micro × 1 accumulation × 8 data-parallel"

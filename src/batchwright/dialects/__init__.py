@@ -114,18 +114,20 @@ def detect(
         # A program of this name without any key of the framework may be another one.
         shown = 100 * bool(together) + (100 if own or signs else 1) * bool(programs)
         points = shown + 10 * len(signs) + 3 * len(rare) + len(own)
-        if programs or signs or rare:
+        if programs or signs or rare or together:
             ranked.append((points, dialect, sorted({*programs, *signs, *rare, *together})))
     if not ranked:
         return None, []
     best = max(ranked, key=lambda one: one[0])
     # A configuration beside another framework's, such as DeepSpeed's, may have more keys than that one.
-    hosts = [
-        one
-        for one in ranked
-        if best[1].name in one[1].beside and any(one[1].reads(k) for k in found - one[1].common - best[1].known)
-    ]
+    hosts = [one for one in ranked if best[1].name in one[1].beside and _is_host(one[1], best[1], found)]
     return max(hosts or [best], key=lambda one: one[0])[1:]
+
+
+def _is_host(dialect: Dialect, other: Dialect, found: set[str]) -> bool:
+    """Whether some keys are those of this framework only: it reads them, or they are its signs."""
+    own = found - other.known
+    return any(dialect.reads(key) for key in own - dialect.common) or not own.isdisjoint(dialect.signs)
 
 
 def _starts_program(word: str, program: str) -> bool:
@@ -363,7 +365,10 @@ def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> Non
         fields[name] = given if str(there.value) == "1" else there
     elif there.level == given.level and str(there.value) != str(given.value):
         both = [str(g.value)[:40] for g in (there, given)]
-        where = [g.origin[-80:] or "as a value" for g in (there, given)]  # a long path ends with the key
+        parts = [
+            [part[-80:] for part in g.origin.split(" and ")] for g in (there, given)
+        ]  # a long path ends with the key
+        where = [" and ".join(one) or "as a value" for one in parts]
         wrong.append(
             Violation(
                 f"{name} has two different values: {both[0]} ({where[0]}) and {both[1]} ({where[1]}). Give one.",
