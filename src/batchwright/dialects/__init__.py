@@ -166,15 +166,19 @@ def resolve(
     specials: dict[str, Fields] = {}
     ignored: list[str] = []
     entries = list(entries)
+    main = framework or detect([key for key, given in entries if given.value != AUTO], kind=kind)[0]
+    named = [one for one in entries if main is not None and one[1].section in main.beside]
+    entries = [one for one in entries if main is None or one[1].section not in main.beside]
     later_filled = {key for key, given in entries if given.value == AUTO}
     entries = [(key, given) for key, given in entries if given.value != AUTO]
     names = [key for key, _ in entries]
-    main = framework or detect(names, kind=kind)[0]
+    chosen: set[str] = set()  # fields that are asked for by batchwright's names
     known = dialects(kind)
     inside = known  # the frameworks whose keys count in a file: its own, those beside it, and launchers
     if main is not None:
         known = (main, *(d for d in known if d is not main))
         ours = {k for k, given in entries if k in own and not main.reads(k) and not (lenient and given.level == 0)}
+        chosen |= ours
         defaults = defaults and not ours & _BATCH
         beside = [d for d in known if d.name in main.beside]
         inside = (main, *beside, known[-1])
@@ -209,6 +213,8 @@ def resolve(
     notes = list(later.values())
     if kind == "rl" and not later and (ranks := ranks_of(fields)):
         fields["data_parallel_size"] = ranks
+    if main is not None and named:
+        notes += _yielded(main, named, fields, chosen)
     for dialect in known:
         if later and dialect is known[-1]:
             continue  # a number of nodes that is known later is not the launcher's default
@@ -218,6 +224,12 @@ def resolve(
             for name, given in derived.items():
                 if defaults or given.level != DEFAULT or name not in _BATCH:
                     _put(fields, name, given, wrong)
+    for key, given in named:
+        field = _field_of(key, given)
+        if field is None:
+            ignored.append(key)
+        elif given.value != AUTO:
+            _put(fields, field, _equal(given, field, fields, chosen), wrong)
     raise_violations(ConfigError, wrong)
     if "nodes" in fields and fields["nodes"].level == DEFAULT and not {"devices", "devices_per_node"} & set(fields):
         del fields["nodes"]  # a default of one node says nothing about the devices
@@ -250,6 +262,31 @@ def _as_strong(
     if main.reads(key) or field is None:
         return value
     return replace(value, level=max([g.level for k, g in entries if main.keys.get(k) == field], default=value.level))
+
+
+def _field_of(key: str, given: Given) -> str | None:
+    """The field of a key in a configuration that another one names."""
+    return framework(given.section).keys.get(key)
+
+
+def _equal(given: Given, field: str, fields: Fields, chosen: Collection[str]) -> Given:
+    """A value of a configuration that another one names, at the level of the other's value: the two must agree."""
+    there = fields.get(field)
+    return given if there is None or there.level > 1 or field in chosen else replace(given, level=there.level)
+
+
+def _yielded(main: Dialect, named: Iterable[tuple[str, Given]], fields: Fields, chosen: Collection[str]) -> list[str]:
+    """Put what the named configuration decides in place of the framework's own values; returns notes about these."""
+    notes: list[str] = []
+    for field, value in main.yields.items():
+        theirs = [given for key, given in named if _field_of(key, given) == field]
+        given, there = theirs[-1] if theirs else Given(value, "the default in the file of DeepSpeed"), fields.get(field)
+        if given.value == AUTO or (there is not None and (there.level > 1 or field in chosen)):
+            continue
+        fields[field] = given if there is None else replace(given, level=there.level)
+        if there is not None and there.level != DEFAULT and str(there.value) != str(given.value):
+            notes.append(f"{main.title} takes {given.value} ({given.origin}), not {there.value} ({there.origin}).")
+    return notes
 
 
 def _is_later(key: str, given: Given, field: str) -> bool:
@@ -371,7 +408,8 @@ def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> Non
         where = [" and ".join(one) or "as a value" for one in parts]
         wrong.append(
             Violation(
-                f"{name} has two different values: {both[0]} ({where[0]}) and {both[1]} ({where[1]}). Give one.",
+                f"{name} has two different values: {both[0]} ({where[0]}) and {both[1]} ({where[1]}). Give "
+                + ("the same in both, or auto in the second." if given.section else "one."),
                 name,
                 both[1],
                 tuple(both),

@@ -73,7 +73,7 @@ def _check(reading: Reading) -> list[Finding]:
         )
     if str(reading.value("gradient_accumulation_steps", 1)) != "1":
         found.append(mean_of_micro_batches("Accelerate"))
-    if _FILE in reading.passed_over and _STEPS in reading.given:
+    if _FILE in reading.given and _STEPS in (*reading.given, *reading.filled_in):
         found.append(
             error(
                 "excluded-key",
@@ -125,13 +125,17 @@ DIALECTS = (
         special=frozenset({_SIZE, _SPLIT}),
         resolve=_resolve,
         common=frozenset({"num_processes", "num_machines", "gradient_accumulation_steps", _SIZE, _SPLIT}),
-        signs=("compute_environment", "distributed_type", "machine_rank", "main_training_function", _SPLIT, _FILE),
-        checked=frozenset({"even_batches"}),
+        signs=(
+            *("compute_environment", "distributed_type", "machine_rank", "main_training_function", _SPLIT, _FILE),
+            "deepspeed_config_file",  # a flag of accelerate launch
+        ),
+        checked=frozenset({"even_batches", _FILE}),
         defaults={"gradient_accumulation_steps": 1, "num_machines": 1},
         beside=("deepspeed",),
+        yields={"accumulation_steps": 1},
         check=_check,
         write=_write,
         has_world=True,
-        source="accelerate 1.15: data_loader.py, commands/launch.py",
+        source="accelerate 1.15: data_loader.py, accelerator.py, commands/launch.py, utils/dataclasses.py",
     ),
 )

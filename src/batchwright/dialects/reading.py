@@ -60,8 +60,6 @@ def read(
     """
     entries = list(entries)
     keys = [key for key, _ in entries]
-    given_here = {key for key, value in entries if value.value != AUTO}
-    filled_in = [key for key in keys if key not in given_here]
     if name is None:
         dialect, by = detect(keys, list(words))
         version = NEWEST
@@ -75,6 +73,8 @@ def read(
         (dialect, version), by = named(name), []
     if version == NEWEST and dialect.version_of:
         version = dialect.version_of(keys)
+    given_here = {key for key, value in entries if value.value != AUTO and value.section not in dialect.beside}
+    filled_in = [key for key, value in entries if key not in given_here and value.section not in dialect.beside]
     launchers = dialects()[-1]
     beside = [d for d in dialects(dialect.kind) if d.name in dialect.beside]
     given: dict[str, Given] = {}
@@ -82,7 +82,15 @@ def read(
     findings: list[Finding] = []
     taken: list[tuple[str, Given]] = []
     candidates = Candidates([*dialect.keys, *dialect.special, *dialect.checked, *dialect.steps, *dialect.in_samples])
+    theirs: dict[str, Given] = {}
     for key, value in entries:
+        if value.section in dialect.beside:
+            taken.append((key, value))
+            if value.value != AUTO and framework(value.section).reads(key):
+                theirs[key] = value
+            elif value.value != AUTO:
+                passed_over.append(key)
+            continue
         if value.value == AUTO:
             if dialect.reads(key) and key not in given_here:
                 taken.append((key, value))
@@ -90,7 +98,9 @@ def read(
         if key in dialect.known:
             if key not in given or given[key].level <= value.level:
                 given[key] = value
-        elif key not in launchers.keys and not any(d.reads(key) for d in beside):
+        elif any(d.reads(key) for d in beside):
+            theirs[key] = value
+        elif key not in launchers.keys:
             if candidates.is_misspelt(key):
                 findings.append(_misspelt(key, candidates.keys, dialect))
             else:
@@ -110,7 +120,7 @@ def read(
     except PlanError as wrong:
         findings += [error("value", v.message, v.field, v.nearest) for v in wrong.violations]
     return Reading(
-        dialect, version, tuple(by), given, fields, notes, tuple(passed_over), tuple(findings), tuple(filled_in)
+        dialect, version, tuple(by), given, fields, notes, tuple(passed_over), tuple(findings), tuple(filled_in), theirs
     )
 
 
