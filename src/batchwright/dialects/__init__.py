@@ -8,7 +8,7 @@ framework that the keys belong to (`detect`) says what they mean.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
@@ -172,13 +172,12 @@ def resolve(
     later_filled = {key for key, given in entries if given.value == AUTO}
     entries = [(key, given) for key, given in entries if given.value != AUTO]
     names = [key for key, _ in entries]
-    chosen: set[str] = set()  # fields that are asked for by batchwright's names
+    ours: set[str] = set()  # keys of batchwright that are none of the framework's
     known = dialects(kind)
     inside = known  # the frameworks whose keys count in a file: its own, those beside it, and launchers
     if main is not None:
         known = (main, *(d for d in known if d is not main))
         ours = {k for k, given in entries if k in own and not main.reads(k) and not (lenient and given.level == 0)}
-        chosen |= ours
         defaults = defaults and not ours & _BATCH
         beside = [d for d in known if d.name in main.beside]
         inside = (main, *beside, known[-1])
@@ -214,7 +213,7 @@ def resolve(
     if kind == "rl" and not later and (ranks := ranks_of(fields)):
         fields["data_parallel_size"] = ranks
     if main is not None and named:
-        notes += _yielded(main, named, fields, chosen)
+        notes += _yielded(main, named, fields, ours)
     for dialect in known:
         if later and dialect is known[-1]:
             continue  # a number of nodes that is known later is not the launcher's default
@@ -229,7 +228,7 @@ def resolve(
         if field is None:
             ignored.append(key)
         elif given.value != AUTO:
-            _put(fields, field, _equal(given, field, fields, chosen), wrong)
+            _put(fields, field, _equal(given, field, fields, ours), wrong)
     raise_violations(ConfigError, wrong)
     if "nodes" in fields and fields["nodes"].level == DEFAULT and not {"devices", "devices_per_node"} & set(fields):
         del fields["nodes"]  # a default of one node says nothing about the devices
@@ -269,19 +268,20 @@ def _field_of(key: str, given: Given) -> str | None:
     return framework(given.section).keys.get(key)
 
 
-def _equal(given: Given, field: str, fields: Fields, chosen: Collection[str]) -> Given:
+def _equal(given: Given, field: str, fields: Fields, ours: Collection[str]) -> Given:
     """A value of a configuration that another one names, at the level of the other's value: the two must agree."""
     there = fields.get(field)
-    return given if there is None or there.level > 1 or field in chosen else replace(given, level=there.level)
+    return given if there is None or there.level > 1 or field in ours else replace(given, level=there.level)
 
 
-def _yielded(main: Dialect, named: Iterable[tuple[str, Given]], fields: Fields, chosen: Collection[str]) -> list[str]:
+def _yielded(main: Dialect, named: Sequence[tuple[str, Given]], fields: Fields, ours: Collection[str]) -> list[str]:
     """Put what the named configuration decides in place of the framework's own values; returns notes about these."""
     notes: list[str] = []
+    other = framework(named[0][1].section)
     for field, value in main.yields.items():
         theirs = [given for key, given in named if _field_of(key, given) == field]
-        given, there = theirs[-1] if theirs else Given(value, "the default in the file of DeepSpeed"), fields.get(field)
-        if given.value == AUTO or (there is not None and (there.level > 1 or field in chosen)):
+        given, there = theirs[-1] if theirs else Given(value, f"{other.title}'s default"), fields.get(field)
+        if given.value == AUTO or (there is not None and (there.level > 1 or field in ours)):
             continue
         fields[field] = given if there is None else replace(given, level=there.level)
         if there is not None and there.level != DEFAULT and str(there.value) != str(given.value):
@@ -402,10 +402,8 @@ def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> Non
         fields[name] = given if str(there.value) == "1" else there
     elif there.level == given.level and str(there.value) != str(given.value):
         both = [str(g.value)[:40] for g in (there, given)]
-        parts = [
-            [part[-80:] for part in g.origin.split(" and ")] for g in (there, given)
-        ]  # a long path ends with the key
-        where = [" and ".join(one) or "as a value" for one in parts]
+        # A long path ends with the key.
+        where = [" and ".join(p[-80:] for p in g.origin.split(" and ")) or "as a value" for g in (there, given)]
         wrong.append(
             Violation(
                 f"{name} has two different values: {both[0]} ({where[0]}) and {both[1]} ({where[1]}). Give "

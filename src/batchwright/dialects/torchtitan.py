@@ -108,8 +108,9 @@ def _rule(fields: Fields, found: Fields) -> PipelineRule | None:
 
 def _near(rule: PipelineRule, pieces: int) -> tuple[int, ...]:
     """The numbers of pieces next to this one that the schedule allows."""
-    reach = range(max(1, pieces - 2 * rule.stages), pieces + 2 * rule.stages + 1)
-    return nearest_of([m for m in reach if rule.refusal(m) is None], pieces)
+    rounds = pieces // rule.stages  # a multiple of the stages fits every schedule, from two on
+    tried = {*range(pieces - 64, pieces + 65), *(rule.stages * n for n in (1, 2, rounds, rounds + 1))}
+    return nearest_of([m for m in sorted(tried) if rule.refusal(m) is None], pieces)
 
 
 def _refuse_old(rule: PipelineRule, size: int, each: int, special: Fields) -> None:
