@@ -394,3 +394,118 @@ def test_sizes_of_deepspeed_that_another_program_fills_in(cli, tmp_path):
     assert "256 = 4 micro × 8" in cli("plan", str(hf), str(zero), "--devices", "8").out
     zero.write_text('{"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"}')
     assert "DeepSpeed needs one of them" in " ".join(cli("check", str(zero)).out.split())
+
+
+def test_accelerate_with_a_file_of_deepspeed_whose_sizes_are_auto(cli, tmp_path):
+    (tmp_path / "zero3.json").write_text(ZERO3)
+    file = tmp_path / "acc.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 8\n"
+        "deepspeed_config:\n  deepspeed_config_file: zero3.json\n"
+    )
+    ran = cli("check", str(file))
+    assert ran.code == 0 and ran.out.startswith("ok: Accelerate")
+    assert "global batch = micro × 1 accumulation × 8 data-parallel" in ran.out
+    for verb in ("check", "plan"):
+        assert "32 = 4 micro × 1 accumulation × 8 data-parallel" in cli(verb, str(file), "batch_size=4").out
+
+
+def test_a_batch_of_deepspeed_that_contradicts_split_batches_without_devices(cli, tmp_path):
+    file = tmp_path / "hf.yaml"
+    text = "output_dir: x\nper_device_train_batch_size: 64\ngradient_accumulation_steps: 2\n"
+    for size, code in ((128, 0), (100, 5)):
+        (tmp_path / "ds.json").write_text(f'{{"train_batch_size": {size}}}')
+        file.write_text(text + "accelerator_config: {split_batches: true}\ndeepspeed: ds.json\n")
+        ran = cli("check", str(file))
+        assert ran.code == code, ran.out
+        assert code == 0 or "global_batch_size has two different values" in " ".join(ran.out.split())
+
+
+def test_a_value_that_is_made_of_several_keys_keeps_its_name_in_messages(cli, tmp_path):
+    hf, titan = tmp_path / "hf.yaml", tmp_path / "titan.toml"
+    hf.write_text("output_dir: x\nper_device_train_batch_size: 64\ngradient_accumulation_steps: 2\n")
+    hf.write_text(hf.read_text() + "accelerator_config: {split_batches: true}\n")
+    said = cli("plan", str(hf), "--devices", "8", "--global-batch-size", "512").err
+    assert "micro_batch_size 8" in said and "or micro_batch_size=32" in said and "split_batches" not in said
+    titan.write_text(
+        "[training]\nlocal_batch_size = 2\nseq_len = 8\n[parallelism]\ndata_parallel_replicate_degree = 1\n"
+        "data_parallel_shard_degree = 8\ntensor_parallel_degree = 2\n"
+    )
+    said = cli("plan", str(titan), "--devices", "32").err
+    assert said.startswith("error: data_parallel_size=8 contradicts 32 devices"), said
+
+
+STAGE = '"zero_optimization": {"stage": 3}'
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("per_device_train_batch_size: 2\n", "accumulation_steps has two different values: 1 (Hugging Face's default) and 4"),
+        ("gradient_accumulation_steps: 4\n", "micro_batch_size has two different values: 8 (Hugging Face's default) and 2"),
+        ("per_device_train_batch_size: 2\nstage: sft\ntemplate: llama3\ncutoff_len: 2048\n",
+         "accumulation_steps has two different values: 1 (LLaMA-Factory's default) and 4"),
+        ("per_device_train_batch_size: 2\ngradient_accumulation_steps: 8\n", "accumulation_steps has two different values: 8"),
+        ("per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n", None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("inline", [True, False])
+def test_values_of_deepspeed_are_compared_with_those_of_the_trainer_and_its_defaults(cli, tmp_path, host, said, inline):
+    """As transformers 5.22 does (integrations/deepspeed.py: fill_match)."""
+    file = tmp_path / "hf.yaml"
+    ds = f'{{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, {STAGE}}}'
+    (tmp_path / "ds.json").write_text(ds)
+    file.write_text(f"output_dir: x\nlogging_steps: 1\n{host}deepspeed: {ds if inline else 'ds.json'}\n")
+    for verb in ("check", "plan"):
+        ran = cli(verb, str(file), "--devices", "8")
+        shown = " ".join((ran.out + ran.err).split()).replace("--accumulation-steps", "accumulation_steps")
+        shown = shown.replace("--micro-batch-size", "micro_batch_size")
+        assert (ran.code == 0) == (said is None) and (said or "64 = 2 micro × 4 accumulation") in shown, shown
+    if said and not inline and "per_device" in host:  # otherwise no flag is the Trainer's only
+        line = "deepspeed --num_gpus 8 train.py --deepspeed " + str(tmp_path / "ds.json")
+        for flag in host.splitlines():
+            line += " --" + flag.replace(": ", " ")
+        ran = cli("check", *line.split())
+        assert ran.code == 5 and said in " ".join(ran.out.split()), ran.out
+
+
+def test_a_flag_of_batchwright_wins_over_the_file_of_deepspeed(cli, tmp_path):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 128}')
+    (tmp_path / "hf.yaml").write_text("output_dir: x\nper_device_train_batch_size: 4\ndeepspeed: ds.json\n")
+    ran = cli("plan", str(tmp_path / "hf.yaml"), "--devices", "8", "--global-batch-size", "64")
+    assert ran.code == 0 and "64 = 4 micro × 2 accumulation × 8" in ran.out, ran
+
+
+@pytest.mark.parametrize(("said", "steps"), [("4", 4), ('"auto"', 2), (None, 1)])
+@pytest.mark.parametrize("flags", [True, False])
+def test_accelerate_takes_the_accumulation_of_the_file_of_deepspeed(cli, tmp_path, said, steps, flags):
+    """As accelerate 1.15 does (accelerator.py: _prepare_deepspeed; utils/dataclasses.py: DeepSpeedPlugin)."""
+    named, file = tmp_path / "ds.json", tmp_path / "acc.yaml"
+    accumulation = f'"gradient_accumulation_steps": {said}, ' if said else ""
+    named.write_text(f"{{{accumulation}{STAGE}}}")
+    file.write_text(ACCELERATE.replace("gradient_accumulation_steps: 2\n", ""))
+    line = ["accelerate", "launch", "--gradient_accumulation_steps", "2"]
+    line += ["--num_processes", "8", "--use_deepspeed", "--deepspeed_config_file", str(named)] * flags
+    line += ["--config_file", str(file)] * (not flags)
+    ran = cli("check", *line, "train.py")
+    said_all = " ".join(ran.out.split())
+    assert ran.code == 0 and ran.out.startswith("ok: Accelerate"), ran.out
+    assert f"global batch = micro × {steps} accumulation × 8 data-parallel" in said_all
+    assert ("Accelerate takes" in said_all) == (steps != 2)
+
+
+def test_accelerate_refuses_auto_beside_a_file_of_deepspeed_too(cli, tmp_path):
+    (tmp_path / "ds.json").write_text(f"{{{STAGE}}}")
+    (tmp_path / "acc.yaml").write_text(ACCELERATE + "  gradient_accumulation_steps: auto\n")
+    ran = cli("check", str(tmp_path / "acc.yaml"))
+    assert ran.code == 5 and "excluded-key" in ran.out
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_messages_name_the_keys_of_deepspeed(cli, tmp_path, inline):
+    file = tmp_path / "hf.yaml"
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 100}')
+    file.write_text(HF + f"deepspeed: {'{train_batch_size: 100}' if inline else 'ds.json'}\n")
+    said = " ".join(cli("check", str(file), "--devices", "8").out.split())
+    assert "- train_batch_size=100 contradicts per_device_train_batch_size 4 × gradient_accumulation_steps 8" in said
+    assert "global_batch_size 100" in said  # the row of the key

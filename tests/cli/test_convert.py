@@ -344,3 +344,18 @@ def test_into_a_file_that_has_nodes_and_devices(cli, tmp_path, to, nodes, each, 
     assert f"{nodes} was 2 and is 1" in said and f"{each} was 8 and is 32" in said
     ran, text = made("--nodes 4 --devices-per-node 4")
     assert f"{other}: 4, {last}: 4" in text and not any("nodes is not given" in one for one in ran["notes"])
+
+
+@pytest.mark.parametrize("devices", ["[0, 1, 2, 3, 4, 5, 6, 7]", "'0,1,2,3,4,5,6,7'", "8", "'8'"])
+def test_into_a_file_that_lists_its_devices(cli, tmp_path, devices):
+    file = tmp_path / "into.yaml"
+    text = f"seed_everything: 1\ntrainer: {{num_nodes: 2, devices: {devices}}}\n"
+    line = ["per_device_train_batch_size=4", "--to", "lightning", "--into", str(file), "--json"]
+    file.write_text(text)
+    ran = cli("convert", *line, "--devices", "16").json
+    assert f"num_nodes: 2, devices: {devices}" in file.read_text()
+    assert not any("nodes is not given" in one for one in ran["notes"])
+    file.write_text(text)
+    ran = cli("convert", *line, "--devices", "32").json
+    assert "num_nodes: 1, devices: 32" in file.read_text()
+    assert any("nodes is not given" in one for one in ran["notes"])

@@ -84,6 +84,10 @@ NEMO_RL = {
     [
         (ACCELERATE, {}, "accelerate", "512 = 16 micro × 4 accumulation × 8 data-parallel"),
         (ACCELERATE | {"split_batches": True}, {}, "accelerate", "64 = 2 micro × 4 accumulation × 8 data-parallel"),
+        # As accelerate 1.15 does (data_loader.py: prepare_data_loader): ranks of a tensor-parallel group share their data.
+        (ACCELERATE | {"split_batches": True, "batch_size": 64,
+                       "parallelism_config": {"parallelism_config_tp_size": 2}}, {}, "accelerate",
+         "256 = 16 micro × 4 accumulation × 4 data-parallel"),
         (TITAN, {"devices": 16}, "torchtitan", "128 = 2 micro × 8 accumulation × 8 data-parallel"),
         (OLD_TITAN, {"devices": 8}, "torchtitan", "256 = 8 micro × 4 accumulation × 8 data-parallel"),
         (STAGED, {"devices": 8}, "torchtitan", "32 = 1 micro × 8 accumulation × 4 data-parallel"),
@@ -385,6 +389,9 @@ TITAN_PIPELINE = {"training.seq_len": 2048, "parallelism.pipeline_parallel_degre
         ("ZBVZeroBubble", 3, None),
         ("DualPipeV", 7, "dualpipev needs at least 2 × 4 = 8 microbatches, not 7"),
         ("PipelineScheduleMulti", 3, None),
+        (None, 1, "torch's 1F1B needs at least as many microbatches as the 4 stages, not 1"),
+        ("Interleaved_1F1B", 8, "parallelism.pipeline_parallel_schedule=Interleaved_1F1B is not a schedule of torch"),
+        ("FlexibleInterleaved1F1B", 8, "FlexibleInterleaved1F1B is not a schedule of torch"),  # torch 2.13
         ("1F2B", 8, "parallelism.pipeline_parallel_schedule=1F2B is not a schedule of torch. They are: 1F1B, Inter"),
     ],
 )
@@ -400,3 +407,70 @@ def test_the_schedules_of_torchtitan_have_torchs_rules(schedule, pieces, said):
         if said is None:
             made = convert(report.reading, framework("torchtitan"), report.reading.version)
             assert not any("pipeline_schedule=" in line and schedule is None for line in made.left_out)
+            assert schedule in (None, "PipelineScheduleMulti") or made.status == "exact"
+            shown = str(made.keys.get("parallelism.pipeline_parallel_schedule", schedule))
+            assert shown.lower() == str(schedule).lower()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"training.local_batch_size": 8, "parallelism.pipeline_parallel_microbatch_size": 4},
+         "parallelism.pipeline_parallel_microbatch_size=4 makes 2 microbatches: torch's 1F1B needs at least as many "
+         "microbatches as the 4 stages, not 2. Nearest: 2."),
+        ({"training.local_batch_size": 3, "parallelism.pipeline_parallel_microbatch_size": 1},
+         "training.local_batch_size=3 makes 3 microbatches: torch's 1F1B needs at least as many microbatches as the 4 "
+         "stages, not 3. Nearest: 4."),
+        ({"training.local_batch_size": 9, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"},
+         "training.local_batch_size=9 makes 9 microbatches: torch-interleaved needs equal rounds: 9 mod (9 // 4) = 1. "
+         "Nearest: 8 or 10."),
+        ({"training.num_tokens_per_microbatch_per_dp_rank": 4096, "training.max_context_length": 2048},
+         "parallelism.num_pp_microbatches=1 (torchtitan's default): torch's 1F1B needs at least as many microbatches as "
+         "the 4 stages, not 1. Nearest: 4."),
+        ({"training.batch_size": 8, "experimental.pipeline_parallel_microbatches": 2},
+         "experimental.pipeline_parallel_microbatches=2: torch's 1F1B needs at least as many microbatches as the 4 stages, "
+         "not 2. Nearest: 4."),
+    ],
+)  # fmt: skip
+def test_what_a_schedule_refuses_has_the_nearest_value_of_the_key_that_is_wrong(keys, said):
+    degree = "experimental" if "training.batch_size" in keys else "parallelism"
+    report = checked(keys | {f"{degree}.pipeline_parallel_degree": 4}, "torchtitan", devices=64)
+    assert said in [f.message for f in report.findings]
+
+
+def test_a_schedule_of_torchtitan_that_a_file_gives_has_no_rule():
+    """As torchtitan 0.3.0 does (distributed/pipeline_parallel.py: build_pipeline_schedule)."""
+    order = "parallelism.pipeline_parallel_schedule_csv"
+    keys = TITAN_PIPELINE | {"training.local_batch_size": 3, "parallelism.pipeline_parallel_schedule": "1F1B"}
+    assert checked(keys | {order: "order.csv"}, "torchtitan", devices=8).ok
+    assert not checked(keys | {order: ""}, "torchtitan", devices=8).ok
+    made = convert(reading(keys | {order: "order.csv"}, "torchtitan", devices=8), framework("torchtitan"))
+    assert f"{order}=order.csv" in made.left_out and made.status == "not expressible"
+    assert [difference.what for difference in made.differences] == ["batch"]
+
+
+def test_names_of_schedules_before_torchtitans_first_release():
+    keys = {"training.batch_size": 8, "experimental.pipeline_parallel_degree": 4}
+    for name in ("1f1b", "interleaved_1f1b", "flexible_interleaved_1f1b", "FlexibleInterleaved1F1B"):
+        assert checked(keys | {"experimental.pipeline_parallel_schedule": name}, "torchtitan", devices=8).ok, name
+
+
+def test_a_schedule_that_another_framework_has_no_key_for_is_left_out():
+    keys = TITAN_PIPELINE | {"training.local_batch_size": 8, "parallelism.pipeline_parallel_schedule": "GPipe"}
+    made = convert(reading(keys, "torchtitan", devices=8), framework("megatron-lm"))
+    assert made.status == "exact" and "pipeline_schedule=gpipe" in made.left_out
+
+
+def test_sizes_that_another_program_fills_in_are_not_chosen():
+    sizes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    report = checked({"train_batch_size": 64, **sizes}, "deepspeed", devices=8)
+    assert report.ok and equation(report.job) == "64 = micro × accumulation × 8 data-parallel"
+    report = checked({"train_batch_size": 64, **sizes, "train_micro_batch_size_per_gpu": 4}, "deepspeed", devices=8)
+    assert equation(report.job) == "64 = 4 micro × 2 accumulation × 8 data-parallel"  # the equation gives it
+
+
+def test_flags_of_megatron_without_a_length_or_a_parallel_size():
+    keys = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "micro_batch_size": 4}
+    report = checked(keys | {"global_batch_size": 32}, devices=8)
+    assert report.reading.dialect.name == "megatron-lm"
+    assert equation(report.job) == "32 = 4 micro × 1 accumulation × 8 data-parallel"

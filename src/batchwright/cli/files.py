@@ -104,37 +104,39 @@ def read_entries(path: str, text: str | None = None) -> list[tuple[str, Given]]:
     return _entries(path, read_keys(path, text), follow=True)
 
 
-def _entries(path: str, keys: Mapping[str, Any], *, follow: bool) -> list[tuple[str, Given]]:
+def _entries(path: str, keys: Mapping[str, Any], *, follow: bool, section: str = "") -> list[tuple[str, Given]]:
     from batchwright.dialects.record import Given
 
     found = [
         # DeepSpeed's configuration inside another one has DeepSpeed's keys.
-        (key.removeprefix(_DEEPSPEED), Given(scalar(value), f"{path}: {key}", 0))
+        (
+            key.removeprefix(_DEEPSPEED),
+            Given(scalar(value), f"{path}: {key}", 0, "deepspeed" if key.startswith(_DEEPSPEED) else section),
+        )
         for key, value in keys.items()
         if value is not None
     ]
     for key in _NAMING if follow else ():
-        named = read_named(key, keys.get(key), os.path.dirname(path))
-        # Accelerate takes what the file says, whatever stands beside its name.
-        said = {name for name, one in named if one.value != "auto"} if key == _ACCELERATE else set[str]()
-        found = [one for one in found if one[0] not in said] + named
+        found += read_named(key, keys.get(key), os.path.dirname(path))
     return found
 
 
 def read_named(key: str, value: Any, folder: str = "") -> list[tuple[str, Given]]:
     """The keys of a configuration that a key names (`deepspeed=ds.json`) or contains; none if it is something else."""
     section = _NAMING.get(key)
+    owner = "deepspeed" if section == "" else ""
     if section is not None and isinstance(value, str) and value.lstrip().startswith("{"):
         value = read_value(key, value)
     if section is not None and isinstance(value, Mapping):
         from batchwright.dialects import flatten
 
-        return [(section + name, one) for name, one in _entries(key, flatten(value), follow=False)]
+        return [(section + name, one) for name, one in _entries(key, flatten(value), follow=False, section=owner)]
     path = _here(value, folder) if isinstance(value, str) else None
     if path is None:
         return []
     try:
-        return [((section or "") + name, one) for name, one in _entries(path, read_keys(path), follow=section is None)]
+        found = _entries(path, read_keys(path), follow=section is None, section=owner)
+        return [((section or "") + name, one) for name, one in found]
     except ConfigError:
         if section is not None:
             raise

@@ -74,7 +74,7 @@ def keys_table(reading: Reading) -> list[str]:
     """The framework's keys beside batchwright's names."""
     names: dict[str, list[str]] = {}
     for name, given in reading.fields.items():
-        for key in _keys_of(reading, given):
+        for key in _own_keys(reading, given):
             names.setdefault(key, []).append(f"{name} {_shown(given.value)}")
     rows = [
         (key, _shown(given.value), ", ".join(names.get(key, ())))
@@ -83,16 +83,22 @@ def keys_table(reading: Reading) -> list[str]:
     ]
     others: dict[str, list[str]] = {}
     for name, given in reading.fields.items():
-        if given.origin and not _keys_of(reading, given):
+        if given.origin and not _own_keys(reading, given):
             others.setdefault(given.origin, []).append(f"{name} {_shown(given.value)}")
     return text.table([*rows, *((origin, "", ", ".join(shown)) for origin, shown in others.items())], right=[1])
 
 
 def _keys_of(reading: Reading, given: Given) -> list[str]:
-    """The framework's keys that an origin names."""
+    """The keys that an origin names: the framework's, and those of a framework beside it."""
     words = {word.rpartition(": ")[2].partition("=")[0] for word in given.origin.split(" and ")}
     words |= set(given.origin.replace("=", " ").split())
-    return [key for key in reading.given if key in words]
+    words |= {word.removeprefix(f"{given.section}.") for word in words}
+    return [key for key in {**reading.given, **reading.beside} if key in words]
+
+
+def _own_keys(reading: Reading, given: Given) -> list[str]:
+    """The framework's own keys that an origin names."""
+    return [] if given.section else [key for key in _keys_of(reading, given) if key in reading.given]
 
 
 def _shown(value: Any) -> str:
@@ -108,12 +114,18 @@ def spelled(reading: Reading, message: str, field: str | None = None) -> str:
         keys = _keys_of(reading, one)
         written = one.origin if one.origin.startswith("--") else keys[0] if len(keys) == 1 else None
         # A key in another unit (tokens, all devices) keeps our name: a value of ours would be wrong in it.
-        alike = not keys or str(reading.given[keys[0]].value) == str(one.value)
+        alike = not keys or str(_value_of(reading, keys[0], one)) == str(one.value)
         if written and alike and name in READERS:
             flags[name] = written
             given[name] = (one.value, written)
     # No framework has batches whose shares differ.
     return Names(flags, given).spell(re.sub(r" Or give allow_ragged\b[^.]*\.", "", message), field)
+
+
+def _value_of(reading: Reading, key: str, given: Given) -> Any:
+    """What a key that an origin names says."""
+    first, second = (reading.beside, reading.given) if given.section else (reading.given, reading.beside)
+    return first[key].value if key in first else second[key].value
 
 
 def passed_over(reading: Reading) -> list[str]:

@@ -148,6 +148,8 @@ def _names(ctx: click.Context) -> Names:
 
 def _spelling(origin: str, value: Any) -> str | None:
     """The name in an origin, or None if the value is not the one that was written there."""
+    if " and " in origin:
+        return None  # made of several
     if origin.startswith("--"):
         return origin
     key, equals, written = origin.partition("=")

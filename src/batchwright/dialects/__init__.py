@@ -8,7 +8,7 @@ framework that the keys belong to (`detect`) says what they mean.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
@@ -114,18 +114,20 @@ def detect(
         # A program of this name without any key of the framework may be another one.
         shown = 100 * bool(together) + (100 if own or signs else 1) * bool(programs)
         points = shown + 10 * len(signs) + 3 * len(rare) + len(own)
-        if programs or signs or rare:
+        if programs or signs or rare or together:
             ranked.append((points, dialect, sorted({*programs, *signs, *rare, *together})))
     if not ranked:
         return None, []
     best = max(ranked, key=lambda one: one[0])
     # A configuration beside another framework's, such as DeepSpeed's, may have more keys than that one.
-    hosts = [
-        one
-        for one in ranked
-        if best[1].name in one[1].beside and any(one[1].reads(k) for k in found - one[1].common - best[1].known)
-    ]
+    hosts = [one for one in ranked if best[1].name in one[1].beside and _is_host(one[1], best[1], found)]
     return max(hosts or [best], key=lambda one: one[0])[1:]
+
+
+def _is_host(dialect: Dialect, other: Dialect, found: set[str]) -> bool:
+    """Whether some keys are those of this framework only: it reads them, or they are its signs."""
+    own = found - other.known
+    return any(dialect.reads(key) for key in own - dialect.common) or not own.isdisjoint(dialect.signs)
 
 
 def _starts_program(word: str, program: str) -> bool:
@@ -164,10 +166,13 @@ def resolve(
     specials: dict[str, Fields] = {}
     ignored: list[str] = []
     entries = list(entries)
+    main = framework or detect([key for key, given in entries if given.value != AUTO], kind=kind)[0]
+    named = [one for one in entries if main is not None and one[1].section in main.beside]
+    entries = [one for one in entries if main is None or one[1].section not in main.beside]
     later_filled = {key for key, given in entries if given.value == AUTO}
     entries = [(key, given) for key, given in entries if given.value != AUTO]
     names = [key for key, _ in entries]
-    main = framework or detect(names, kind=kind)[0]
+    ours: set[str] = set()  # keys of batchwright that are none of the framework's
     known = dialects(kind)
     inside = known  # the frameworks whose keys count in a file: its own, those beside it, and launchers
     if main is not None:
@@ -207,6 +212,8 @@ def resolve(
     notes = list(later.values())
     if kind == "rl" and not later and (ranks := ranks_of(fields)):
         fields["data_parallel_size"] = ranks
+    if main is not None and named:
+        notes += _yielded(main, named, fields, ours)
     for dialect in known:
         if later and dialect is known[-1]:
             continue  # a number of nodes that is known later is not the launcher's default
@@ -216,6 +223,12 @@ def resolve(
             for name, given in derived.items():
                 if defaults or given.level != DEFAULT or name not in _BATCH:
                     _put(fields, name, given, wrong)
+    for key, given in named:
+        field = _field_of(key, given)
+        if field is None:
+            ignored.append(key)
+        elif given.value != AUTO:
+            _put(fields, field, _equal(given, field, fields, ours), wrong)
     raise_violations(ConfigError, wrong)
     if "nodes" in fields and fields["nodes"].level == DEFAULT and not {"devices", "devices_per_node"} & set(fields):
         del fields["nodes"]  # a default of one node says nothing about the devices
@@ -248,6 +261,32 @@ def _as_strong(
     if main.reads(key) or field is None:
         return value
     return replace(value, level=max([g.level for k, g in entries if main.keys.get(k) == field], default=value.level))
+
+
+def _field_of(key: str, given: Given) -> str | None:
+    """The field of a key in a configuration that another one names."""
+    return framework(given.section).keys.get(key)
+
+
+def _equal(given: Given, field: str, fields: Fields, ours: Collection[str]) -> Given:
+    """A value of a configuration that another one names, at the level of the other's value: the two must agree."""
+    there = fields.get(field)
+    return given if there is None or there.level > 1 or field in ours else replace(given, level=there.level)
+
+
+def _yielded(main: Dialect, named: Sequence[tuple[str, Given]], fields: Fields, ours: Collection[str]) -> list[str]:
+    """Put what the named configuration decides in place of the framework's own values; returns notes about these."""
+    notes: list[str] = []
+    other = framework(named[0][1].section)
+    for field, value in main.yields.items():
+        theirs = [given for key, given in named if _field_of(key, given) == field]
+        given, there = theirs[-1] if theirs else Given(value, f"{other.title}'s default"), fields.get(field)
+        if given.value == AUTO or (there is not None and (there.level > 1 or field in ours)):
+            continue
+        fields[field] = given if there is None else replace(given, level=there.level)
+        if there is not None and there.level != DEFAULT and str(there.value) != str(given.value):
+            notes.append(f"{main.title} takes {given.value} ({given.origin}), not {there.value} ({there.origin}).")
+    return notes
 
 
 def _is_later(key: str, given: Given, field: str) -> bool:
@@ -363,10 +402,12 @@ def _put(fields: Fields, name: str, given: Given, wrong: list[Violation]) -> Non
         fields[name] = given if str(there.value) == "1" else there
     elif there.level == given.level and str(there.value) != str(given.value):
         both = [str(g.value)[:40] for g in (there, given)]
-        where = [g.origin[-80:] or "as a value" for g in (there, given)]  # a long path ends with the key
+        # A long path ends with the key.
+        where = [" and ".join(p[-80:] for p in g.origin.split(" and ")) or "as a value" for g in (there, given)]
         wrong.append(
             Violation(
-                f"{name} has two different values: {both[0]} ({where[0]}) and {both[1]} ({where[1]}). Give one.",
+                f"{name} has two different values: {both[0]} ({where[0]}) and {both[1]} ({where[1]}). Give "
+                + ("the same in both, or auto in the second." if given.section else "one."),
                 name,
                 both[1],
                 tuple(both),

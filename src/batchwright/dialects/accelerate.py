@@ -12,32 +12,54 @@ from batchwright.core.fields import switch
 from batchwright.core.numbers import count, nearest_multiples
 
 from .deepspeed import mean_of_micro_batches
-from .record import Dialect, Fields, Finding, Given, Job, Reading, Version, error, note
+from .record import (
+    Dialect,
+    Fields,
+    Finding,
+    Given,
+    Job,
+    Reading,
+    Version,
+    by_default,
+    count_ranks,
+    error,
+    note,
+    origins,
+)
 
 _SIZE, _SPLIT = "batch_size", "split_batches"
 _STEPS, _FILE = "deepspeed_config.gradient_accumulation_steps", "deepspeed_config.deepspeed_config_file"
 
 
 def _resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
-    given = special.get(_SIZE)
+    given, split = special.get(_SIZE), special.get(_SPLIT)
     if given is None:
         return {}, []
-    if _SPLIT not in special or not switch(special[_SPLIT].value, _SPLIT):
+    if split is None or not switch(split.value, _SPLIT):
         return {"micro_batch_size": given}, []
-    size, processes = count(given.value, _SIZE), fields.get("devices")
-    if processes is None:
-        return {}, [f"{_SPLIT}: the DataLoader's batch of {size} is divided by num_processes, which is not given."]
-    ranks = count(processes.value, "num_processes")
+    return divided(_SIZE, given, _SPLIT, split, fields)
+
+
+def divided(key: str, given: Given, switched_by: str, split: Given, fields: Fields) -> tuple[Fields, list[str]]:
+    """With `split_batches`, each process that has data of its own gets a share of the DataLoader's batch.
+
+    Where their number is not known, the size gives the global batch.
+    """
+    size, ranks, origin = count(given.value, key), count_ranks(fields), origins(given, split)
+    if ranks is None:
+        steps = count(fields.get("accumulation_steps", by_default(1, "")).value, "gradient_accumulation_steps")
+        notes = [f"{switched_by}: {key}={size} is divided by the number of processes, which is not given."]
+        return {"global_batch_size": Given(size * steps, origin, given.level)}, notes
     if size % ranks:
         near = nearest_multiples(ranks, size)
         raise ConfigError(
-            f"{_SIZE}={size} must be a multiple of num_processes {ranks} with {_SPLIT}: {size} / {ranks} = {size / ranks:.2f}. "
-            f"Nearest: {either(near)}.",
-            field=_SIZE,
+            f"{key}={size} must be a multiple of the {ranks} processes with {switched_by}: {size} / {ranks} = "
+            f"{size / ranks:.2f}. Nearest: {either(near)}.",
+            field=key,
             given=size,
             nearest=near,
         )
-    return {"micro_batch_size": Given(size // ranks, given.origin, given.level)}, []
+    return {"micro_batch_size": Given(size // ranks, origin, given.level)}, []
 
 
 def _check(reading: Reading) -> list[Finding]:
@@ -51,7 +73,7 @@ def _check(reading: Reading) -> list[Finding]:
         )
     if str(reading.value("gradient_accumulation_steps", 1)) != "1":
         found.append(mean_of_micro_batches("Accelerate"))
-    if _FILE in reading.passed_over and _STEPS in reading.given:
+    if _FILE in reading.given and _STEPS in (*reading.given, *reading.filled_in):
         found.append(
             error(
                 "excluded-key",
@@ -103,13 +125,17 @@ DIALECTS = (
         special=frozenset({_SIZE, _SPLIT}),
         resolve=_resolve,
         common=frozenset({"num_processes", "num_machines", "gradient_accumulation_steps", _SIZE, _SPLIT}),
-        signs=("compute_environment", "distributed_type", "machine_rank", "main_training_function", _SPLIT, _FILE),
-        checked=frozenset({"even_batches"}),
+        signs=(
+            *("compute_environment", "distributed_type", "machine_rank", "main_training_function", _SPLIT, _FILE),
+            "deepspeed_config_file",  # a flag of accelerate launch
+        ),
+        checked=frozenset({"even_batches", _FILE}),
         defaults={"gradient_accumulation_steps": 1, "num_machines": 1},
         beside=("deepspeed",),
+        yields={"accumulation_steps": 1},
         check=_check,
         write=_write,
         has_world=True,
-        source="accelerate 1.15: data_loader.py, commands/launch.py",
+        source="accelerate 1.15: data_loader.py, accelerator.py, commands/launch.py, utils/dataclasses.py",
     ),
 )

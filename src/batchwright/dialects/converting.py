@@ -11,7 +11,7 @@ from batchwright.core.errors import ConfigError, PlanError, Violation, raise_vio
 
 from .checking import check
 from .reading import job, read, steps_of
-from .record import NEWEST, PARALLEL_FIELDS, RL_FIELDS, Dialect, Finding, Given, Job, Reading, Version
+from .record import NEWEST, PARALLEL_FIELDS, RL_FIELDS, Dialect, Fields, Finding, Given, Job, Reading, Version
 
 if TYPE_CHECKING:
     from batchwright.core.ramp.schedule import Schedule
@@ -82,7 +82,8 @@ def convert(
     except PlanError as wrong:
         # It cannot say how a replica is split, and its devices then make another number of ranks.
         again = Job(made.kind, {name: given.value for name, given in back.fields.items() if name in PARALLEL_FIELDS})
-        differences = (*_lost(made, again, target), Difference("batch", NOT_EXPRESSIBLE, str(wrong)))
+        lost = _lost(made, again, target) if back.fields else []  # without fields, a rule refused the keys
+        differences = (*lost, Difference("batch", NOT_EXPRESSIBLE, str(wrong)))
         return Conversion(reading, made, target, version, keys, differences, tuple(left_out + _unread(reading)), ())
     before, after = check(reading).findings, check(back).findings
     differences = (*compare(made, again, target), *_filled(reading, made, again, target))
@@ -98,17 +99,29 @@ def convert(
 
 
 def _placed(made: Job, target: Dialect, keys: dict[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Leave the nodes and devices of the file where they make the devices of a job without nodes; else a note."""
-    placing = [k for k in keys if target.keys.get(k) in ("nodes", "devices_per_node") or k == "trainer.devices"]
+    """Keep the file's nodes and devices if their product is the job's devices and the job gives no nodes; else return a note."""
+    written = _world(target, keys)
+    placing = {given.origin: keys[given.origin] for given in written.values() if given.origin in keys}
     there = {key: present[key] for key in placing if key in present}
     if {"nodes", "devices_per_node"} <= set(made.numbers) or not there or there.items() <= keys.items():
         return []
-    numbers = [str(there.get(key, keys[key])) for key in placing]
-    if all(text.isdecimal() for text in numbers) and prod(map(int, numbers)) == prod(keys[key] for key in placing):
+    if _product(written) == _product(_world(target, placing | there)) is not None:
         keys |= there
         return []
     changed = ", ".join(f"{key} was {_shown(value)} and is {keys[key]}" for key, value in there.items())
     return [f"The number of nodes is not given: {changed}. Give nodes and devices_per_node."]
+
+
+def _world(target: Dialect, keys: Mapping[str, Any]) -> Fields:
+    """The nodes and the devices of each, as the target reads them, with their keys as origins."""
+    fields = _read([(key, Given(value, key)) for key, value in keys.items()], target.name, {}).fields
+    return {name: fields[name] for name in ("nodes", "devices_per_node") if name in fields}
+
+
+def _product(world: Fields) -> int | None:
+    """The devices of all nodes, or None where the number is not known before the job runs."""
+    numbers = [str(given.value) for given in world.values()]
+    return prod(map(int, numbers)) if len(world) == 2 and all(map(str.isdecimal, numbers)) else None
 
 
 def _nothing(reading: Reading, made: Job, target: Dialect, version: Version, why: Difference) -> Conversion:

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchwright.core.errors import ConfigError, either
 from batchwright.core.fields import switch
-from batchwright.core.numbers import count, nearest_multiples
 
-from .record import (
-    Dialect,
-    Fields,
-    Finding,
-    Given,
-    Job,
-    Reading,
-    Version,
-    by_default,
-    count_ranks,
-    error,
-    note,
-    origins,
-)
+from .accelerate import divided
+from .record import Dialect, Fields, Finding, Job, Reading, Version, error, note
 
 KEYS = {
     "per_device_train_batch_size": "micro_batch_size",
@@ -48,27 +34,11 @@ _SIZE = "per_device_train_batch_size"
 
 def resolve(special: Fields, fields: Fields) -> tuple[Fields, list[str]]:
     """With split_batches, the batch per device is that of all processes: each gets its share."""
-    given = fields.get("micro_batch_size")
-    if given is None or given.level > 1 or SPLIT not in special or not switch(special[SPLIT].value, SPLIT):
+    given, split = fields.get("micro_batch_size"), special.get(SPLIT)
+    if given is None or given.level > 1 or split is None or not switch(split.value, SPLIT):
         return {}, []
-    size, ranks, origin = count(given.value, _SIZE), count_ranks(fields), origins(given, special[SPLIT])
-    if ranks is None:
-        del fields["micro_batch_size"]
-        steps = count(fields.get("accumulation_steps", by_default(1, "")).value, "gradient_accumulation_steps")
-        notes = [f"{SPLIT}: {_SIZE}={size} is divided by the number of processes, which is not given."]
-        whole = {"global_batch_size": Given(size * steps, origin, given.level)}
-        return {} if "global_batch_size" in fields else whole, notes
-    if size % ranks:
-        near = nearest_multiples(ranks, size)
-        raise ConfigError(
-            f"{_SIZE}={size} must be a multiple of the {ranks} processes with {SPLIT}: {size} / {ranks} = {size / ranks:.2f}. "
-            f"Nearest: {either(near)}.",
-            field=_SIZE,
-            given=size,
-            nearest=near,
-        )
-    fields["micro_batch_size"] = Given(size // ranks, origin, given.level)
-    return {}, []
+    del fields["micro_batch_size"]
+    return divided(_SIZE, given, SPLIT, split, fields)
 
 
 _AVERAGED = "average_tokens_across_devices"

@@ -291,6 +291,7 @@ DIALECTS = (
         programs=tuple(
             f"pretrain_{model}.py" for model in ("gpt", "bert", "t5", "vlm", "mamba", "hybrid", "retro", "ict")
         ),
+        together=frozenset({"num_attention_heads", "micro_batch_size"}),
         checked=frozenset({"calculate_per_token_loss", _EVAL, _EVAL_MICRO}),
         steps={
             "train_iters": "budget",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,6 @@ def read(
     """
     entries = list(entries)
     keys = [key for key, _ in entries]
-    given_here = {key for key, value in entries if value.value != AUTO}
-    filled_in = [key for key in keys if key not in given_here]
     if name is None:
         dialect, by = detect(keys, list(words))
         version = NEWEST
@@ -75,6 +73,8 @@ def read(
         (dialect, version), by = named(name), []
     if version == NEWEST and dialect.version_of:
         version = dialect.version_of(keys)
+    given_here = {key for key, value in entries if value.value != AUTO and value.section not in dialect.beside}
+    filled_in = [key for key, value in entries if key not in given_here and value.section not in dialect.beside]
     launchers = dialects()[-1]
     beside = [d for d in dialects(dialect.kind) if d.name in dialect.beside]
     given: dict[str, Given] = {}
@@ -82,14 +82,25 @@ def read(
     findings: list[Finding] = []
     taken: list[tuple[str, Given]] = []
     candidates = Candidates([*dialect.keys, *dialect.special, *dialect.checked, *dialect.steps, *dialect.in_samples])
+    theirs: dict[str, Given] = {}
     for key, value in entries:
+        if value.section in dialect.beside:
+            taken.append((key, value))
+            if value.value != AUTO and framework(value.section).reads(key):
+                theirs[key] = value
+            elif value.value != AUTO:
+                passed_over.append(key)
+            continue
         if value.value == AUTO:
-            taken += [(key, value)] * (dialect.reads(key) and key not in given_here)
+            if dialect.reads(key) and key not in given_here:
+                taken.append((key, value))
             continue
         if key in dialect.known:
             if key not in given or given[key].level <= value.level:
                 given[key] = value
-        elif key not in launchers.keys and not any(d.reads(key) for d in beside):
+        elif any(d.reads(key) for d in beside):
+            theirs[key] = value
+        elif key not in launchers.keys:
             if candidates.is_misspelt(key):
                 findings.append(_misspelt(key, candidates.keys, dialect))
             else:
@@ -109,7 +120,7 @@ def read(
     except PlanError as wrong:
         findings += [error("value", v.message, v.field, v.nearest) for v in wrong.violations]
     return Reading(
-        dialect, version, tuple(by), given, fields, notes, tuple(passed_over), tuple(findings), tuple(filled_in)
+        dialect, version, tuple(by), given, fields, notes, tuple(passed_over), tuple(findings), tuple(filled_in), theirs
     )
 
 
@@ -144,7 +155,9 @@ def job(reading: Reading) -> Job:
 
         schedule, rule = compile_schedule(request, read_ramp(wanted), None)
         request = _at_the_end(request, schedule, rule)
-    numbers = _numbers(request)
+    numbers = _numbers(request, {reading.dialect.keys.get(key, "") for key in reading.filled_in})
+    if "pipeline_schedule" in numbers and reading.fields["pipeline_schedule"].level < 0:
+        del numbers["pipeline_schedule"]  # a default, or a choice of the reader
     numbers |= {name: count(values[name], name, most=10**18) for name in ("samples", "tokens") if name in values}
     return Job("train", numbers, rule, schedule, steps)
 
@@ -165,8 +178,11 @@ def _at_the_end(request: BatchRequest, schedule: Schedule, rule: Rule) -> BatchR
     return replace(request, global_batch_size=last, global_batch_size_tokens=None)
 
 
-def _numbers(request: BatchRequest) -> dict[str, Any]:
-    """The numbers that the configuration determines: with an unknown number of ranks, not all of the equation."""
+def _numbers(request: BatchRequest, filled_in: Collection[str]) -> dict[str, Any]:
+    """The numbers that the configuration determines: with an unknown number of ranks, not all of the equation.
+
+    Fields that another program fills in are not chosen here.
+    """
     batch, ranks = batch_in_samples(request), resolve_ranks(request)
     micro, steps = request.micro_batch_size, request.accumulation_steps
     given = {name: getattr(request, name) for name in request.given if name not in RAMP}
@@ -174,7 +190,7 @@ def _numbers(request: BatchRequest) -> dict[str, Any]:
         if batch is not None and micro is not None:
             plan(request)  # the batch must hold whole micro batches, on any number of ranks
         return given
-    if batch is None and micro is None:
+    if (batch is None and micro is None) or ({*_SIZES} & {*filled_in} and (batch, micro, steps).count(None) > 1):
         return given | {"data_parallel_size": ranks}
     made = plan(request)
     found = {name: getattr(made, name) for name in _EQUATION}
@@ -193,11 +209,12 @@ def _numbers(request: BatchRequest) -> dict[str, Any]:
 
 
 _MICRO = {"train_micro_prompts", "train_micro_responses", "micro_batch_size"}
-_EQUATION = ("global_batch_size", "micro_batch_size", "accumulation_steps", "data_parallel_size", "devices")
+_SIZES = ("global_batch_size", "micro_batch_size", "accumulation_steps")
+_EQUATION = (*_SIZES, "data_parallel_size", "devices")
 # Said by other numbers, or a choice of the reader.
 _DERIVED = (
-    "global_batch_size_tokens", "max_micro_batch_size", "pipeline_style", "pipeline_schedule", "pipeline_microbatches",
-    "allow_ragged", "round", *PARALLEL_FIELDS, "virtual_stages",
+    "global_batch_size_tokens", "max_micro_batch_size", "pipeline_style", "pipeline_microbatches", "allow_ragged", "round",
+    *PARALLEL_FIELDS, "virtual_stages",
 )  # fmt: skip
 
 

@@ -35,11 +35,15 @@ NEWEST: Version = (10**9,)
 
 @dataclass(frozen=True)
 class Given:
-    """A value, its origin as text, and its level: the higher level takes precedence."""
+    """A value, its origin as text, and its level: the higher level takes precedence.
+
+    `section` is the framework of a configuration that another one names or contains: `deepspeed`.
+    """
 
     value: Any
     origin: str = ""
     level: int = 0
+    section: str = ""
 
 
 Fields = dict[str, Given]
@@ -146,7 +150,9 @@ class Dialect:
     framework has `together`. `defaults` are the framework's own values of keys that are not given. A framework that
     `has_world` configures its devices; others leave that to a launcher. One that `accumulates_once` has one micro batch
     per step where neither a batch nor the accumulation is given; one of `rl` that trains `all_at_once` has one micro batch
-    where none is given. Its job may also have a configuration of the frameworks `beside` it. Some keys exist only `since` a
+    where none is given. Its job may also have a configuration of the frameworks `beside` it, with the same values; but a
+    configuration that this one names decides the fields that it `yields` (with the value that they have if it does not say
+    it). Some keys exist only `since` a
     version, or `until` the one that no longer has them. Versions from `ignores_triple` on accept [start, increment,
     samples] and keep the batch constant. Keys in `gradient` change what the gradient is a mean of; each has the version
     since which it is on by default, or None.
@@ -183,6 +189,7 @@ class Dialect:
     accumulates_once: bool = False
     all_at_once: bool = False
     beside: tuple[str, ...] = ()
+    yields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     unit: str = "samples"
     source: str = ""
 
@@ -209,7 +216,7 @@ class Reading:
     """A configuration as a framework reads it.
 
     `given` are the framework's keys that were found, `fields` what they mean, `passed_over` the other keys, `filled_in` those
-    whose value is auto: another program gives it.
+    whose value is auto: another program gives it. `beside` are keys of the frameworks beside it.
     """
 
     dialect: Dialect
@@ -221,6 +228,7 @@ class Reading:
     passed_over: tuple[str, ...]
     findings: tuple[Finding, ...]
     filled_in: tuple[str, ...] = ()
+    beside: Mapping[str, Given] = field(default_factory=dict[str, Given])
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value of a key, or the default."""

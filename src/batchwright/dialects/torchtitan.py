@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from batchwright.core.batch.pipeline import PipelineRule
 from batchwright.core.errors import ConfigError, PlanError, either
-from batchwright.core.numbers import count, nearest_divisors, nearest_multiples
+from batchwright.core.numbers import count, divisors, nearest_divisors, nearest_multiples, nearest_of
 
 from .record import NEWEST, Dialect, Fields, Given, Job, Version, by_default, origins
 
@@ -36,6 +37,8 @@ _SCHEDULES = {
     "ZBVZeroBubble": "zbv",
     "DualPipeV": "dualpipev",
 }
+_ABSTRACT = ("pipelineschedulesingle", "pipelineschedulemulti")  # they have no order of their own
+_ORDERS = tuple(f"{section}.pipeline_parallel_schedule_csv" for section in ("parallelism", "experimental"))
 _OLD_PIECE = "parallelism.pipeline_parallel_microbatch_size"
 _REPLICATE, _SHARD = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
 _PARALLEL = {
@@ -85,26 +88,66 @@ def _old(special: Fields, fields: Fields) -> Fields:
                 nearest=near,
             )
         found["pipeline_style"] = Given("inner", "torchtitan", -1)
-        found["pipeline_microbatches"] = Given(size // each, (piece or micro).origin, micro.level)
+        found["pipeline_microbatches"] = Given(size // each, origins(micro, piece), micro.level)
         found |= _schedule(special)
+        rule = _rule(fields, found)
+        if rule is not None and rule.refusal(size // each):
+            _refuse_old(rule, size, each, special)
     return found
 
 
+def _rule(fields: Fields, found: Fields) -> PipelineRule | None:
+    """The rule of the pipeline, unless batchwright's own names say something about it."""
+    if {"pipeline_style", "pipeline_schedule", "pipeline_microbatches"} & set(fields):
+        return None
+    stages, virtual = fields["pipeline_parallel"], found.get("virtual_stages")
+    return PipelineRule(
+        found["pipeline_schedule"].value, count(stages.value, "pipeline_parallel"), virtual.value if virtual else 1
+    )
+
+
+def _near(rule: PipelineRule, pieces: int) -> tuple[int, ...]:
+    """The numbers of pieces next to this one that the schedule allows."""
+    rounds = pieces // rule.stages  # a multiple of the stages fits every schedule, from two on
+    tried = {*range(pieces - 64, pieces + 65), *(rule.stages * n for n in (1, 2, rounds, rounds + 1))}
+    return nearest_of([m for m in sorted(tried) if rule.refusal(m) is None], pieces)
+
+
+def _refuse_old(rule: PipelineRule, size: int, each: int, special: Fields) -> None:
+    """Say which key makes a number of pieces that the schedule does not allow, and its nearest values."""
+    pieces = size // each
+    allowed = [m for m in divisors(size) if rule.refusal(m) is None]
+    values: tuple[str, int, tuple[int, ...]] = (
+        _OLDEST_MICRO if _OLDEST_MICRO in special else _OLD_MICRO, size, tuple(m * each for m in _near(rule, pieces))
+    )  # fmt: skip
+    if _OLDEST_PIECES in special and allowed:
+        values = (_OLDEST_PIECES, pieces, nearest_of(allowed, pieces))
+    elif _OLD_PIECE in special and allowed:
+        values = (_OLD_PIECE, each, nearest_of([size // m for m in reversed(allowed)], each))
+    key, value, near = values
+    made = f" makes {pieces} microbatches" if key != _OLDEST_PIECES else ""
+    raise PlanError(
+        f"{key}={value}{made}: {rule.refusal(pieces)}. Nearest: {either(near)}.", field=key, given=value, nearest=near
+    )
+
+
 def _schedule(special: Fields) -> Fields:
-    """The schedule of the pipeline; by default 1F1B. Other names (abstract classes of torch) take their order from a file."""
+    """The schedule of the pipeline; by default 1F1B. An order that a file gives has no rule."""
     key = _SCHEDULE if _SCHEDULE in special else _OLDEST_SCHEDULE
     given = special.get(key) or by_default("1F1B", "torchtitan")
-    names = {name.lower(): ours for name, ours in _SCHEDULES.items()}
-    others = ("pipelineschedulesingle", "pipelineschedulemulti", "flexibleinterleaved1f1b")
-    names |= dict.fromkeys(others, "looped-bfs")  # any number of microbatches
-    ours = names.get(str(given.value).strip().lower().replace("_", ""))  # before 0.1: interleaved_1f1b
-    if ours is None:
+    name = str(given.value).strip().lower()
+    if key == _OLDEST_SCHEDULE:  # interleaved_1f1b, flexible_interleaved_1f1b
+        name = name.replace("_", "").removeprefix("flexible")
+    ours = {name.lower(): ours for name, ours in _SCHEDULES.items()}.get(name)
+    if ours is None and name not in _ABSTRACT:
         raise ConfigError(
             f"{key}={str(given.value)[:40]} is not a schedule of torch. They are: {', '.join(_SCHEDULES)}.",
             field=key,
             given=str(given.value)[:40],
             nearest=tuple(_SCHEDULES),
         )
+    if ours is None or any(str(special[order].value).strip() for order in _ORDERS if order in special):
+        return {"pipeline_schedule": Given("looped-bfs", "torchtitan", -1)}  # any number of microbatches
     found = {"pipeline_schedule": Given(ours, given.origin, given.level)}
     if ours in ("zbv", "dualpipev"):
         found["virtual_stages"] = Given(2, given.origin, given.level)
@@ -141,14 +184,23 @@ def _samples(special: Fields, fields: Fields) -> Fields:
             given=size,
             nearest=near,
         )
-    pieces = special.get(_PIECES)
-    parts = count(pieces.value, _PIECES) if pieces else 1
-    if parts > 1 and _pipeline(fields):
+    pieces = special.get(_PIECES) or by_default(1, "torchtitan")
+    parts = 1
+    if _pipeline(fields):
+        parts = count(pieces.value, _PIECES)
         found["pipeline_style"] = Given("inner", "torchtitan", -1)
-        found["pipeline_microbatches"] = pieces or micro
+        found["pipeline_microbatches"] = pieces
         found |= _schedule(special)
-    else:
-        parts = 1
+        rule = _rule(fields, found)
+        if rule is not None and (refusal := rule.refusal(parts)):
+            near = _near(rule, parts)
+            shown = "" if _PIECES in special else f" ({pieces.origin})"
+            raise PlanError(
+                f"{_PIECES}={parts}{shown}: {refusal}. Nearest: {either(near)}.",
+                field=_PIECES,
+                given=parts,
+                nearest=near,
+            )
     found["micro_batch_size"] = Given(size // tokens * parts, micro.origin, micro.level)
     whole = special.get(_STEP)
     if whole and str(whole.value) != "-1":
@@ -190,6 +242,8 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
             made[_STEP] = job.get("global_batch_size") * length
         if stages > 1:
             made[_PIECES] = pieces
+    if stages > 1 and "pipeline_schedule" in job.numbers:
+        made[_SCHEDULE] = next(name for name, ours in _SCHEDULES.items() if ours == job.get("pipeline_schedule"))
     if _OLD_GLOBAL not in made and _STEP not in made and passes > 1:
         job.need("global_batch_size", "torchtitan derives accumulation from the batch of all ranks")
     return made | job.named(_PARALLEL)
@@ -197,7 +251,7 @@ def _write(job: Job, version: Version) -> dict[str, Any]:
 
 _OLD = (_OLD_MICRO, _OLD_GLOBAL, _OLD_LENGTH, _OLD_PIECE)
 _OLDEST = (
-    _OLDEST_MICRO, _OLDEST_PIECES, _OLDEST_SHARD, _OLDEST_REPLICATE, _OLDEST_SCHEDULE, *_OLDEST_PARALLEL,
+    _OLDEST_MICRO, _OLDEST_PIECES, _OLDEST_SHARD, _OLDEST_REPLICATE, _OLDEST_SCHEDULE, _ORDERS[1], *_OLDEST_PARALLEL,
 )  # fmt: skip
 
 DIALECTS = (
@@ -207,7 +261,21 @@ DIALECTS = (
         aliases=("titan",),
         keys={**_PARALLEL, **_OLDEST_PARALLEL, _LENGTH: "sequence_length", _OLD_LENGTH: "sequence_length"},
         special=frozenset(
-            {_MICRO, _STEP, _PIECES, _OLD_MICRO, _OLD_GLOBAL, _OLD_PIECE, _REPLICATE, _SHARD, _SCHEDULE, *_OLDEST[:5]}
+            {
+                *(
+                    _MICRO,
+                    _STEP,
+                    _PIECES,
+                    _OLD_MICRO,
+                    _OLD_GLOBAL,
+                    _OLD_PIECE,
+                    _REPLICATE,
+                    _SHARD,
+                    _SCHEDULE,
+                    _ORDERS[0],
+                ),
+                *_OLDEST[:6],
+            }
         ),
         resolve=_resolve,
         signs=("parallelism.", "job.config_file", "training.local_batch_size"),
