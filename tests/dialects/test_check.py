@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchwright.core.errors import ConfigError
-from batchwright.dialects import framework
+from batchwright.dialects import detect, framework
 from batchwright.dialects.checking import CAUSES, check, equation
 from batchwright.dialects.converting import convert
 from batchwright.dialects.reading import job
@@ -400,3 +400,10 @@ def test_the_schedules_of_torchtitan_have_torchs_rules(schedule, pieces, said):
         if said is None:
             made = convert(report.reading, framework("torchtitan"), report.reading.version)
             assert not any("pipeline_schedule=" in line and schedule is None for line in made.left_out)
+
+
+def test_a_programs_name_counts_less_than_keys_that_only_another_framework_reads():
+    keys = {"micro_batch_size", "global_batch_size", "tensor_model_parallel_size"}
+    assert detect(keys, ["axolotl"])[0].name == "megatron-lm"
+    assert detect({"micro_batch_size", "output_dir"}, ["axolotl"])[0].name == "axolotl"
+    assert detect({"per_device_train_batch_size", "output_dir"}, ["trl"])[0].name == "trl"
