@@ -47,6 +47,8 @@ def checked(cli, tmp_path, text):
         (f"ray start --head --num-gpus 4\npython tools/pre.py --workers 4 --micro-batch-size 7\n{RUN} {MORE}\n", "64 = 2"),
         (f"{HF} --per_device_train_batch_size 4 2>&1 | tee log --append\npython eval.py --batch_size 9\n", "32 = 4 micro"),
         (f'CMD="{RUN} {MORE}"\necho $CMD\neval $CMD\n', "64 = 2 micro × 4 accumulation × 8"),
+        (f'CMD="{RUN} {MORE}"\nif x; then\n  eval "cd /x; $CMD"\nfi\n', "64 = 2 micro × 4 accumulation × 8"),
+        (f"{RUN} \\\r\n {MORE}\r\n", "64 = 2 micro × 4 accumulation × 8"),
         # values that are written once
         (f"N=8\ntorchrun --nproc_per_node=$N pretrain_gpt.py {MORE}\n", "64 = 2 micro × 4 accumulation × 8"),
         ('TP=2\nMBS="4"\nOPTS=" --tensor-model-parallel-size ${TP} --micro-batch-size ${MBS} --global-batch-size 32 "\n'

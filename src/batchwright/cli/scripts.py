@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import dropwhile
 from typing import Any
 
 from batchwright.core.errors import ConfigError
@@ -77,7 +78,7 @@ def read_script(path: str, text: str) -> Script:
         Line(one.line, tuple(inner))
         for one in found
         if one.words
-        for inner in opened(variables.filled(one.words), variables)
+        for inner in opened(variables.filled(dropwhile(BEFORE.__contains__, one.words)), variables)
     ]
     chosen, others = choose(shown, read)
     unused = variables.unused()
