@@ -48,6 +48,10 @@ def checked(cli, tmp_path, text):
         (f"{HF} --per_device_train_batch_size 4 2>&1 | tee log --append\npython eval.py --batch_size 9\n", "32 = 4 micro"),
         (f'CMD="{RUN} {MORE}"\necho $CMD\neval $CMD\n', "64 = 2 micro × 4 accumulation × 8"),
         (f'CMD="{RUN} {MORE}"\nif x; then\n  eval "cd /x; $CMD"\nfi\n', "64 = 2 micro × 4 accumulation × 8"),
+        (f"sbatch <<END\n#!/bin/bash\nN=8\nsrun -N 2 torchrun --nproc_per_node $N pretrain_gpt.py {MORE}\nEND\n", "× 16"),
+        (f"cat <<END | bash\n{RUN} {MORE}\nEND\n", "64 = 2 micro × 4 accumulation × 8"),
+        (f"cat >old.sh <<END\n{RUN} --micro-batch-size 1\nEND\n{RUN} {MORE}\n", "64 = 2 micro × 4 accumulation × 8"),
+        (f"A=(--global-batch-size=64 --micro-batch-size=1)\n{RUN} --micro-batch-size=2 $A\n", "64 = 2 micro × 4"),
         (f"{RUN} \\\r\n {MORE}\r\n", "64 = 2 micro × 4 accumulation × 8"),
         # values that are written once
         (f"N=8\ntorchrun --nproc_per_node=$N pretrain_gpt.py {MORE}\n", "64 = 2 micro × 4 accumulation × 8"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import dropwhile
 from typing import Any
@@ -25,6 +25,7 @@ _USED = re.compile(
 _MENTIONED = re.compile(r"\$\{?(\w+)").findall
 _SETS = frozenset({"for", "select", "read", "getopts", "mapfile", "unset"})  # commands that set variables
 _SHELLS = frozenset({"sh", "bash", "zsh", "dash"})
+_READERS = _SHELLS | {"sbatch", "ssh"}  # they read a script from a text behind <<
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def read_script(path: str, text: str) -> Script:
     """
     shown = path[:120]
     try:
-        found = commands(text)
+        found = _with_texts(commands(text))
     except Unclosed as error:
         raise ConfigError(f"{shown} is not a list of flags: {error}.", field="file", given=shown) from None
     variables = _Variables(shown, found)
@@ -91,6 +92,18 @@ def read_script(path: str, text: str) -> Script:
         numbers = ", ".join(map(str, dict.fromkeys(others[:5])))
         notes.append(f"line {chosen.number} is read, and not line {numbers}, which has flags about a batch, too.")
     return Script(keys, left, _named(shown, notes))
+
+
+def _with_texts(found: list[Command]) -> list[Command]:
+    """The commands of a script, also those in a text for another shell (`sbatch <<END`)."""
+    inner = [
+        replace(each, line=one.line + each.line)
+        for one in found
+        if one.texts and any(word.rsplit("/", 1)[-1] in _READERS for word in one.words)
+        for text in one.texts
+        for each in commands(text)
+    ]
+    return [*found, *inner]
 
 
 def _named(shown: str, notes: Iterable[str]) -> tuple[str, ...]:
@@ -267,6 +280,7 @@ class _Variables:
         self._lines = _replaced(settings)
         self._read_in: dict[str, int] = {}  # the line whose value counts
         constants = _constants(settings, found)
+        self._arrays = {one.name for one in settings if not isinstance(one.value, str)}
         self._values |= {one.name: one.parts for one in settings if one.name in constants}
         for one in settings:
             self._set(one)
@@ -295,6 +309,8 @@ class _Variables:
             match = _USED(word) if "$" in word else None
             name = match and (match["plain"] or match["name"])
             key, value = match["key"] if match else None, self._values.get(name or "")
+            if match and value and name in self._arrays and not match["all"]:
+                value = value[:1]  # as in bash, "$NAME" is the first word of an array
             if name is None or value is None or (key and len(value) != 1):
                 found.append(word)
                 continue

@@ -61,11 +61,12 @@ class Assigned:
 
 @dataclass
 class Command:
-    """The words of a command without quotes, redirections and comments, and what is assigned before them."""
+    """The words of a command without quotes, redirections and comments, what is assigned before them, and texts for it."""
 
     line: int
     words: list[str] = field(default_factory=list[str])
     assigned: list[Assigned] = field(default_factory=list[Assigned])
+    texts: list[str] = field(default_factory=list[str])
 
     def takes_assignments(self) -> bool:
         """Whether the next word may be an assignment."""
@@ -86,6 +87,10 @@ def commands(text: str) -> list[Command]:
     for kind, word, at in _tokens(text):
         if kind == "close" and array is not None:
             array = None
+            continue
+        if kind == "text":
+            if found:
+                found[-1].texts.append(word)
             continue
         if kind in ("line", "end", "close"):
             new = new or array is None
@@ -126,7 +131,7 @@ def words(text: str) -> list[str]:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
-    """Words (`word`), beginnings of arrays (`array`), brackets that close (`close`), and what else ends a command."""
+    """Words, beginnings of arrays (`array`), texts (`<<END`), brackets that close (`close`), and what else ends a command."""
     here: list[str] = []  # what ends the texts (<<END) that begin in the next line
     at, is_file = 0, False  # is_file: the next word is the file of a redirection
     while at < len(text):
@@ -135,7 +140,9 @@ def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
         if kind == "text" and match is not None:
             here.append(match["ends"])
         elif kind == "line":
-            after = _after_texts(text, after, here)
+            body, after = after, _after_texts(text, after, here)
+            if here:
+                yield "text", text[body:after], at
             here = []
             yield kind, "", at
         elif kind == "sum":
