@@ -12,7 +12,8 @@ from batchwright.core.errors import ConfigError
 
 from .options import FILES
 from .parse import parse, read_text, read_value, scalar
-from .scripts import Script, has_flags, is_flag, pasted, read_script
+from .scripts import Script, has_flags, pasted, read_script
+from .shell import is_flag
 
 if TYPE_CHECKING:
     from batchwright.dialects.record import Given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import dropwhile
@@ -11,19 +11,11 @@ from typing import Any
 
 from batchwright.core.errors import ConfigError
 
-from .parse import MOST_ITEMS
-from .shell import BEFORE, Assigned, Command, Unclosed, commands
+from .shell import BEFORE, Command, Unclosed, commands, is_flag
+from .variables import Variables
 
 _MOST_COMMANDS = 100
 _CONFIGS = (".yaml", ".yml", ".toml")
-# `$NAME`, `${NAME}`, `${NAME[@]}`, and those that say what counts if it is not set; alone or after `key=`.
-_USED = re.compile(
-    r"(?P<key>[-+\w.]+=)?\$(?:(?P<plain>\w+)"
-    r"|\{(?P<name>\w+)(?P<all>\[[@*]\]|)(?::?-.*|:?\+\"?\$\{(?P=name)(?P=all)\}\"?)?\})",
-    re.DOTALL,
-).fullmatch
-_MENTIONED = re.compile(r"\$\{?(\w+)").findall
-_SETS = frozenset({"for", "select", "read", "getopts", "mapfile", "unset"})  # commands that set variables
 _SHELLS = frozenset({"sh", "bash", "zsh", "dash"})
 _READERS = _SHELLS | {"sbatch", "ssh"}  # they read a script from a text behind <<
 
@@ -49,15 +41,6 @@ def has_flags(text: str) -> bool:
     )
 
 
-def is_flag(word: Any) -> bool:
-    """Whether a word of a command line is a long flag.
-
-    >>> [is_flag(word) for word in ("--lr", "--", "-n", 4)]
-    [True, False, False, False]
-    """
-    return isinstance(word, str) and word.startswith("--") and len(word) > 2
-
-
 @lru_cache(maxsize=4)
 def read_script(path: str, text: str) -> Script:
     """A list of flags, or the command of a script that has a framework's flags, with the values of its variables.
@@ -70,7 +53,7 @@ def read_script(path: str, text: str) -> Script:
         found = _with_texts(commands(text))
     except Unclosed as error:
         raise ConfigError(f"{shown} is not a list of flags: {error}.", field="file", given=shown) from None
-    variables = _Variables(shown, found)
+    variables = Variables(shown, found)
     first = next((one.words[0] for one in found if set(one.words) - BEFORE), "--")
     if first.startswith("-") or "=" in first:  # no program: a list of flags
         every = [w for one in found for w in (*_settings(one, variables), *variables.filled(one.words))]
@@ -193,7 +176,7 @@ def _read_keys() -> frozenset[str]:
     return frozenset(key for one in dialects() for key in (*one.keys, *one.special))
 
 
-def opened(line: list[str], variables: _Variables | None = None, depth: int = 0) -> Iterator[list[str]]:
+def opened(line: list[str], variables: Variables | None = None, depth: int = 0) -> Iterator[list[str]]:
     """A command line, or those in the text after a shell's -c or after `eval`, with what starts them in front.
 
     >>> list(opened(["srun", "-N", "4", "bash", "-c", "cd x; python t.py --lr 1"]))[1]
@@ -232,7 +215,7 @@ def _without_shell(line: list[str]) -> list[str]:
     return line[: _shell(line)]
 
 
-def _settings(command: Command, variables: _Variables) -> list[str]:
+def _settings(command: Command, variables: Variables) -> list[str]:
     """The `key=value` lines of a list of flags."""
     return [
         f"{one.name}={one.value}"
@@ -265,109 +248,3 @@ def _pairs(line: Iterable[str]) -> Iterator[tuple[str, str]]:
     for word in line:
         yield before, word
         before = word
-
-
-class _Variables:
-    """The variables of a script that contain flags, or one value that is written once."""
-
-    def __init__(self, shown: str, found: Collection[Command]) -> None:
-        self._shown = shown
-        self._values: dict[str, list[str]] = {}
-        self._with_flags: set[str] = set()
-        self._used: set[str] = set()
-        self._inserted = 0
-        settings = [one for command in found for one in command.assigned]
-        self._lines = _replaced(settings)
-        self._read_in: dict[str, int] = {}  # the line whose value counts
-        constants = _constants(settings, found)
-        self._arrays = {one.name for one in settings if not isinstance(one.value, str)}
-        self._values |= {one.name: one.parts for one in settings if one.name in constants}
-        for one in settings:
-            self._set(one)
-        self._used = set()
-
-    def _set(self, one: Assigned) -> None:
-        if not any(map(self._is_read, one.parts)):
-            return
-        filled = self.filled(one.parts)
-        self._read_in[one.name] = one.line
-        self._values[one.name] = [*self._values.get(one.name, ()), *filled] if one.more else filled
-        if any(map(is_flag, filled)):
-            self._with_flags.add(one.name)
-
-    def _is_read(self, part: str) -> bool:
-        """Whether a word is a flag, a variable that is known, or a text with one."""
-        match = _USED(part)
-        if match:
-            return (match["plain"] or match["name"]) in self._values
-        return is_flag(part) or (part[:1] != "$" and " " in part and any(n in self._values for n in _MENTIONED(part)))
-
-    def filled(self, line: Iterable[str]) -> list[str]:
-        """These words with the values of variables; `key=$NAME` only if it is one word."""
-        found: list[str] = []
-        for word in line:
-            match = _USED(word) if "$" in word else None
-            name = match and (match["plain"] or match["name"])
-            key, value = match["key"] if match else None, self._values.get(name or "")
-            if match and value and name in self._arrays and not match["all"]:
-                value = value[:1]  # as in bash, "$NAME" is the first word of an array
-            if name is None or value is None or (key and len(value) != 1):
-                found.append(word)
-                continue
-            self._used.add(name)
-            self._inserted += len(value)
-            if self._inserted > MOST_ITEMS:
-                message = f"{self._shown}: its variables make more than {MOST_ITEMS:,} words."
-                raise ConfigError(message, field="file", given=self._shown)
-            found += [f"{key}{value[0]}"] if key else value
-        return found
-
-    def has_flags(self, name: str) -> bool:
-        """Whether the value of a variable contains flags."""
-        return name in self._with_flags
-
-    def unused(self) -> list[str]:
-        """The flags of all variables, if no command uses one of these."""
-        if self._with_flags & self._used:
-            return []
-        return [word for name, value in self._values.items() if name in self._with_flags for word in value]
-
-    def notes(self, line: Iterable[str]) -> list[str]:
-        """A note on each variable that a command line has, and that is set to different values."""
-        mentioned = set(_MENTIONED(" ".join(line)))
-        found: list[str] = []
-        for name, lines in self._lines.items():
-            shown = " and ".join(map(str, dict.fromkeys(lines)))
-            if name in self._with_flags:
-                read = self._read_in[name]
-                found.append(
-                    f"{name} is set in lines {shown}, and line {read} is read. If another one counts, paste the command."
-                )
-            elif name in mentioned:
-                found.append(f"{name} is set in lines {shown}, so its value is not known.")
-        return found
-
-
-def _own(one: Assigned) -> bool:
-    """Whether a variable is set from its own value."""
-    names = [match["plain"] or match["name"] for match in map(_USED, one.parts) if match]
-    return one.more or one.name in names
-
-
-def _replaced(settings: Iterable[Assigned]) -> dict[str, list[int]]:
-    """The lines where a name is set to different values, none of which uses the one before."""
-    found: dict[str, list[Assigned]] = {}
-    for one in settings:
-        if not _own(one):
-            found.setdefault(one.name, []).append(one)
-    return {n: [one.line for one in ones] for n, ones in found.items() if len({str(one.value) for one in ones}) > 1}
-
-
-def _constants(settings: Iterable[Assigned], found: Iterable[Command]) -> set[str]:
-    """The names that are set to one value, in which nothing is to be computed, and by no loop or `read`."""
-    values: dict[str, set[str]] = {}
-    for one in settings:
-        computed = one.more or any(mark in part for part in one.parts for mark in "$`")
-        values.setdefault(one.name, set()).update({str(one.value), *([""] if computed else [])})
-    others = {word for one in found if _SETS & set(one.words[:3]) for word in one.words}
-    return {name for name, ones in values.items() if len(ones) == 1 and name not in others}

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 _TEXT = r"<<-?[ \t]*\\?(?P<quote>['\"]?)(?P<ends>[\w.!-]+)(?P=quote)"  # a text that begins in the next line
 _NEXT = re.compile(
@@ -128,6 +129,15 @@ def words(text: str) -> list[str]:
         return [word for kind, word, _ in _tokens(text) if kind == "word"]
     except Unclosed:
         return text.split()
+
+
+def is_flag(word: Any) -> bool:
+    """Whether a word of a command line is a long flag.
+
+    >>> [is_flag(word) for word in ("--lr", "--", "-n", 4)]
+    [True, False, False, False]
+    """
+    return isinstance(word, str) and word.startswith("--") and len(word) > 2
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
