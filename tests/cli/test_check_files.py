@@ -161,7 +161,7 @@ def test_a_file_that_a_command_line_names_and_that_is_not_here(cli, tmp_path):
     ran = cli("check", *"llamafactory-cli train nothing.yaml".split())
     assert ran.code == 2 and "nothing.yaml is not a file here" in ran.err
     ran = cli("check", *"python train.py --config-name=gpt.yaml trainer.devices=8 data.micro_batch_size=4".split())
-    assert ran.code == 0 and "gpt.yaml is not a file here: what it says is not read" in " ".join(ran.out.split())
+    assert ran.code == 0 and "gpt.yaml is not a file here, so its keys are not read" in " ".join(ran.out.split())
 
 
 def test_ranks_are_shown_where_the_batch_is_not_known(cli, tmp_path):
@@ -284,7 +284,7 @@ def test_a_configuration_that_a_key_names_and_that_cannot_be_read(cli, tmp_path,
         assert ran.code == 2 and "bad.json is not valid JSON" in ran.err, line
     for line in (f"{LINE} missing.json", "missing.yaml --devices 8"):
         ran = cli("check", *line.split())
-        assert ran.code == 0 and "missing.json is not a file here: what it says is not read" in " ".join(
+        assert ran.code == 0 and "missing.json is not a file here, so its keys are not read" in " ".join(
             ran.out.split()
         )
     for verb in (
@@ -294,7 +294,7 @@ def test_a_configuration_that_a_key_names_and_that_cannot_be_read(cli, tmp_path,
         "rl grpo.yaml",
     ):
         said = " ".join(cli(*verb.split()).out.split())
-        assert "missing.json is not a file here: what it says is not read" in said, verb
+        assert "missing.json is not a file here, so its keys are not read" in said, verb
     for line in (LINE, f"{LINE} --train_file data.json", f"{LINE} --train_file missing.json"):
         ran = cli("check", *line.split())
         assert ran.code == 0 and "not a file here" not in ran.out
@@ -509,3 +509,56 @@ def test_messages_name_the_keys_of_deepspeed(cli, tmp_path, inline):
     said = " ".join(cli("check", str(file), "--devices", "8").out.split())
     assert "- train_batch_size=100 contradicts per_device_train_batch_size 4 × gradient_accumulation_steps 8" in said
     assert "global_batch_size 100" in said  # the row of the key
+
+
+def test_a_file_is_opened_from_here_before_it_is_looked_for_beside_the_one_that_names_it(cli, tmp_path, monkeypatch):
+    """As transformers and Accelerate open it: by its path from the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    host, here, beside = (tmp_path / name for name in ("conf/hf.yaml", "z.json", "conf/z.json"))
+    host.write_text(HF + "deepspeed: z.json\n")
+    beside.write_text('{"gradient_accumulation_steps": 4, "train_batch_size": 128}')
+    assert cli("check", "conf/hf.yaml", "--devices", "8").code == 5
+    here.write_text('{"gradient_accumulation_steps": 8, "train_batch_size": 256}')
+    ran = cli("check", "conf/hf.yaml", "--devices", "8")
+    assert ran.code == 0 and "256 = 4 micro × 8" in ran.out, ran
+
+
+def test_a_file_that_the_program_writes_is_not_its_configuration(cli, tmp_path):
+    line = ["python", "train.py", "--per_device_train_batch_size", "4", "--save_config", str(tmp_path / "run.yaml")]
+    for verb in ("check", "plan"):
+        assert "not a file here" not in cli(verb, *line, "--devices", "8").out
+    (tmp_path / "run.yaml").write_text("per_device_train_batch_size: 2\ngradient_accumulation_steps: 8\n")
+    assert "32 = 4 micro × 1 accumulation" in cli("check", *line, "--devices", "8").out
+
+
+@pytest.mark.parametrize("text", ["[draft] run", "{% for m in messages %}", "[1, 2"])
+def test_the_text_of_a_flag_may_begin_with_a_bracket(cli, text):
+    line = ["python", "train.py", "--per_device_train_batch_size", "4", "--output_dir", "o", "--run_name", text]
+    for verb in ("check", "plan"):
+        ran = cli(verb, *line, "--devices", "8")
+        assert ran.code == 0 and "32 = 4 micro × 1 accumulation × 8" in ran.out, ran
+    ran = cli("check", "--per_device_train_batch_size", "[4")
+    assert ran.code == 2 and "is not plain YAML" in ran.err
+
+
+def test_a_value_that_another_program_fills_in_is_given_as_an_argument_as_in_a_file(cli, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"gradient_accumulation_steps": "auto", "train_batch_size": "auto"}')
+    arguments = ["--from", "deepspeed", "gradient_accumulation_steps=auto", "train_batch_size=auto"]
+    for words in ([str(file)], arguments):
+        ran = cli("check", *words)
+        assert ran.code == 0 and "gradient_accumulation_steps, train_batch_size: auto." in " ".join(
+            ran.out.split()
+        ).replace("train_batch_size, gradient_accumulation_steps", "gradient_accumulation_steps, train_batch_size"), ran
+    assert "× 8 accumulation" in cli("check", "per_device_train_batch_size=auto", "gradient_accumulation_steps=8").out
+    ran = cli("plan", "micro_batch_size=auto", "--global-batch-size", "64", "--devices", "8")
+    assert ran.code == 0 and "64 = " in ran.out
+
+
+def test_a_key_whose_file_is_read_is_not_passed_over(cli, tmp_path):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 256}')
+    (tmp_path / "hf.yaml").write_text(HF + f"deepspeed: {tmp_path / 'ds.json'}\n")
+    assert "1 other key passed over" in cli("check", str(tmp_path / "hf.yaml"), "--devices", "8").out  # output_dir
+    said = " ".join(cli("plan", str(tmp_path / "hf.yaml"), "--devices", "8").out.split())
+    assert "does not concern the batch: output_dir" in said and "deepspeed" not in said.partition("does not concern")[2]

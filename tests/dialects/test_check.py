@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchwright.core.errors import ConfigError
-from batchwright.dialects import framework
+from batchwright.dialects import detect, framework
 from batchwright.dialects.checking import CAUSES, check, equation
 from batchwright.dialects.converting import convert
 from batchwright.dialects.reading import job
@@ -474,3 +474,10 @@ def test_flags_of_megatron_without_a_length_or_a_parallel_size():
     report = checked(keys | {"global_batch_size": 32}, devices=8)
     assert report.reading.dialect.name == "megatron-lm"
     assert equation(report.job) == "32 = 4 micro × 1 accumulation × 8 data-parallel"
+
+
+def test_a_programs_name_counts_less_than_keys_that_only_another_framework_reads():
+    keys = {"micro_batch_size", "global_batch_size", "tensor_model_parallel_size"}
+    assert detect(keys, ["axolotl"])[0].name == "megatron-lm"
+    assert detect({"micro_batch_size", "output_dir"}, ["axolotl"])[0].name == "axolotl"
+    assert detect({"per_device_train_batch_size", "output_dir"}, ["trl"])[0].name == "trl"

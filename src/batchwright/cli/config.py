@@ -12,7 +12,7 @@ from batchwright.core.batch.request import READERS, BatchRequest, read_request
 from batchwright.core.errors import ConfigError, Violation, raise_violations
 from batchwright.core.fields import unknown_key
 
-from .files import MISSING, not_read, read_arguments, without_deleted, words_of
+from .files import names_file, not_read, read_arguments, without_deleted, words_of
 from .naming import Verb, remember
 from .paste import unpaste
 
@@ -136,7 +136,8 @@ def gather(
         entries += [(_native(name), given) for name, given in found]
     raise_violations(ConfigError, wrong)
     entries = without_deleted(entries, (*arguments, *left_out))
-    absent = not_read((*left_out, *arguments), entries)
+    read |= {key for key, one in entries if names_file(key, one)}
+    unread = not_read(arguments, left_out, entries)
     other, _ = dialects.detect([key for key, _ in entries], (*left_out, *words_of(arguments)))
     typed_as = {key: given.origin for key, given in entries if given.level == 1}
     entries, others = without_others(entries, {*own, *_NATIVE.values()}, left_out, other)
@@ -149,9 +150,7 @@ def gather(
         defaults=defaults,
     )
     ignored = {key: typed_as.get(key, key) for key in (*others, *resolved.ignored) if key not in read}
-    notes = [*resolved.notes]
-    if absent:
-        notes.append(MISSING.format(absent))
+    notes = [*resolved.notes, *unread]
     if other is not None and other.kind == "rl":
         hint = f"These are keys of {other.title}, which counts {other.unit}: batchwright rl reads them."
         if not any(given.level < 2 for given in resolved.fields.values()):

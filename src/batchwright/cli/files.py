@@ -7,23 +7,29 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from batchwright.core.batch.request import READERS
 from batchwright.core.errors import ConfigError
 
 from .options import FILES
 from .parse import parse, read_text, read_value, scalar
-from .scripts import has_flags, is_flag, split_script
+from .scripts import Script, has_flags, pasted, read_script
+from .shell import is_flag
 
 if TYPE_CHECKING:
     from batchwright.dialects.record import Given
 
-_DEEPSPEED, _ACCELERATE = "deepspeed.", "deepspeed_config.deepspeed_config_file"
+_DEEPSPEED = "deepspeed."
+ACCELERATE = "deepspeed_config.deepspeed_config_file"
 # Keys that name the file of a configuration, or contain one as JSON, and the section that its keys belong to.
 _NAMING = {
-    **dict.fromkeys(("deepspeed", "deepspeed_config", "deepspeed_config_file", _ACCELERATE), ""),
+    **dict.fromkeys(("deepspeed", "deepspeed_config", "deepspeed_config_file", ACCELERATE), ""),
     "accelerator_config": "accelerator_config.",
 }
 _CONFIGS = (".yaml", ".yml", ".toml")
-MISSING = "{} is not a file here: what it says is not read."
+_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+_NAMES_A_FILE = re.compile(r"(?:.*[._])?config(?:_file|_path|_name)?").fullmatch
+# A file that a program writes (--save_config run.yaml) is no configuration of it.
+_WRITTEN = re.compile(r"(?:.*[._])?(?:save|saved|output|out|dump|write|export|log)(?:[._].*)?").fullmatch
 
 
 def read_keys(path: str, text: str | None = None) -> dict[str, Any]:
@@ -34,13 +40,13 @@ def read_keys(path: str, text: str | None = None) -> dict[str, Any]:
     from batchwright.dialects import flatten
 
     text = read_text(path) if text is None else text
-    tree: Any = ""
-    if path.endswith(FILES) or not has_flags(text):
-        tree = parse(path, text)
-    if isinstance(tree, str) and has_flags(text):
-        tree = split_script(path, text)
+    tree: Any = "" if _is_script(path, text) else parse(path, text)
+    if isinstance(tree, str) and (tree == "" or has_flags(text)):
+        script = read_script(path, text)
+        if script.keys or script.left:
+            return dict(script.keys)
     if isinstance(tree, list) and tree and all(isinstance(word, (str, int, float)) for word in tree):
-        return _flag_keys([str(word) for word in tree])
+        return pasted(map(str, tree))[0]
     if not isinstance(tree, Mapping):
         shown = path[:120]
         raise ConfigError(
@@ -54,7 +60,7 @@ def read_keys(path: str, text: str | None = None) -> dict[str, Any]:
             and all(isinstance(v, (str, int, float)) for v in value)
             and is_flag(value[0])
         ):
-            found |= _flag_keys([str(word) for word in value])
+            found |= pasted(map(str, value))[0]
         else:
             found[_underscored(key)] = value
     return {key: _referenced(key, value, found) for key, value in found.items()}
@@ -64,14 +70,6 @@ def _underscored(key: str) -> str:
     """A key as it is, or a flag (`--micro-batch-size`, also in a section such as MODEL_ARGS) as a key."""
     key = key[key.rfind(".--") + 1 :]
     return ".".join(part.removeprefix("--").replace("-", "_") if "-" in part else part for part in key.split("."))
-
-
-def _flag_keys(words: list[str]) -> dict[str, Any]:
-    """The keys of a list of flags or of a command line, as a pasted line is read."""
-    from .paste import unpaste
-
-    kept, _ = unpaste(words, {}, lambda key: True, everything=True)
-    return {key: value for key, equals, value in (word.partition("=") for word in kept) if equals}
 
 
 def _referenced(key: str, value: Any, keys: Mapping[str, Any]) -> Any:
@@ -96,12 +94,31 @@ def _referenced(key: str, value: Any, keys: Mapping[str, Any]) -> Any:
     return value
 
 
-def read_entries(path: str, text: str | None = None) -> list[tuple[str, Given]]:
-    """The keys of a file that have a value, and those of the DeepSpeed configuration that it names or contains.
+def _is_script(path: str, text: str) -> bool:
+    """Whether a file is a shell script or a list of flags, and not YAML, JSON or TOML."""
+    return not path.endswith(FILES) and (path.endswith(_SCRIPTS) or has_flags(text))
 
-    `auto` is a value that another program gives.
-    """
-    return _entries(path, read_keys(path, text), follow=True)
+
+def _script(path: str) -> Script | None:
+    """A shell script or a list of flags; None if the argument is something else."""
+    if path.endswith(FILES) or not os.path.isfile(path):
+        return None
+    text = read_text(path)
+    return read_script(path, text) if _is_script(path, text) else None
+
+
+def read_entries(path: str, text: str | None = None) -> list[tuple[str, Given]]:
+    """The keys of a file that have a value, and those of the configurations that it names or contains."""
+    found = _entries(path, read_keys(path, text), follow=True)
+    script = _script(path) if text is None else None
+    if script is None:
+        return found
+    # As of a pasted line; what a flag says counts.
+    named = [(key, value) for key, value in script.keys.items() if key not in _NAMING]
+    flags = {key for key, _ in found}
+    for key, value in (*named, *(("", word) for word in script.left)):
+        found += [one for one in read_named(key, value, os.path.dirname(path)) if one[0] not in flags]
+    return found
 
 
 def _entries(path: str, keys: Mapping[str, Any], *, follow: bool, section: str = "") -> list[tuple[str, Given]]:
@@ -132,7 +149,7 @@ def read_named(key: str, value: Any, folder: str = "") -> list[tuple[str, Given]
 
         return [(section + name, one) for name, one in _entries(key, flatten(value), follow=False, section=owner)]
     path = _here(value, folder) if isinstance(value, str) else None
-    if path is None:
+    if path is None or (section is None and _WRITTEN(key)):
         return []
     try:
         found = _entries(path, read_keys(path), follow=section is None, section=owner)
@@ -144,24 +161,42 @@ def read_named(key: str, value: Any, folder: str = "") -> list[tuple[str, Given]
 
 
 def _here(name: str, folder: str) -> str | None:
-    """Where a file that a configuration in this folder names is, or None."""
-    paths = (os.path.join(folder, name), name)
+    """Where a file that a configuration in this folder names is, or None: from here, as programs open it, or beside it."""
+    paths = (name, os.path.join(folder, name))
     return next((path for path in paths if path.endswith(FILES) and os.path.isfile(path)), None)
 
 
-def not_read(words: Iterable[str], entries: Iterable[tuple[str, Given]]) -> str:
-    """The configurations that a command line or a key such as `deepspeed` names and that do not exist."""
-    paths = [word.rpartition("=")[2] for word in words]
-    named = [path for path in paths if path.endswith(_CONFIGS) and not os.path.exists(path)]
-    named += [
-        one.value
-        for key, one in entries
-        if key in _NAMING
-        and isinstance(one.value, str)
-        and one.value.endswith(FILES)
-        and _here(one.value, os.path.dirname(one.origin.rpartition(": ")[0])) is None
+def names_file(key: str, one: Given) -> bool:
+    """Whether a key names the file of a configuration that is here, or contains one as JSON."""
+    if key not in _NAMING or not isinstance(one.value, str):
+        return False
+    folder = os.path.dirname(one.origin.rpartition(": ")[0])
+    return one.value.lstrip().startswith("{") or _here(one.value, folder) is not None
+
+
+def not_read(arguments: Iterable[str], left_out: Iterable[str], entries: Iterable[tuple[str, Given]]) -> list[str]:
+    """Notes on what is not read: parts of scripts, and configurations that are not here or that a variable names."""
+    arguments = list(arguments)
+    scripts = [script for script in map(_script, arguments) if script is not None]
+    pairs = [word.rpartition("=") for word in (*left_out, *arguments, *(w for one in scripts for w in one.left))]
+    pairs += [(key, "=", value) for script in scripts for key, value in script.keys.items()]
+    absent = [
+        path for key, _, path in pairs if path.endswith(_CONFIGS) and not os.path.exists(path) and not _WRITTEN(key)
     ]
-    return ", ".join(path[-80:] for path in dict.fromkeys(named))
+    later: list[str] = []
+    for key, one in entries:
+        if not isinstance(one.value, str):
+            continue
+        if "$" in one.value and (key in _NAMING or _NAMES_A_FILE(key)):
+            later.append(
+                f"{key}={one.value[:80]} is known only when the job runs, so the keys of that file are not read."
+            )
+        elif key in _NAMING and one.value.endswith(FILES) and not names_file(key, one):
+            absent.append(one.value)
+    absent = [path[-80:] for path in dict.fromkeys(absent) if "$" not in path]
+    several = "are not files here, so their" if len(absent) > 1 else "is not a file here, so its"
+    said = [f"{', '.join(absent)} {several} keys are not read."] if absent else []
+    return [*said, *dict.fromkeys(later), *(note for script in scripts for note in script.notes)]
 
 
 def read_arguments(
@@ -171,7 +206,7 @@ def read_arguments(
 
     The files that the rest of a pasted line (`left_out`) names come last. What `~key` deletes is still there.
     """
-    from batchwright.dialects.record import Given
+    from batchwright.dialects.record import AUTO, Given
 
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -181,20 +216,31 @@ def read_arguments(
         if not equals or os.path.exists(argument):
             yield argument, False, read_entries(argument)
         elif is_unset(value):
-            yield argument, True, []
+            yield argument, True, [(key, Given(AUTO, f"{key}={value}", 1))] if value.lower() == AUTO else []
         else:
             plain = value.strip("'\"")
-            read_as = scalar(read_value(key, plain)) if plain[:1] in ("[", "{") else plain
+            read_as = _value(key, plain) if plain[:1] in ("[", "{") else plain
             yield argument, True, [(key, Given(read_as, f"{key}={value}", 1)), *read_named(key, plain)]
     for argument in left_out:
         if named := read_named("", argument.rpartition("=")[2]):
             yield argument, False, named
 
 
+def _value(key: str, text: str) -> Any:
+    """A list or a mapping as the value of a key; text that is none is an error only of keys that frameworks know."""
+    from batchwright.dialects import dialects
+
+    try:
+        return scalar(read_value(key, text))
+    except ConfigError:
+        if key in READERS or key in _NAMING or any(key in one.known for one in dialects()):
+            raise
+        return text
+
+
 def words_of(arguments: Iterable[str]) -> list[str]:
-    """The words of command lines that are kept in files, such as shell scripts: a program in them says which framework it is."""
-    lines = [one for one in arguments if not one.endswith(FILES) and os.path.isfile(one)]
-    return [word for path in lines for word in read_text(path).split()]
+    """The words of the commands in scripts that are no keys: a program in them says which framework it is."""
+    return [word for script in map(_script, arguments) if script is not None for word in script.left]
 
 
 def is_unset(value: str) -> bool:

@@ -16,7 +16,7 @@ from batchwright.dialects.reading import read
 from batchwright.dialects.record import Given, Reading, version_text
 
 from . import text
-from .files import MISSING, not_read, read_arguments, read_entries, without_deleted, words_of
+from .files import ACCELERATE, names_file, not_read, read_arguments, read_entries, without_deleted, words_of
 from .naming import Names
 from .options import DEVICES
 
@@ -28,12 +28,13 @@ def read_configuration(
     entries = [one for _, _, found in read_arguments(arguments, left_out) for one in found]
     entries = without_deleted(entries, (*arguments, *left_out))
     reading = read(entries, words=(*left_out, *words_of(arguments)), name=name, world=world_of(flags))
-    shown = not_read((*left_out, *arguments), entries)
-    if not shown:
-        return reading
-    if not any(reading.dialect.reads(key) for key in reading.given):
-        raise ConfigError(f"{shown} is not a file here, and no other key about the batch is given.", field="file")
-    return replace(reading, notes=(*reading.notes, MISSING.format(shown)))
+    unread = not_read(arguments, left_out, entries)
+    if unread and not any(reading.dialect.reads(key) for key in (*reading.given, *reading.filled_in)):
+        raise ConfigError(f"{unread[0]} No other key about the batch is given.", field="file")
+    # Accelerate's check asks whether this key is there.
+    named = {key for key, one in entries if names_file(key, one)} - {ACCELERATE}
+    others = tuple(key for key in reading.passed_over if key not in named)
+    return replace(reading, notes=(*reading.notes, *unread), passed_over=others)
 
 
 def read_text_as(path: str, text: str, flags: Mapping[str, Any], name: str) -> Reading:

@@ -7,12 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import cache
 
 # The programs whose command lines are recognised by their first argument.
-_PROGRAMS = frozenset(
-    {
-        "nemo", "python", "python3", "torchrun", "accelerate", "deepspeed", "srun", "axolotl", "llamafactory-cli", "trl",
-        "composer", "automodel",
-    }
-)  # fmt: skip
+_FRAMEWORKS = frozenset({"nemo", "axolotl", "llamafactory-cli", "trl", "composer", "automodel"})
+_PROGRAMS = _FRAMEWORKS | {"python", "python3", "torchrun", "accelerate", "deepspeed", "srun"}
 _SWITCHES = frozenset({"decrease_batch_size_if_needed"})  # flags without a value
 # Programs that only start the next one; environment variables may follow them.
 _WRAPPERS = frozenset(
@@ -62,6 +58,8 @@ def unpaste(
     >>> unpaste("nemo llm pretrain --factory llama3_8b data.micro_batch_size=4".split(), {}, lambda key: False)
     (['data.micro_batch_size=4'], ('nemo', 'llm', 'pretrain', '--factory', 'llama3_8b'))
     """
+    if any(word == "-c" or (word[:1] == "-" and word[-1] == "c") for word in arguments):
+        arguments = _without_shell(arguments)
     # Unknown until the first argument that is not ours.
     pasted: bool | None = True if everything and not own_flags else None
     # Before the first program, only what starts it.
@@ -87,7 +85,7 @@ def unpaste(
         at += 1
         flag, equals, value = argument.partition("=")
         after = arguments[at] if at < len(arguments) else "-"
-        takes_next = not equals and _is_value(after)
+        takes_next = not equals and _is_value(after, arguments[at + 1 : at + 2] if begun else None)
         whole = listed_whole or (everything and bool(pasted))
         if flag in own_flags and not (whole and flag not in inside):
             kept.append(argument)
@@ -100,19 +98,19 @@ def unpaste(
             left.append(argument)
             continue
         if pasted is None:
-            wrapped = _program(argument) in _WRAPPERS and any(_is_command(w) for w in arguments[at:])
+            wrapped = _program(argument) in _WRAPPERS and any(is_command(w) for w in arguments[at:])
             pasted = wrapped or _program(argument) in _PROGRAMS
         if pasted and not shorts:
             from batchwright.dialects.launchers import SHORT, STARTERS, TASKS
 
             shorts = SHORT
             tasks = TASKS if any(_program(w) in STARTERS for w in arguments) else frozenset()
-        begun = begun or _is_command(argument)
+        begun = begun or is_command(argument)
         wrapped = wrapped and not begun
         if wrapped:
             left.append(argument)
             continue
-        if pasted and not argument.startswith("-") and (_is_command(argument) or not flagged):
+        if pasted and not argument.startswith("-") and (is_command(argument) or not flagged):
             short = shorts.get(_program(argument), {})
         flagged = False
         if argument[:2] in short and (len(argument) > 2 or takes_next):
@@ -160,11 +158,25 @@ def unpaste(
     return kept, tuple(left)
 
 
-def _is_value(word: str) -> bool:
-    """Whether a word can be the value of the flag before it: no flag (but a negative number), key=value or command."""
+def _is_value(word: str, rest: list[str] | None = None) -> bool:
+    """Whether a word can be the value of the flag before it: no flag (but a negative number), key=value or command.
+
+    Inside a command (`rest`: the word after this one, if any), a framework's name before a flag is one: --project axolotl.
+    """
     if word.startswith("-"):
         return re.fullmatch(r"-\d+(\.\d+)?", word) is not None
-    return "=" not in word and not _is_command(word)
+    if rest is not None and word in _FRAMEWORKS and (not rest or rest[0].startswith("-")):
+        return True
+    return "=" not in word and not is_command(word)
+
+
+def _without_shell(arguments: list[str]) -> list[str]:
+    """The arguments with the command in the text of a shell (`bash -c "..."`) in its place."""
+    from .scripts import Line, choose, opened
+
+    lines = [Line(number, tuple(one)) for number, one in enumerate(opened(arguments), 1)]
+    chosen, _ = choose("the text of the shell", lines) if len(lines) > 1 else (None, [])
+    return list((chosen or lines[-1]).words) if lines else arguments
 
 
 def _program(argument: str) -> str:
@@ -177,6 +189,6 @@ def _is_setting(argument: str) -> bool:
     return bool(equals) and name.isupper() and name.isidentifier()
 
 
-def _is_command(argument: str) -> bool:
+def is_command(argument: str) -> bool:
     """Whether an argument starts another command, so that the short flags after it are not the launcher's."""
     return _program(argument) in _PROGRAMS or argument.startswith("./") or argument.endswith((".py", ".sh"))

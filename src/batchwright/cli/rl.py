@@ -16,7 +16,7 @@ from batchwright.dialects.record import PARALLEL_FIELDS, RL_FIELDS, WORLD_FIELDS
 
 from . import text
 from .config import PasteCommand, without_others
-from .files import MISSING, not_read, read_arguments, without_deleted, words_of
+from .files import not_read, read_arguments, without_deleted, words_of
 from .naming import notes, remember
 from .options import complete, json_option, number, print_json
 
@@ -79,7 +79,7 @@ def _gather(
         entries += [(_own(key, flags), given) for key, given in found]
         inside |= set() if is_key else {key for key, _ in found}
     entries = without_deleted(entries, (*arguments, *left_out))
-    absent = not_read((*left_out, *arguments), entries)
+    unread = not_read(arguments, left_out, entries)
     own = {*flags, *WORLD_FIELDS, *PARALLEL_FIELDS}
     framework, _ = detect([key for key, _ in entries], (*left_out, *words_of(arguments)), "rl")
     entries += [
@@ -96,7 +96,7 @@ def _gather(
     required = ("prompts", "generations")
     raise_violations(ConfigError, [Violation(f"{n} is required.", n) for n in required if n not in values])
     remember(values, sources)
-    return values, sources, (*resolved.notes, *([MISSING.format(absent)] if absent else []))
+    return values, sources, (*resolved.notes, *unread)
 
 
 def _own(key: str, flags: Mapping[str, Any]) -> str:

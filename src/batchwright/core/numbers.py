@@ -43,6 +43,12 @@ def fraction(value: int | float | str | Fraction, field: str = "number") -> Frac
         return Fraction(match[1].replace(",", "").replace("_", "")) * SUFFIXES[match[2]]
     if re.fullmatch(r"\d{1,15}/0*[1-9]\d{0,14}", text, re.ASCII):
         return Fraction(text)
+    if "$" in text:
+        raise ConfigError(
+            f"{field}={text[:40]!r} is known only when the job runs. Give the number, such as {field}=1024.",
+            field=field,
+            given=value,
+        )
     raise ConfigError(
         f"{field}={text[:40]!r} is not a number. Write it as 1024, 1_000_000, 4M (4,000,000) or 4Mi (4,194,304).",
         field=field,

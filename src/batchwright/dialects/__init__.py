@@ -111,8 +111,9 @@ def detect(
         own = found & dialect.known
         rare = [key for key in own if key not in dialect.common]
         together = dialect.together if found >= dialect.together else frozenset[str]()
-        # A program of this name without any key of the framework may be another one.
-        shown = 100 * bool(together) + (100 if own or signs else 1) * bool(programs)
+        # A program of this name without any key of the framework may be another one, and so may one whose keys others read.
+        its = (own or signs) and not (programs and _has_rivals(dialect, found, kind))
+        shown = 100 * bool(together) + (100 if its else 1) * bool(programs)
         points = shown + 10 * len(signs) + 3 * len(rare) + len(own)
         if programs or signs or rare or together:
             ranked.append((points, dialect, sorted({*programs, *signs, *rare, *together})))
@@ -128,6 +129,12 @@ def _is_host(dialect: Dialect, other: Dialect, found: set[str]) -> bool:
     """Whether some keys are those of this framework only: it reads them, or they are its signs."""
     own = found - other.known
     return any(dialect.reads(key) for key in own - dialect.common) or not own.isdisjoint(dialect.signs)
+
+
+def _has_rivals(dialect: Dialect, found: Collection[str], kind: str | None) -> bool:
+    """Whether another framework reads keys that only it has, and that this one does not read."""
+    others = [one for one in frameworks(kind) if one is not dialect and one.name not in dialect.beside]
+    return any(not dialect.reads(k) and one.reads(k) and k not in one.common for one in others for k in found)
 
 
 def _starts_program(word: str, program: str) -> bool:
