@@ -43,8 +43,8 @@ install lightning "$python" -c .venv-versions/constraints-lightning.txt \
 CI=1 .venv-versions/lightning/bin/python -m pytest -q -n 2 tests/adapters/test_lightning.py tests/adapters/test_lightning_loss.py
 CI=1 .venv-versions/lightning/bin/python -m pytest -q -k lightning tests/adapters/test_run.py
 echo "== the oldest transformers"
-install oldest-hf "$python" torch==2.13.0 numpy transformers==5.20.0 accelerate==1.15.0 peft==0.21.0 trl==1.16.0 datasets==5.2.0 click PyYAML rich \
-  plotext hypothesis pytest pytest-xdist
+install oldest-hf "$python" torch==2.13.0 numpy transformers==5.20.0 accelerate==1.15.0 peft==0.21.0 trl==1.16.0 datasets==5.2.0 bitsandbytes==0.50.2 \
+  click PyYAML rich plotext hypothesis pytest pytest-xdist
 CI=1 .venv-versions/oldest-hf/bin/python -m pytest -q -n 2 --dist loadfile tests/adapters/test_adapter.py tests/adapters/test_huggingface.py \
   tests/adapters/test_huggingface_loss.py tests/adapters/test_accelerate.py
 CI=1 .venv-versions/oldest-hf/bin/python -m pytest -q -k huggingface tests/adapters/test_run.py

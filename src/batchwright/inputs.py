@@ -77,7 +77,7 @@ def _read(source: str | os.PathLike[str] | Shown) -> Input:
 
 
 def _read_file(path: Path) -> Input:
-    shown = str(path)[:200]
+    shown = str(path)[:200] if str(path).strip() else repr(str(path)[:200])
 
     def refuse(reason: str) -> ConfigError:
         return ConfigError(f"{shown}: {reason}.", field="source", given=shown)
