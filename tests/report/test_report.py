@@ -263,11 +263,11 @@ def test_a_wrong_file_is_named_with_the_reason(tmp_path, content, said):
     (tmp_path / "x.json").write_text(content)
     done = command_line("report", tmp_path / "x.json", tmp_path / "missing.json")
     assert done.code == 2 and said in done.err and "missing.json: no such file" in done.err
-
-
-def test_a_file_whose_name_is_blank_is_named(cli):
-    assert cli("report", "\t", "--markdown").err.startswith(r"error: '\t': no such file")
     assert "a run directory (of run or train_rl), or the output of" in done.err
+
+
+def test_a_file_whose_name_is_blank_is_quoted():
+    assert command_line("report", "\t", "--markdown").err.startswith(r"error: '\t': no such file")
 
 
 WRONG = st.sampled_from([None, -1, 0, 10**30, 1.5e308, "", "x", [], {}, True, [None], {"a": 1}, "\ud800"])
