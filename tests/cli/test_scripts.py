@@ -257,10 +257,10 @@ MINE = f"torchrun --nproc_per_node 8 pretrain_mine.py {MORE} --tensor-model-para
 def test_a_word_that_is_no_program_does_not_say_the_framework(cli, tmp_path, script):
     (tmp_path / "run.sh").write_text(script)
     line = script.splitlines()[-1].rpartition("&& ")[2]
-    for words_given in ([str(tmp_path / "run.sh")], line.split()):
-        ran = cli("check", *words_given)
+    for typed in ([str(tmp_path / "run.sh")], line.split()):
+        ran = cli("check", *typed)
         assert ran.out.startswith("ok: Megatron-LM") and "64 = 2 micro × 8 accumulation × 4" in ran.out, ran
-        assert cli("plan", *given, "--json").json["global_batch_size"] == 64
+        assert cli("plan", *typed, "--json").json["global_batch_size"] == 64
 
 
 def test_a_comment_does_not_say_the_framework(cli, tmp_path):
