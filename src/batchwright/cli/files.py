@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from batchwright.dialects.record import Given
 
 _DEEPSPEED = "deepspeed."
-ACCELERATE = "deepspeed_config.deepspeed_config_file"
+_ACCELERATE = "deepspeed_config.deepspeed_config_file"
 # Keys that name the file of a configuration, or contain one as JSON, and the section that its keys belong to.
 _NAMING = {
-    **dict.fromkeys(("deepspeed", "deepspeed_config", "deepspeed_config_file", ACCELERATE), ""),
+    **dict.fromkeys(("deepspeed", "deepspeed_config", "deepspeed_config_file", _ACCELERATE), ""),
     "accelerator_config": "accelerator_config.",
 }
 _CONFIGS = (".yaml", ".yml", ".toml")

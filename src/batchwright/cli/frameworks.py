@@ -16,7 +16,7 @@ from batchwright.dialects.reading import read
 from batchwright.dialects.record import Given, Reading, version_text
 
 from . import text
-from .files import ACCELERATE, names_file, not_read, read_arguments, read_entries, without_deleted, words_of
+from .files import names_file, not_read, read_arguments, read_entries, without_deleted, words_of
 from .naming import Names
 from .options import DEVICES
 
@@ -31,8 +31,7 @@ def read_configuration(
     unread = not_read(arguments, left_out, entries)
     if unread and not any(reading.dialect.reads(key) for key in (*reading.given, *reading.filled_in)):
         raise ConfigError(f"{unread[0]} No other key about the batch is given.", field="file")
-    # Accelerate's check asks whether this key is there.
-    named = {key for key, one in entries if names_file(key, one)} - {ACCELERATE}
+    named = {key for key, one in entries if names_file(key, one)}
     others = tuple(key for key in reading.passed_over if key not in named)
     return replace(reading, notes=(*reading.notes, *unread), passed_over=others)
 
