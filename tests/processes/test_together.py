@@ -38,6 +38,20 @@ from pathlib import Path
 (Path(sys.argv[1]).parent / f"pid{sys.argv[2]}").write_text(str(os.getpid()))
 time.sleep(600)
 """
+ENDS = """
+import atexit, os, sys
+from pathlib import Path
+from batchwright.core.errors import PlanError
+from batchwright.processes.together import run_rank
+
+def main(spec, rank):
+    if Path(spec).exists() and rank == 1:
+        raise PlanError("the batch is wrong") from ValueError("label 17")
+    print("done")
+
+atexit.register(os.abort)  # as gloo's threads may, when the interpreter is shut down
+run_rank(main)
+"""
 CALLER = """
 import sys
 from pathlib import Path
@@ -51,6 +65,18 @@ def test_the_rank_at_fault_is_shown_and_not_one_that_lost_its_connection(tmp_pat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RunError, match=r"^rank 1 of 2 failed \(exit code 1\)\. Its output:\nthe loss is wrong$"):
         run_ranks("ranks_of_which_one_fails", tmp_path / "spec", 2, timeout=600, field="ranks")
+
+
+def test_a_rank_ends_without_shutting_the_interpreter_down(tmp_path, monkeypatch):
+    (tmp_path / "ranks_that_abort_late.py").write_text(ENDS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    run_ranks("ranks_that_abort_late", tmp_path / "spec", 2, timeout=600, field="ranks")
+    assert (tmp_path / "rank0.log").read_text() == "done\n"
+    (tmp_path / "spec").touch()
+    with pytest.raises(
+        RunError, match=r"(?s)^rank 1 of 2 failed \(exit code 2\).*ValueError: label 17\nerror: the batch is w"
+    ):
+        run_ranks("ranks_that_abort_late", tmp_path / "spec", 2, timeout=600, field="ranks")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

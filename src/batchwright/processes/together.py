@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
-from batchwright.core.errors import RunError
+from batchwright.core.errors import BatchwrightError, RunError
 
 from .guard import die_with
 
@@ -49,3 +52,24 @@ def run_ranks(module: str, spec: Path, ranks: int, *, timeout: float, field: str
         how = f"exit code {codes[rank]}" if codes[rank] else f"no result within {timeout:g} s"
         message = f"rank {rank} of {ranks} failed ({how}){but}. Its output:\n{output[-4000:]}"
         raise RunError(message, field=field, given=ranks)
+
+
+def run_rank(main: Callable[[str, int], None]) -> NoReturn:
+    """Call `main(SPEC, RANK)` in a process of `run_ranks`, print its error, and end the process.
+
+    The interpreter is not shut down: gloo's threads may still hold tensors then, and torch aborts (pytorch/pytorch#179291).
+    """
+    code = 0
+    try:
+        main(sys.argv[1], int(sys.argv[2]))
+    except BatchwrightError as fault:
+        if fault.__cause__ is not None:
+            traceback.print_exception(fault.__cause__)  # the user's own exception
+        print(f"error: {fault}", file=sys.stderr)
+        code = fault.exit_code
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

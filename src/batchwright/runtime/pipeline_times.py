@@ -8,9 +8,7 @@ becomes slower is slower for all of them. Each rank is one process; rank 0 write
 
 from __future__ import annotations
 
-import sys
 import time
-import traceback
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from batchwright.core.batch.pipeline import PipelineRule
 from batchwright.core.codec import decode
-from batchwright.core.errors import BatchwrightError
 from batchwright.core.ramp.schedule import Step
+from batchwright.processes.together import run_rank
 from batchwright.rundir.files import read_json, write_json
 
 from .data.loader import default_collate
@@ -138,10 +136,4 @@ def _timed(call: Any, clock: list[float], device: torch.device) -> Any:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1], int(sys.argv[2]))
-    except BatchwrightError as fault:
-        if fault.__cause__ is not None:
-            traceback.print_exception(fault.__cause__)
-        print(f"error: {fault}", file=sys.stderr)
-        sys.exit(fault.exit_code)
+    run_rank(main)

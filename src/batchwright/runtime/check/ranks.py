@@ -6,9 +6,7 @@ python -m batchwright.runtime.check.ranks SPEC.json RANK
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.core.batch.pipeline import PipelineRule
 from batchwright.core.codec import decode, encode
-from batchwright.core.errors import BatchwrightError
-from batchwright.processes.together import run_ranks
+from batchwright.processes.together import run_rank, run_ranks
 from batchwright.runtime.state.generators import set_seeds
 from batchwright.runtime.task import load_task
 
@@ -105,10 +102,4 @@ def main(spec_file: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1], int(sys.argv[2]))
-    except BatchwrightError as fault:
-        if fault.__cause__ is not None:
-            traceback.print_exception(fault.__cause__)  # the user's own exception
-        print(f"error: {fault}", file=sys.stderr)
-        sys.exit(fault.exit_code)
+    run_rank(main)
