@@ -80,6 +80,7 @@ def interrupted(command: list[str], framework: str, *arguments: str) -> subproce
     return subprocess.run([*command, *script], env=environment, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.rounds  # the ramp with a kill is the case of Lightning in `make test`
 def test_ctrl_c_in_lightning_ends_without_a_traceback_and_the_run_continues(tmp_path):
     needs("lightning")
     arguments = ["--out", str(tmp_path), "--batch", "16", "--save-every", "2"]
