@@ -112,8 +112,8 @@ def detect(
         rare = [key for key in own if key not in dialect.common]
         together = dialect.together if found >= dialect.together else frozenset[str]()
         # A program of this name without any key of the framework may be another one, and so may one whose keys others read.
-        its = (own or signs) and not (programs and _has_rivals(dialect, found, kind))
-        shown = 100 * bool(together) + (100 if its else 1) * bool(programs)
+        counts = (own or signs) and not (programs and _has_rivals(dialect, found, kind))
+        shown = 100 * bool(together) + (100 if counts else 1) * bool(programs)
         points = shown + 10 * len(signs) + 3 * len(rare) + len(own)
         if programs or signs or rare or together:
             ranked.append((points, dialect, sorted({*programs, *signs, *rare, *together})))

@@ -84,7 +84,7 @@ def check(
     return report(size, splits, findings, search.notes, allow)
 
 
-_NONE_RUNS = "of the micro batches that it can have, the task runs none."
+_NONE_RUNS = "the task runs none of the micro batches that are possible there."
 
 
 def _failed(search: CauseSearch) -> set[int]:
